@@ -1,0 +1,96 @@
+"""The seams every backend implements: the two workers and the channels between them.
+
+A worker's half of a step is a generator: it runs one segment (one layer's work), yields what the next one waits for,
+and ends with its result. So the layer loop reads like the paper - attention, put, wait, add, next layer - while the
+rank's loop (`cluster/rank_loop.py`) interleaves any number of lanes in one thread, in the order a pure policy gives.
+"""
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from crosspool.core import SampledToken
+from crosspool.scheduler.step import StepDescriptor, StepHeader
+
+FloatArray = npt.NDArray[np.float32]
+R = TypeVar("R")
+
+
+class Inlet(Protocol):
+    """The consumer's end of one channel (one lane, one direction, one producer). Its memory is the consumer's."""
+
+    def arrived(self, epoch: int) -> bool:
+        """Whether the payload of `epoch`, or of a later one, lies in its slot."""
+        ...
+
+    def take(self, layer: int, num_tokens: int, width: int) -> FloatArray:
+        """(num_tokens, width) float32 view of the slot of this layer's parity; valid until two layers later."""
+        ...
+
+
+class Outlet(Protocol):
+    """The producer's end of one channel."""
+
+    def put(self, layer: int, epoch: int, payload: FloatArray) -> None:
+        """Copy `payload` (num_tokens, width) to the consumer's slot, then raise its flag to `epoch`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a half-step needs before its next segment: every one of `inlets` at `epoch`."""
+
+    inlets: Sequence[Inlet]
+    epoch: int
+
+    def satisfied(self) -> bool:
+        return all(inlet.arrived(self.epoch) for inlet in self.inlets)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLinks:
+    """A worker's ends of one lane's channels for one model, by peer rank, in the model's rank order.
+
+    KV worker: `outlets` are A2F to each weights rank, `inlets` F2A from each. FFN worker: one of each, the KV rank's.
+    """
+
+    outlets: Mapping[str, Outlet]
+    inlets: Mapping[str, Inlet]
+
+
+HalfStep = Generator[Wait, None, R]
+
+
+class AttentionWorker(Protocol):
+    """The KV pool's half: embedding, attention, norms, head, sampling; holds KV and sequences, no FFN weights."""
+
+    def run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
+        """Run the attention half of `step`. Sequence state changes only after the last wait (idempotence)."""
+        ...
+
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        """Drop sequences that ended; their pages belong to the engine and may already be in others' hands."""
+        ...
+
+    def remove_model(self, model: str) -> None: ...
+
+    def memory_bytes(self) -> Mapping[str, int]:
+        """Bytes held, by kind: `attention_weights`, `kv_cache`, `ffn_weights` (always 0 here)."""
+        ...
+
+
+class FFNWorker(Protocol):
+    """The weights pool's half: router, experts, shared experts, dense FFN; holds no request state and no KV."""
+
+    def run(self, header: StepHeader, links: LaneLinks) -> HalfStep[None]:
+        """Run every layer's FFN of one step on this rank's slice of the intermediate dimension."""
+        ...
+
+    def remove_model(self, model: str) -> None: ...
+
+    def memory_bytes(self) -> Mapping[str, int]:
+        """Bytes held, by kind: `ffn_weights`, `kv_cache` (always 0 here)."""
+        ...

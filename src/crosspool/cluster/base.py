@@ -1,0 +1,120 @@
+"""What the engine sees of the workers: models go in, steps go in, events come out. Nothing here acts per layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from crosspool.scheduler.step import StepDescriptor, StepResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelPlacement:
+    """One model and the ranks that hold it: its non-FFN weights on `kv_rank`, FFN slices on `weights_ranks` in order."""
+
+    name: str
+    directory: Path
+    kv_rank: str
+    weights_ranks: tuple[str, ...]
+    page_tokens: int
+    frame_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelReady:
+    """Every rank of the placement has loaded its share."""
+
+    name: str
+    seconds: float
+    bytes_by_rank: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFailed:
+    """The model could not be loaded; nothing of it stays on any rank."""
+
+    name: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadProgress:
+    """Bytes one rank has loaded of its share of a model."""
+
+    name: str
+    rank: str
+    loaded_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDone:
+    """A step ended on its KV rank."""
+
+    result: StepResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFailed:
+    """A step ended without tokens; nothing it did is visible, so it can be replayed under a new step_seq.
+
+    waiting_on: the ranks whose flags did not arrive. `error` names rank and cause in one line. `fatal`: the step
+    itself raised (a bug or bad input), so a replay would fail again: its requests end with the error.
+    """
+
+    lane: int
+    step_seq: int
+    waiting_on: tuple[str, ...]
+    error: str
+    fatal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLost:
+    """A rank died or hung; it is being restarted. A lost KV rank takes its sequences and pages' contents with it."""
+
+    rank: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReady:
+    """A rank (again) holds every model placed on it and its channels are open."""
+
+    rank: str
+    seconds: float
+
+
+Event = ModelReady | ModelFailed | LoadProgress | StepDone | StepFailed | RankLost | RankReady
+
+
+class Cluster(Protocol):
+    """The workers of one deployment. Calls return at once; outcomes arrive through `poll`."""
+
+    def add_model(self, placement: ModelPlacement) -> None: ...
+
+    def remove_model(self, name: str) -> None:
+        """Free the model's share on every rank. The engine has ended its sequences before."""
+        ...
+
+    def submit(self, step: StepDescriptor) -> None:
+        """Hand one step to its lane's ranks. The lane's previous step has ended, done or failed."""
+        ...
+
+    def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None: ...
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Events since the last call; waits up to `timeout_s` for the first, without spinning."""
+        ...
+
+    def wake(self) -> None:
+        """Make a `poll` in another thread return at once."""
+        ...
+
+    def memory_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes by rank and kind, as the workers last reported them."""
+        ...
+
+    def close(self) -> None:
+        """Stop every rank; nothing of it is left (processes, threads, shared memory)."""
+        ...

@@ -1,0 +1,79 @@
+"""The nouns every component shares: a request, how it is sampled, what comes out."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # an end token or a stop string
+    LENGTH = "length"  # max_tokens, or the context limit
+    ABORT = "abort"  # the client left
+    ERROR = "error"  # the message is in the output's `error`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one sequence is sampled. Bounds are checked where requests enter (`server/protocol.py`, `__post_init__`).
+
+    Penalties: presence and frequency look at generated tokens only; repetition at prompt and output.
+    logprobs are those of the model's distribution before temperature, cuts, penalties and bias.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # below 1e-5 means greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0  # always set: the engine draws one for requests without
+    stop_token_ids: tuple[int, ...] = ()  # end tokens of the model included, unless ignore_eos
+    ignore_eos: bool = False
+    num_logprobs: int | None = None  # None: none; 0: the chosen token's only
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}; it must lie between 0 and max_tokens {self.max_tokens}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token and its log-probability, floored at -9999 so that JSON can hold it."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """What sampling gave one sequence in one step."""
+
+    sequence_id: int
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(kw_only=True, slots=True)
+class Request:
+    """One sequence to generate. `n > 1` is n requests of one group; stop strings are watched by the caller's side."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+    arrival_s: float = 0.0
+    deadline_s: float | None = None  # on the clock of arrival_s; past it, a queued request is dropped
+    output_token_ids: list[int] = field(default_factory=list)

@@ -1,0 +1,1 @@
+"""Queues, admission, batching, and the engine that wires them to a cluster."""

@@ -1,0 +1,36 @@
+"""The exception tree: what callers need to tell apart.
+
+`ValueError` stays the type for a value a user can fix in a call; these are for outcomes of the running system.
+"""
+
+
+class CrossPoolError(Exception):
+    """Base of every error that CrossPool raises on purpose. Its message names values and the remedy."""
+
+
+class UnsupportedModelError(CrossPoolError):
+    """The model's configuration asks for something no family here implements."""
+
+
+class CheckpointError(CrossPoolError):
+    """A model directory is incomplete or does not match its configuration; nothing of it stays loaded."""
+
+
+class CapacityError(CrossPoolError):
+    """What is asked for can never fit the pools, whatever else runs; the message holds the true numbers."""
+
+
+class QueueFullError(CrossPoolError):
+    """A model's queue is at its bound; the caller may try again after `retry_after_s`."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class WorkerLostError(CrossPoolError):
+    """A worker died or hung and did not come back within the recovery bound."""
+
+
+class ShuttingDownError(CrossPoolError):
+    """The engine no longer takes requests."""

@@ -1,0 +1,1 @@
+"""The shared KV pool: frames, pages, block tables, budget."""

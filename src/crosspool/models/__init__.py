@@ -1,0 +1,1 @@
+"""Models as data: specs, families, canonical tensors."""

@@ -1,0 +1,87 @@
+"""The StepDescriptor: all a worker needs for its half of one step. Control is data.
+
+Once per step the engine hands a lane one descriptor. The KV worker runs the attention half from it, the FFN workers
+their half from its header; the halves meet only in put and wait. A step is idempotent: it rewrites the same slots and
+emits tokens only at its end, so after a failure the same rows are sent again under a new `step_seq`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from crosspool.core import SampledToken, SamplingParams
+
+Phase = Literal["prefill", "decode"]
+
+LAYERS_PER_STEP = 1024
+"""Epochs of one step; no model has more layers."""
+
+
+def epoch(step_seq: int, layer: int) -> int:
+    """The flag value that layer `layer` of step `step_seq` writes. Monotonic in both, compared with >=, never reset."""
+    return step_seq * LAYERS_PER_STEP + layer + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepHeader:
+    """What both halves see. FFN workers get nothing else and hold no request state."""
+
+    lane: int
+    model: str
+    step_seq: int  # per lane, starts at 1, never reused; a replay gets a new one
+    phase: Phase
+    num_tokens: int
+    priority: int = 0  # smaller runs first under the `priority` order
+    kv_rank: str = "kv0"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewSequence:
+    """A sequence the KV worker has not seen (or lost with a dead predecessor)."""
+
+    sequence_id: int
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]  # already generated, when a lost sequence is prefilled again
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRow:
+    """One sequence's part of a step.
+
+    token_ids: the tokens to run, or None in decode: the token this sequence sampled last, known to the KV worker.
+    num_cached_tokens: slots already written, which is the position of the first token run here.
+    first_new_page, new_pages: entries to write into the sequence's block table; a page is its list of frames.
+    sample: draw a token after the last one run (false for all but the last prefill chunk).
+    """
+
+    sequence_id: int
+    token_ids: tuple[int, ...] | None
+    num_cached_tokens: int
+    num_new_tokens: int
+    first_new_page: int = 0
+    new_pages: tuple[tuple[int, ...], ...] = ()
+    sample: bool = True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDescriptor:
+    """One step of one lane: a decode step of a model's running sequences, or a chunk of its prefill."""
+
+    header: StepHeader
+    rows: tuple[StepRow, ...]
+    joining: tuple[NewSequence, ...] = ()  # sequences whose first row this is
+
+    def replayed(self, step_seq: int) -> "StepDescriptor":
+        """The same step under a new sequence number."""
+        return replace(self, header=replace(self.header, step_seq=step_seq))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What the KV worker reports at the end of a step: one sampled token per row with `sample`, in row order."""
+
+    lane: int
+    step_seq: int
+    sampled: tuple[SampledToken, ...]
+    attention_s: float = 0.0  # time this worker computed for the step
+    wait_s: float = 0.0  # time it had nothing of this step to compute

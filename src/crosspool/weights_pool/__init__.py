@@ -1,0 +1,1 @@
+"""FFN weights: slices, placement, loading."""
