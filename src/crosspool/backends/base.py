@@ -5,13 +5,14 @@ and ends with its result. So the layer loop reads like the paper - attention, pu
 rank's loop (`cluster/rank_loop.py`) interleaves any number of lanes in one thread, in the order a pure policy gives.
 """
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from crosspool.cluster.base import ModelPlacement
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepHeader
 
@@ -63,9 +64,16 @@ class LaneLinks:
 
 HalfStep = Generator[Wait, None, R]
 
+Progress = Callable[[int, int], None]
+"""Called while a share loads with (loaded_bytes, total_bytes)."""
+
 
 class AttentionWorker(Protocol):
     """The KV pool's half: embedding, attention, norms, head, sampling; holds KV and sequences, no FFN weights."""
+
+    def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
+        """Load the non-FFN weights. On an error nothing of the model stays loaded."""
+        ...
 
     def run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
         """Run the attention half of `step`. Sequence state changes only after the last wait (idempotence)."""
@@ -84,6 +92,10 @@ class AttentionWorker(Protocol):
 
 class FFNWorker(Protocol):
     """The weights pool's half: router, experts, shared experts, dense FFN; holds no request state and no KV."""
+
+    def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
+        """Load this rank's slice of every FFN tensor. On an error nothing of the model stays loaded."""
+        ...
 
     def run(self, header: StepHeader, links: LaneLinks) -> HalfStep[None]:
         """Run every layer's FFN of one step on this rank's slice of the intermediate dimension."""
