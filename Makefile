@@ -95,6 +95,6 @@ $(VENV)/.installed-%: pyproject.toml | $(VENV)/.created
 	if [ -n "$(UV)" ]; then \
 	  "$(UV)" pip install --quiet --python "$(BIN)/python" --editable ".$$extras" || exit 1; \
 	else \
-	  $(RUN) pip install --quiet --disable-pip-version-check --editable ".$$extras" || exit 1; \
+	  $(RUN) pip install -qq --disable-pip-version-check --editable ".$$extras" || exit 1; \
 	fi; \
 	echo "==> installed in $$(( $$(date +%s) - start )) s"; touch "$@"
