@@ -34,3 +34,19 @@ class WorkerLostError(CrossPoolError):
 
 class ShuttingDownError(CrossPoolError):
     """The engine no longer takes requests."""
+
+
+class UnknownModelError(CrossPoolError):
+    """No model of that name is served, or it is not ready; the message lists the served names."""
+
+
+class ContextLengthError(CapacityError):
+    """Prompt and asked output exceed what one sequence of the model may hold; the message holds all three numbers."""
+
+
+class DeadlineExceededError(CrossPoolError):
+    """The request waited in its queue past its deadline and was dropped before any prefill."""
+
+
+class StepError(CrossPoolError):
+    """A worker raised in the middle of a step; only the requests of that step end with it."""

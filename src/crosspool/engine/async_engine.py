@@ -1,0 +1,148 @@
+"""AsyncEngine: the engine for asyncio. `async for output in engine.generate(request)`."""
+
+import asyncio
+import contextlib
+from collections import deque
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from crosspool.engine.output import RequestOutput
+from crosspool.engine.request import GenerationRequest
+from crosspool.engine.stats import EngineStats, ModelInfo
+
+if TYPE_CHECKING:
+    from crosspool.engine.engine import Engine
+    from crosspool.engine.served_model import ServedModel
+
+T = TypeVar("T")
+
+
+class AsyncEngine:
+    """Turns the engine thread's callbacks into streams; starts no task, so none is left behind."""
+
+    def __init__(self, engine: "Engine") -> None:
+        self.engine = engine
+
+    def generate(self, request: GenerationRequest) -> "RequestStream":
+        """Accept `request` or refuse it now; then iterate the stream, which ends after the last of n sequences.
+
+        Raises at once, before anything is queued: UnknownModelError, ValueError (a bad id), ContextLengthError and
+        CapacityError (can never fit), QueueFullError (`retry_after_s`), WorkerLostError, ShuttingDownError.
+        A stream left early (break, `aclose`, a cancelled task, garbage collection) aborts its request.
+        """
+        return RequestStream(self.engine, request)
+
+    def abort(self, request_id: str) -> bool:
+        """End every sequence of the request with ABORT; False if it is not running."""
+        return self.engine.abort(request_id)
+
+    async def add_model(self, model: "ServedModel") -> ModelInfo:
+        """Load a model and wait until it is ready. Raises CheckpointError, CapacityError or ValueError."""
+        return await _result(self.engine.add_model(model))
+
+    async def remove_model(self, name: str, *, drain: bool = True) -> None:
+        """Take no more requests, let the running ones end (or end them with an error), then free its memory."""
+        await _result(self.engine.remove_model(name, drain=drain))
+
+    def models(self) -> list[ModelInfo]:
+        """Every model, in the order they were added, loading and failed ones included."""
+        return self.engine.models()
+
+    def model(self, name: str) -> ModelInfo:
+        """Raises UnknownModelError, naming the served models."""
+        return self.engine.model(name)
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    async def close(self, *, drain_s: float = 0.0) -> None:
+        """Refuse new requests, give running ones `drain_s` to end, end the rest with an error, stop the workers."""
+        await asyncio.get_running_loop().run_in_executor(None, lambda: self.engine.close(drain_s=drain_s))
+
+
+class RequestStream:
+    """The outputs of one accepted request, in order. One consumer; also an async context manager."""
+
+    def __init__(self, engine: "Engine", request: GenerationRequest) -> None:
+        self.request_id = request.request_id
+        self._engine = engine
+        self._mailbox = _Mailbox(asyncio.get_running_loop())
+        self._unfinished = request.n
+        self._ended = True  # until accepted, so that a refusal leaves nothing to abort
+        engine.submit(request, self._mailbox.deliver)
+        self._ended = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._mailbox.outputs:
+            if self._ended:
+                raise StopAsyncIteration
+            try:
+                await self._mailbox.wait()
+            except asyncio.CancelledError:
+                self.abort()
+                raise
+        output = self._mailbox.outputs.popleft()
+        if output.finish_reason is not None:
+            self._unfinished -= 1
+            self._ended = self._ended or self._unfinished == 0
+        return output
+
+    def abort(self) -> None:
+        """End the request; the outputs that are already here stay readable."""
+        if not self._ended:
+            self._ended = True
+            self._engine.abort(self.request_id)
+
+    async def aclose(self) -> None:
+        self.abort()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_ended", True):
+            self.abort()
+
+
+class _Mailbox:
+    """Carries outputs from the engine thread to the loop. The engine holds this, not the stream: a stream that nobody
+    holds is collected and aborts its request.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.outputs: deque[RequestOutput] = deque()
+        self._loop = loop
+        self._waiter: asyncio.Future[None] | None = None
+
+    def deliver(self, outputs: list[RequestOutput]) -> None:
+        """Called on the engine thread. A loop that has been closed has no reader left, so its outputs are dropped."""
+        self.outputs.extend(outputs)
+        if not self._loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # closed since the line before
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Return once `outputs` holds something (or after a spurious wake)."""
+        self._waiter = self._loop.create_future()
+        try:
+            if not self.outputs:
+                await self._waiter
+        finally:
+            self._waiter = None
+
+
+async def _result(future: "Future[T]") -> T:
+    return await asyncio.wrap_future(future)

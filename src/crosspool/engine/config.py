@@ -1,0 +1,54 @@
+"""EngineConfig: lanes, batch bounds, queues, admission and recovery of one deployment."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from crosspool.units import MiB
+
+AdmissionPolicyName = Literal["reserve", "forecast"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """What the engine may use and how long it waits. Every KV rank has the same budget.
+
+    Raises ValueError, naming value and remedy, for bounds under which no request could run.
+    """
+
+    kv_budget_bytes: int = 256 * MiB  # physical KV memory of one KV rank; frame 0 of it is kept for masked lanes
+    frame_bytes: int = 2 * MiB
+    num_decode_lanes: int = 2
+    num_prefill_lanes: int = 1
+    max_num_seqs: int = 32  # admitted sequences of one model: the largest decode batch
+    max_num_batched_tokens: int = 512  # tokens of one prefill chunk, over all its sequences
+    max_queue: int = 64  # queued sequences of one model; beyond it QueueFullError
+    admission: AdmissionPolicyName = "reserve"
+    forecast_quantile: float = 0.95  # of the remaining growth of a sequence, under `forecast`
+    ageing_s: float = 2.0  # a queued request that lacks pages holds back later ones after this time
+    bypass_window: int = 8  # queued requests behind one that lacks pages that are tried before it has aged
+    default_deadline_s: float | None = None  # longest time in the queue, for requests without a deadline
+    recovery_timeout_s: float = 60.0  # how long a request waits for a lost rank; 0: an error at once
+
+    def __post_init__(self) -> None:
+        for name in ("num_decode_lanes", "num_prefill_lanes", "max_num_seqs", "max_num_batched_tokens", "max_queue"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_frames < 2:
+            raise ValueError(
+                f"kv_budget_bytes is {self.kv_budget_bytes}, less than two frames of {self.frame_bytes} bytes; "
+                f"set it to {2 * self.frame_bytes} or more"
+            )
+        if not 0.0 < self.forecast_quantile <= 1.0:
+            raise ValueError(f"forecast_quantile is {self.forecast_quantile}; it must lie in (0, 1]")
+        for name in ("ageing_s", "recovery_timeout_s", "bypass_window"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+
+    @property
+    def num_frames(self) -> int:
+        """Frames of one KV rank, the reserved frame 0 included: the size of a worker's arena."""
+        return self.kv_budget_bytes // self.frame_bytes
+
+    @property
+    def num_lanes(self) -> int:
+        return self.num_decode_lanes + self.num_prefill_lanes

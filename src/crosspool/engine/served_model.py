@@ -1,0 +1,54 @@
+"""ServedModel: one model as the engine is asked to serve it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosspool.cluster.base import ModelPlacement
+from crosspool.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedModel:
+    """A model's spec and where it goes.
+
+    max_context: asked limit of prompt plus output tokens; None means the model's own. frames_per_page: from
+    `kv_pool/geometry.py`. weights_ranks: in the order in which their partial sums are added.
+    """
+
+    name: str
+    spec: ModelSpec
+    directory: Path
+    weights_ranks: tuple[str, ...]
+    page_tokens: int
+    frames_per_page: int
+    frame_bytes: int
+    kv_rank: str = "kv0"
+    max_context: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.weights_ranks:
+            raise ValueError(f"model {self.name} has no weights rank; name at least one")
+        if self.max_context is not None and self.max_context < 2:
+            raise ValueError(f"max_context of {self.name} is {self.max_context}; it must be at least 2")
+        if self.page_tokens < 1 or self.frames_per_page < 1:
+            raise ValueError(
+                f"a page of {self.name} has {self.page_tokens} tokens and {self.frames_per_page} frames; "
+                "both must be at least 1"
+            )
+
+    @property
+    def model_limit(self) -> int:
+        """Prompt plus output tokens of one sequence as model and operator bound it; the KV pool may bound it lower."""
+        own = self.spec.max_position_embeddings
+        return own if self.max_context is None else min(own, self.max_context)
+
+    @property
+    def placement(self) -> ModelPlacement:
+        return ModelPlacement(
+            name=self.name,
+            directory=self.directory,
+            kv_rank=self.kv_rank,
+            weights_ranks=self.weights_ranks,
+            page_tokens=self.page_tokens,
+            frame_bytes=self.frame_bytes,
+        )

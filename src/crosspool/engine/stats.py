@@ -1,0 +1,96 @@
+"""Snapshots of the engine: models, pages, queues, lanes and counters at one moment."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+ModelState = Literal["loading", "ready", "draining", "failed"]
+LaneState = Literal["idle", "running"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """One model as users see it.
+
+    context_limit: prompt plus output tokens of one sequence; never above what the KV pool can hold for one.
+    loaded_bytes, total_bytes: loading progress over all ranks. created_s: Unix time of `add_model`.
+    """
+
+    name: str
+    state: ModelState
+    context_limit: int
+    created_s: float
+    kv_rank: str
+    weights_ranks: tuple[str, ...]
+    kv_bytes_per_token: int
+    loaded_bytes: int = 0
+    total_bytes: int = 0
+    bytes_by_rank: dict[str, int] = field(default_factory=dict)
+    load_s: float | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelStats:
+    """Load of one model. used: pages in block tables; reserved: pages promised to its sequences, not yet used."""
+
+    name: str
+    num_queued: int
+    num_prefilling: int
+    num_decoding: int
+    num_parked: int  # sequences of steps that wait for a rank
+    pages_used: int
+    pages_reserved: int
+    frames_used: int
+    frames_reserved: int
+    page_tokens: int
+    frames_per_page: int
+    prompt_tokens: int  # counters since the model was added
+    generated_tokens: int
+    num_accepted: int
+    num_refused: int
+    num_finished: dict[str, int]  # by FinishReason
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolStats:
+    """Frames of one KV rank; `used + reserved + free == budget` at every moment. Frame 0 is not counted."""
+
+    kv_rank: str
+    frame_bytes: int
+    frames_budget: int
+    frames_used: int
+    frames_reserved: int
+    frames_free: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaneStats:
+    """What one lane does. since_s: engine clock, when the present step was handed out."""
+
+    lane: int
+    phase: Literal["prefill", "decode"]
+    state: LaneState
+    model: str | None
+    step_seq: int
+    num_seqs: int
+    since_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """Everything at one moment of the engine's monotonic clock.
+
+    last_step_s: when a step last ended; busy_since_s: since when work has been in flight without a step ending,
+    None when nothing is in flight (an idle engine is healthy for ever). ranks_down: rank to the moment it was lost.
+    """
+
+    now_s: float
+    models: tuple[ModelStats, ...]
+    pools: tuple[PoolStats, ...]
+    lanes: tuple[LaneStats, ...]
+    num_steps: int
+    num_replays: int
+    num_ranks_lost: int
+    last_step_s: float | None
+    busy_since_s: float | None
+    ranks_down: dict[str, float]
