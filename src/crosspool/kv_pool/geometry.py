@@ -1,0 +1,113 @@
+"""How one model's page lies in frames: pure arithmetic that the engine, the planner and every backend share."""
+
+from dataclasses import dataclass
+
+from crosspool.models.spec import DTYPE_BYTES, DType, ModelSpec
+from crosspool.units import ceil_div, format_bytes
+
+MIN_PAGE_TOKENS = 16
+MAX_PAGE_TOKENS = 2048
+PREFERRED_PAGE_TOKENS = 256
+"""Enough consecutive slots for attention to run at full speed (docs: KV layout)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PageGeometry:
+    """A page is `page_tokens` tokens of all layers of one model, cut into whole frames.
+
+    A layer's part is `page_tokens` rows of `elements_per_token_layer` elements and never straddles a frame: a frame
+    holds the parts of `layers_per_frame` consecutive layers, the last frame of a page perhaps fewer.
+    Raises ValueError where a layer's part is larger than a frame.
+    """
+
+    num_layers: int
+    elements_per_token_layer: int
+    element_bytes: int
+    page_tokens: int
+    frame_bytes: int
+    model: str = "this model"  # for the error message alone
+
+    def __post_init__(self) -> None:
+        if self.page_tokens < 1:
+            raise ValueError(f"page_tokens is {self.page_tokens} for {self.model}; it must be at least 1")
+        if self.layer_bytes > self.frame_bytes:
+            fitting = self.frame_bytes // self.token_layer_bytes
+            layer, frame = format_bytes(self.layer_bytes), format_bytes(self.frame_bytes)
+            remedy = f"set page_tokens <= {fitting}" if fitting else "use larger frames"
+            raise ValueError(
+                f"a layer of {self.page_tokens} tokens takes {layer}, more than a {frame} frame; "
+                f"{remedy} for {self.model}"
+            )
+
+    @property
+    def token_layer_bytes(self) -> int:
+        """Bytes of one token in one layer."""
+        return self.elements_per_token_layer * self.element_bytes
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer's part of a page."""
+        return self.page_tokens * self.token_layer_bytes
+
+    @property
+    def layers_per_frame(self) -> int:
+        return self.frame_bytes // self.layer_bytes
+
+    @property
+    def frames_per_page(self) -> int:
+        return ceil_div(self.num_layers, self.layers_per_frame)
+
+    @property
+    def page_bytes(self) -> int:
+        """Physical bytes a page takes from the budget."""
+        return self.frames_per_page * self.frame_bytes
+
+    @property
+    def fill(self) -> float:
+        """Fraction of a page's physical bytes that tokens can use."""
+        return self.num_layers * self.layer_bytes / self.page_bytes
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens of one sequence."""
+        return ceil_div(num_tokens, self.page_tokens)
+
+    def frame_of_layer(self, layer: int) -> int:
+        """Index into a page's list of frames."""
+        return layer // self.layers_per_frame
+
+    def offset_of_layer(self, layer: int) -> int:
+        """Byte at which the layer's part starts in its frame."""
+        return layer % self.layers_per_frame * self.layer_bytes
+
+
+def page_geometry(
+    spec: ModelSpec, *, page_tokens: int, frame_bytes: int, kv_dtype: DType | None = None, model: str | None = None
+) -> PageGeometry:
+    """Geometry of `spec`'s pages; the cache has the weights' dtype unless `kv_dtype` says otherwise."""
+    return PageGeometry(
+        num_layers=spec.num_layers,
+        elements_per_token_layer=spec.kv_elements_per_token_layer,
+        element_bytes=DTYPE_BYTES[kv_dtype or spec.weight_format.dtype],
+        page_tokens=page_tokens,
+        frame_bytes=frame_bytes,
+        model=model or f"this {spec.family} model",
+    )
+
+
+def choose_page_tokens(spec: ModelSpec, frame_bytes: int, kv_dtype: DType | None = None) -> int:
+    """The power of two that costs a typical request the fewest frames; among equals the one nearest to 256.
+
+    Typical: 2,048 tokens, or the model's whole context if that is shorter. Raises ValueError where not even 16 tokens
+    of a layer fit a frame.
+    """
+    reference_tokens = min(MAX_PAGE_TOKENS, spec.max_position_embeddings)
+
+    def cost(page_tokens: int) -> tuple[int, int]:
+        geometry = page_geometry(spec, page_tokens=page_tokens, frame_bytes=frame_bytes, kv_dtype=kv_dtype)
+        frames = geometry.num_pages(reference_tokens) * geometry.frames_per_page
+        return frames, abs(page_tokens.bit_length() - PREFERRED_PAGE_TOKENS.bit_length())
+
+    smallest = page_geometry(spec, page_tokens=MIN_PAGE_TOKENS, frame_bytes=frame_bytes, kv_dtype=kv_dtype)
+    fitting = frame_bytes // smallest.token_layer_bytes
+    candidates = [MIN_PAGE_TOKENS << shift for shift in range(8) if MIN_PAGE_TOKENS << shift <= fitting]
+    return min(candidates, key=cost)
