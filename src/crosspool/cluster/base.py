@@ -10,10 +10,14 @@ from crosspool.scheduler.step import StepDescriptor, StepResult
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPlacement:
-    """One model and the ranks that hold it: its non-FFN weights on `kv_rank`, FFN slices on `weights_ranks` in order."""
+    """One model and the ranks that hold it: its non-FFN weights on `kv_rank`, FFN slices on `weights_ranks` in order.
+
+    hidden_size: elements of the rows that cross between the pools; the channels are sized by it.
+    """
 
     name: str
     directory: Path
+    hidden_size: int
     kv_rank: str
     weights_ranks: tuple[str, ...]
     page_tokens: int
@@ -22,7 +26,7 @@ class ModelPlacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelReady:
-    """Every rank of the placement has loaded its share."""
+    """Every rank of the placement has loaded its share. Told once for each `add_model`, not after a rank's return."""
 
     name: str
     seconds: float
@@ -31,7 +35,7 @@ class ModelReady:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFailed:
-    """The model could not be loaded; nothing of it stays on any rank."""
+    """The model could not be loaded, or loaded again after a loss; nothing of it stays on any rank."""
 
     name: str
     error: str
@@ -79,13 +83,21 @@ class RankLost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReady:
-    """A rank (again) holds every model placed on it and its channels are open."""
+    """A rank (again) holds every model placed on it and its channels are open. A new rank is ready with no model."""
 
     rank: str
     seconds: float
 
 
-Event = ModelReady | ModelFailed | LoadProgress | StepDone | StepFailed | RankLost | RankReady
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFailed:
+    """A lost rank could not be brought back. Steps that need it fail at once; other models are served on."""
+
+    rank: str
+    error: str
+
+
+Event = ModelReady | ModelFailed | LoadProgress | StepDone | StepFailed | RankLost | RankReady | RankFailed
 
 
 class Cluster(Protocol):

@@ -47,6 +47,7 @@ class ServedModel:
         return ModelPlacement(
             name=self.name,
             directory=self.directory,
+            hidden_size=self.spec.hidden_size,
             kv_rank=self.kv_rank,
             weights_ranks=self.weights_ranks,
             page_tokens=self.page_tokens,
