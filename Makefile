@@ -47,10 +47,10 @@ fuzz: $(VENV)/.installed-test  ## random operation sequences, many more of them 
 	@$(RUN) pytest -m fuzz --timeout=0 --hypothesis-profile=fuzz $(FUZZ_ARGS)
 
 docs: $(VENV)/.installed-docs  ## build the documentation into site/
-	@$(RUN) mkdocs build --strict --quiet && echo "documentation: site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict --quiet && echo "documentation: site/index.html"
 
 docs-serve: $(VENV)/.installed-docs  ## serve the documentation, rebuilt as you write
-	@$(RUN) mkdocs serve
+	@NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs serve
 
 dev: $(VENV)/.installed-dev  ## install everything needed to work on the code, and the pre-commit hook
 	@$(BIN)/pre-commit install
@@ -84,7 +84,7 @@ $(VENV)/.created:
 	elif [ -n "$$new_enough" ]; then \
 	  echo "error: $$new_enough cannot create virtual environments; install its venv module (Debian, Ubuntu: apt install python3-venv) or uv" >&2; exit 1; \
 	else \
-	  echo "error: CrossPool needs Python 3.11 or newer, found $$(python3 --version 2>/dev/null || echo none); install one or name it: make PYTHON=/path/to/python3" >&2; exit 1; \
+	  echo "error: CrossPool needs Python 3.11 or newer, found $$({ $(or $(PYTHON),python3) --version; } 2>/dev/null || echo none); install one or name it: make PYTHON=/path/to/python3" >&2; exit 1; \
 	fi; \
 	touch "$@"
 
