@@ -1,0 +1,145 @@
+"""A whole deployment as frozen data: which models, how the pools and the engine are sized, how the server listens.
+
+`settings.py` fills these from flags, environment, YAML and defaults; nothing below the CLI reads any of those.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from crosspool.units import GiB, KiB, MiB
+
+Layout = Literal["inprocess", "processes"]
+AdmissionPolicy = Literal["reserve", "forecast"]
+DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
+LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]i?B?|B)?", re.IGNORECASE)
+_SIZE_UNITS = {"": 1, "B": 1, "K": KiB, "M": MiB, "G": GiB}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of `512MiB`, `2G`, `1.5 GiB` or a plain number. K, M and G are powers of 1024, with or without `i` and `B`.
+
+    Raises ValueError, naming the text, for anything else.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _SIZE.fullmatch(str(text).strip())
+    if match is None:
+        raise ValueError(f"{str(text)[:40]!r} is not a size; write bytes, or a number with KiB, MiB or GiB")
+    number, unit = match.groups()
+    return int(float(number) * _SIZE_UNITS[(unit or "").upper()[:1]])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """One served model."""
+
+    source: str  # a model directory, or a Hugging Face id
+    name: str | None = None  # None: the directory's or repository's last part
+    aliases: tuple[str, ...] = ()
+    revision: str | None = None  # of a Hugging Face id
+    max_model_len: int | None = None  # tokens of prompt + output; None: the model's own limit
+    chat_template: str | None = None  # a file that replaces the model's own template
+    page_tokens: int | None = None  # None: chosen so that frames are filled
+
+    def __post_init__(self) -> None:
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max_model_len is {self.max_model_len} for {self.source}; it must be at least 2")
+        if self.page_tokens is not None and self.page_tokens < 1:
+            raise ValueError(f"page_tokens is {self.page_tokens} for {self.source}; it must be at least 1")
+
+    @property
+    def served_name(self) -> str:
+        return self.name or self.source.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolsConfig:
+    """The two pools: how much memory, how many ranks, threads or processes."""
+
+    layout: Layout = "processes"
+    kv_pool_bytes: int = 256 * MiB  # one budget over all models, cut into frames
+    frame_bytes: int = 2 * MiB
+    num_weights_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.frame_bytes < 4 * KiB:
+            raise ValueError(f"frame_bytes is {self.frame_bytes}; it must be at least 4 KiB")
+        if self.kv_pool_bytes < 2 * self.frame_bytes:
+            raise ValueError(
+                f"kv_pool_bytes is {self.kv_pool_bytes}; it must hold at least two frames of {self.frame_bytes} bytes"
+            )
+        if self.num_weights_ranks < 1:
+            raise ValueError(f"weights_ranks is {self.num_weights_ranks}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulingConfig:
+    """How much runs at once, how much may wait, and how requests are admitted to the KV pool."""
+
+    max_num_seqs: int = 32  # running sequences per model
+    max_num_batched_tokens: int = 256  # tokens of one prefill chunk
+    max_queue: int = 256  # waiting sequences per model; one more is refused with 429
+    num_decode_lanes: int = 2
+    num_prefill_lanes: int = 1
+    admission: AdmissionPolicy = "reserve"
+    recovery_timeout_s: float = 60.0  # how long requests wait for a lost worker; 0: they end with an error at once
+    seed: int | None = None  # of requests without one; None: a fresh one for each
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "num_decode_lanes", "num_prefill_lanes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.recovery_timeout_s < 0:
+            raise ValueError(f"recovery_timeout is {self.recovery_timeout_s}; it must be 0 or more seconds")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """How the HTTP server listens and what it lets in."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: no key is asked for
+    allowed_origins: tuple[str, ...] = ()  # none: CORS headers are not sent
+    root_path: str = ""
+    log_level: LogLevel = "info"
+    quiet_paths: tuple[str, ...] = ()  # left out of the access log
+    shutdown_timeout_s: float = 30.0  # how long running requests may finish after SIGTERM
+    max_body_bytes: int = 8 * MiB
+    sse_keep_alive_s: float = 10.0  # a comment line at this interval while a stream waits for its first token
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}; it must lie between 0 (any free port) and 65535")
+        if self.shutdown_timeout_s < 0:
+            raise ValueError(f"shutdown_timeout is {self.shutdown_timeout_s}; it must be 0 or more seconds")
+        if self.max_body_bytes < KiB:
+            raise ValueError(f"max_body_bytes is {self.max_body_bytes}; it must be at least 1 KiB")
+        if any(not key for key in self.api_keys):
+            raise ValueError("an api_key is empty; remove it or give it a value")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeploymentConfig:
+    """Everything `crosspool serve` needs to know."""
+
+    models: tuple[ModelConfig, ...]
+    pools: PoolsConfig = PoolsConfig()
+    scheduling: SchedulingConfig = SchedulingConfig()
+    server: ServerConfig = ServerConfig()
+    dtype: DTypeChoice = "auto"
+    download_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        taken: dict[str, str] = {}
+        for model in self.models:
+            for name in (model.served_name, *model.aliases):
+                if name in taken:
+                    raise ValueError(
+                        f"two models are called {name!r}: {taken[name]} and {model.source}; "
+                        "give one another name (NAME=DIR, or `name:` in the YAML file)"
+                    )
+                taken[name] = model.source

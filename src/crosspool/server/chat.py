@@ -1,0 +1,216 @@
+"""Chat messages to prompt ids through the model's own Jinja template.
+
+jinja2 is used directly, in its sandbox, with the extensions Hugging Face templates rely on; so a first chat costs no
+import of transformers (tests compare the two). The template writes the begin token, so the tokenizer adds none.
+
+Special tokens that a client writes *inside* a message are plain text: they are hidden behind placeholders while the
+template runs and encoded as ordinary characters. Only the template's own marks become special tokens.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, ContextReference, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from crosspool.errors import CheckpointError
+from crosspool.server.messages import Message
+from crosspool.server.tokenizer import TextTokenizer, special_token, tokenizer_config
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+REASONING_MARKS = ("<think>", "</think>")
+"""Templates split these off assistant turns themselves, so there they stay what they are."""
+
+
+class TemplateError(ValueError):
+    """The template refuses the conversation, or drops a part of it; the message is meant for the client."""
+
+
+class ChatTemplate:
+    """One model's chat template and the tokenizer that its text is for."""
+
+    def __init__(self, source: str, tokenizer: TextTokenizer, variables: dict[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"the chat template does not compile: line {error.lineno}: {error.message}") from None
+        self._knows_developer = "developer" in source
+        self._tokenizer = tokenizer
+        self._variables = variables
+
+    def prompt_ids(self, messages: Sequence[Message], *, add_generation_prompt: bool, kwargs: dict[str, Any]) -> list[int]:
+        """Token ids of the rendered conversation, with exactly the special tokens that the template writes.
+
+        Raises TemplateError with the template's own words where it refuses, or where it would drop a message's text.
+        """
+        hidden = _HiddenMarks(self._tokenizer.special_tokens)
+        shown = [hidden.hide_message(self._named(message)) for message in messages]
+        text = self.render(shown, add_generation_prompt=add_generation_prompt, kwargs=hidden.hide(kwargs))
+        _require_whole(text, shown)
+        if not hidden.used:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        for piece in hidden.split_at_marks(text):
+            mark = self._tokenizer.special_tokens.get(piece)
+            ids += [mark] if mark is not None else self._tokenizer.encode_plain(hidden.reveal(piece))
+        return ids
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, kwargs: dict[str, Any]) -> str:
+        values = {
+            **self._variables,
+            "tools": None,
+            "documents": None,
+            **kwargs,
+            "messages": list(messages),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(values)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the model's chat template refuses this conversation: {error.message}") from None
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
+            raise TemplateError(
+                f"the model's chat template cannot render this conversation ({type(error).__name__}: {error})"
+            ) from None
+
+    def _named(self, message: Message) -> Message:
+        if message["role"] == "developer" and not self._knows_developer:
+            return {**message, "role": "system"}
+        return message
+
+
+def load_chat_template(directory: Path, tokenizer: TextTokenizer, override: Path | None = None) -> ChatTemplate | None:
+    """The template of `override`, or of the model directory; None where the model has none."""
+    config = tokenizer_config(directory)
+    source = _read(override) if override is not None else _template_source(directory, config)
+    if source is None:
+        return None
+    tokens = {name: special_token(config, name) for name in SPECIAL_TOKEN_NAMES}
+    return ChatTemplate(source, tokenizer, {name: token for name, token in tokens.items() if token is not None})
+
+
+def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        return _read(path)
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        named = {item["name"]: item["template"] for item in source}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read the chat template {path}: {error}") from None
+
+
+class _HiddenMarks:
+    """Swaps special tokens in a client's text for placeholders that no client can guess, and back."""
+
+    def __init__(self, special_tokens: dict[str, int]) -> None:
+        ordered = sorted(special_tokens, key=len, reverse=True)
+        self._marks = ordered
+        self._pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+        self._nonce = secrets.token_hex(8)
+        self._index = {mark: index for index, mark in enumerate(ordered)}
+        self.used = False
+
+    def hide_message(self, message: Message) -> Message:
+        keep = REASONING_MARKS if message["role"] == "assistant" else ()
+        return {key: item if key == "role" else self.hide(item, keep) for key, item in message.items()}
+
+    def hide(self, value: Any, keep: tuple[str, ...] = ()) -> Any:
+        """`value` with the marks in its strings (and those of dicts and lists in it) hidden, but for `keep`."""
+        if isinstance(value, str) and self._pattern is not None:
+            return self._pattern.sub(lambda match: self._placeholder(match[0], keep), value)
+        if isinstance(value, dict):
+            return {self.hide(key, keep): self.hide(item, keep) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.hide(item, keep) for item in value]
+        return value
+
+    def split_at_marks(self, text: str) -> list[str]:
+        """`text` cut into the marks that the template wrote and what lies between them."""
+        assert self._pattern is not None, "marks were hidden, so there is a pattern"
+        return [piece for piece in re.split(f"({self._pattern.pattern})", text) if piece]
+
+    def reveal(self, text: str) -> str:
+        return re.sub(f"\ue000{self._nonce}:(\\d+)\ue001", lambda match: self._marks[int(match[1])], text)
+
+    def _placeholder(self, mark: str, keep: tuple[str, ...]) -> str:
+        if mark in keep:
+            return mark
+        self.used = True
+        return f"\ue000{self._nonce}:{self._index[mark]}\ue001"
+
+
+def _require_whole(text: str, messages: Sequence[Message]) -> None:
+    """Raise TemplateError where a message's text is not in the prompt: an answer to half a conversation is worse.
+
+    Templates may trim and re-indent, write text as JSON, and leave the reasoning of earlier turns out.
+    """
+    flat = _flat(text)
+    for index, message in enumerate(messages):
+        content = message.get("content") or ""
+        if message["role"] == "assistant":
+            content = content.rsplit("</think>", 1)[-1]
+        wanted = _flat(content)
+        if wanted not in flat and _flat(json.dumps(content, ensure_ascii=False)[1:-1]) not in flat:
+            raise TemplateError(
+                f"the model's chat template leaves out messages[{index}] (role {message['role']}); "
+                "merge it with a neighbour or drop it"
+            )
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks assistant text for training; here it only shows its body."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_show", [ContextReference()]), [], [], body).set_lineno(line)
+
+    def _show(self, context: Any, caller: Any) -> str:
+        return str(caller())
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is, where jinja2's own filter would escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,131 @@
+"""Errors as OpenAI clients expect them: `{"error": {message, type, param, code}}`, nested, with a string code.
+
+Every refusal of the server is an `APIError`; errors of the engine and of the frameworks are turned into one here.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from crosspool.errors import (
+    CapacityError,
+    CrossPoolError,
+    QueueFullError,
+    ShuttingDownError,
+    WorkerLostError,
+)
+
+MAX_REPORTED = 10  # validation errors in one message
+MAX_ECHO = 200  # characters of the client's own words in one of them
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong, in words and in a code that programs can tell apart."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class APIError(Exception):
+    """A request that ends with `status`; `param` is the field to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = encodable(message)
+        self.code = code
+        self.param = encodable(param) if param is not None else None
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        detail = {"message": self.message, "type": error_type(self.status), "param": self.param, "code": self.code}
+        return {"error": detail}
+
+
+def error_type(status: int) -> str:
+    """OpenAI's `type` for an HTTP status."""
+    if status == 429:
+        return "rate_limit_error"
+    if status >= 500:
+        return "server_error"
+    return "invalid_request_error"
+
+
+def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> APIError:
+    return APIError(400, message, code=code, param=param)
+
+
+def from_engine(error: CrossPoolError) -> APIError:
+    """The answer to a request that the engine refused or could not finish."""
+    match error:
+        case QueueFullError():
+            seconds = max(1, round(error.retry_after_s))
+            return APIError(429, str(error), code="queue_full", headers={"Retry-After": str(seconds)})
+        case CapacityError():
+            return APIError(400, str(error), code="kv_pool_capacity_exceeded", param="max_tokens")
+        case ShuttingDownError():
+            return APIError(503, str(error), code="shutting_down", headers={"Retry-After": "5"})
+        case WorkerLostError():
+            return APIError(503, str(error), code="worker_lost", headers={"Retry-After": "5"})
+        case _:
+            return APIError(500, str(error), code="engine_error")
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
+    """One 400 for pydantic's list of errors: field and limit of each, capped in number and length."""
+    lines = [_describe(item) for item in errors[:MAX_REPORTED]]
+    if len(errors) > MAX_REPORTED:
+        lines.append(f"and {len(errors) - MAX_REPORTED} more")
+    first = errors[0] if errors else {"loc": (), "type": "value_error"}
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    if first["type"] == "json_invalid":
+        code = "invalid_json"
+    return bad_request("; ".join(lines), param=_field(first["loc"]), code=code)
+
+
+def shorten(text: str, limit: int = MAX_ECHO) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def encodable(text: str) -> str:
+    """`text` with lone surrogates replaced, so that it can be sent."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _describe(item: Mapping[str, Any]) -> str:
+    field = _field(item["loc"])
+    if item["type"] == "json_invalid":
+        return f"the body is not valid JSON: {shorten(str(item.get('ctx', {}).get('error', '')))}"
+    if item["type"] == "missing":
+        return f"{field or 'the body'} is missing"
+    message = shorten(str(item["msg"]).removeprefix("Value error, ").removeprefix("Input "))
+    if field is None and item["type"] in ("model_attributes_type", "dict_type"):
+        return "the body must be a JSON object, sent with Content-Type: application/json"
+    value = item.get("input")
+    echo = f" (got {shorten(repr(value), 60)})" if isinstance(value, int | float | str) else ""
+    return f"{field}: {message}{echo}" if field else message
+
+
+def _field(loc: Sequence[str | int]) -> str | None:
+    """`messages.0.content` from pydantic's location, without the body and the names of union branches."""
+    parts = [str(part) for part in loc if part != "body"]
+    parts = [part for part in parts if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", part)]
+    return ".".join(parts) or None

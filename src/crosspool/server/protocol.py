@@ -1,0 +1,224 @@
+"""Request bodies of the OpenAI API, every bound checked: a wrong value is a 400 that names the field and its limit.
+
+null means absent. Fields this server does not know are accepted and logged (`unknown_fields`); fields it knows but
+does not offer yet, and fields that contradict each other, are refused by `refusals.py`.
+"""
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+
+from crosspool.server.messages import Messages, checked_text
+
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1000
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+MAX_PROMPTS = 256
+SEED_RANGE = 2**63
+
+
+def _stop_strings(value: Any) -> list[str]:
+    """`stop` as a list: at most MAX_STOP_STRINGS strings of 1 to MAX_STOP_CHARACTERS characters."""
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or any(not isinstance(item, str) for item in strings):
+        raise ValueError("must be a string or a list of strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise ValueError(f"has {len(strings)} strings; at most {MAX_STOP_STRINGS} are taken")
+    for item in strings:
+        if not item:
+            raise ValueError("holds an empty string, which would match at once; leave it out")
+        if len(item) > MAX_STOP_CHARACTERS:
+            raise ValueError(f"holds a string of {len(item)} characters; at most {MAX_STOP_CHARACTERS} are taken")
+    return strings
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    """Token id to bias within [-100, 100]. JSON keys are strings, so ids arrive as such."""
+    if not isinstance(value, dict):
+        raise ValueError("must be an object of token ids to numbers")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"has {len(value)} entries; at most {MAX_LOGIT_BIAS} are taken")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        if not (isinstance(key, int) or (key.isascii() and key.isdigit() and len(key) <= 19)):
+            raise ValueError(f"has the key {str(key)[:40]!r}; keys are token ids of 0 or more")
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise ValueError(f"of token {int(key)} must be a number between -100 and 100")
+        if not -100 <= number <= 100:
+            raise ValueError(f"of token {int(key)} must lie between -100 and 100")
+        bias[int(key)] = float(number)
+    return bias
+
+
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    """`prompt` as a list of texts or of token id lists: a string, strings, ids, or lists of ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
+    if not value:
+        raise ValueError("is an empty list; send at least one prompt")
+    if all(_is_id(item) for item in value):
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"has {len(value)} prompts; at most {MAX_PROMPTS} are taken")
+    if all(isinstance(item, str) for item in value):
+        return value
+    if all(isinstance(item, list) and all(_is_id(token) for token in item) for item in value):
+        return value
+    raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+Stop = Annotated[
+    list[str],
+    BeforeValidator(_stop_strings),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 16}]}),
+]
+LogitBias = Annotated[
+    dict[int, float],
+    BeforeValidator(_logit_bias),
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+]
+Prompts = Annotated[
+    list[str] | list[list[int]],
+    BeforeValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(strict=True, ge=1)]
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError("must be a finite number")
+    return value
+
+
+Number = Annotated[float, Field(strict=True), AfterValidator(_finite)]
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`: include_usage asks for one last chunk with the totals."""
+
+    model_config = ConfigDict(extra="allow")
+
+    include_usage: Flag = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return _without_nulls(data)
+
+
+class GenerationBody(BaseModel):
+    """What both endpoints share: which model, how to sample, when to stop, how to answer."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = Field(None, description="a served name or alias; may be left out where one model is served")
+    max_tokens: Count | None = Field(None, description="tokens to generate at most; default: what the context leaves")
+    min_tokens: Annotated[int, Field(strict=True, ge=0)] = 0
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = Field(None, description="0: greedy")
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=-1)] | None = Field(None, description="0 or -1: off")
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[Number, Field(gt=0, le=10)] | None = None
+    logit_bias: LogitBias = {}
+    seed: Annotated[int, Field(strict=True, ge=-SEED_RANGE, lt=SEED_RANGE)] | None = Field(
+        None, description="the same seed gives the same answer; a negative one counts as seed + 2**63"
+    )
+    n: Annotated[int, Field(strict=True, ge=1, le=MAX_CHOICES)] = 1
+    stop: Stop = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    include_stop_str_in_output: Flag = False
+    skip_special_tokens: Flag = True
+    ignore_eos: Flag = False
+    priority: Annotated[int, Field(strict=True, ge=-1000, le=1000)] = Field(0, description="smaller is sooner")
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        """SDKs send null for "not set"."""
+        return _without_nulls(data)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wrapped_seed(self) -> int | None:
+        """The seed as the engine takes it, 0 or more."""
+        return None if self.seed is None else self.seed % SEED_RANGE
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        return sorted(self.model_extra or {})
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Prompts
+    logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: Flag = Field(True, description="let the tokenizer add its begin token")
+    echo: Flag = False
+    best_of: Count | None = None
+    suffix: str | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: Count | None = Field(None, description="the newer name of max_tokens; wins over it")
+    logprobs: Flag = False
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(checked_text)] = Field(
+        {}, description="variables for the model's chat template"
+    )
+    add_generation_prompt: Flag = True
+    tools: list[Any] = []
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+def _without_nulls(data: Any) -> Any:
+    return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data

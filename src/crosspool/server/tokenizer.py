@@ -1,0 +1,134 @@
+"""Text to token ids and back for one model, on the `tokenizers` library."""
+
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from crosspool.errors import CheckpointError
+
+LONG_TEXT = 4096
+"""Characters from which encoding is worth a thread of its own."""
+
+
+class TextTokenizer:
+    """One model's tokenizer. Thread-safe: nothing here changes after construction.
+
+    Ids beyond the tokenizer (an output layer padded wider than the vocabulary) decode to nothing.
+    """
+
+    def __init__(self, serialized: str, bos_token: str | None = None) -> None:
+        self._tokenizer = Tokenizer.from_str(serialized)
+        # A twin that reads special tokens in text as plain text: for what users write inside chat messages.
+        self._plain = Tokenizer.from_str(serialized)
+        self._plain.encode_special_tokens = True
+        described = json.loads(serialized)
+        added = described.get("added_tokens") or []
+        self.special_tokens: dict[str, int] = {
+            token["content"]: token["id"] for token in added if token.get("special") and token["content"]
+        }
+        self._added: dict[int, str] = {token["id"]: token["content"] for token in added}
+        self._byte_level = "ByteLevel" in json.dumps(described.get("decoder"))
+        self.bos_token = bos_token
+        self.bos_token_id = self._tokenizer.token_to_id(bos_token) if bos_token else None
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> "TextTokenizer":
+        """The tokenizer of a Hugging Face directory. Raises CheckpointError where it cannot be read."""
+        path = directory / "tokenizer.json"
+        try:
+            serialized = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {path}: {error.strerror}; CrossPool needs the fast tokenizer's tokenizer.json"
+            ) from None
+        try:
+            return cls(serialized, special_token(tokenizer_config(directory), "bos_token"))
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(f"{path} is not a tokenizer this version of tokenizers reads: {error}") from error
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; special tokens written in it are read as such.
+
+        With `add_special_tokens` the tokenizer adds its own, but never a second begin token: text that already starts
+        with one keeps just that one.
+        """
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        bos = self.bos_token_id
+        if add_special_tokens and bos is not None and ids[:2] == [bos, bos] and text.startswith(self.bos_token or ""):
+            return ids[1:]
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of `text` in which special tokens are plain text and none is added."""
+        ids: list[int] = self._plain.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        size = self.size
+        known = [token_id for token_id in token_ids if 0 <= token_id < size]
+        text: str = self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+        return text
+
+    @property
+    def size(self) -> int:
+        """Ids the tokenizer knows, added tokens included."""
+        size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        return size
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for, exact also where it is a part of a character."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        piece = self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
+        if piece is None:
+            return b""
+        if self._byte_level:
+            table = _byte_of_char()
+            if all(char in table for char in piece):
+                return bytes(table[char] for char in piece)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        text: str = piece.replace("\u2581", " ")
+        return text.encode()
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+def tokenizer_config(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json of a model directory, with special_tokens_map.json beneath; empty where there is none."""
+    merged: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = directory / name
+        if not path.exists():
+            continue
+        try:
+            loaded = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}") from None
+        if not isinstance(loaded, dict):
+            raise CheckpointError(f"{path} holds a {type(loaded).__name__}; it must be a JSON object")
+        merged |= {key: value for key, value in loaded.items() if value is not None}
+    return merged
+
+
+def special_token(config: dict[str, Any], name: str) -> str | None:
+    """The text of `bos_token` and the like, which configs store as a string or as an object with `content`."""
+    value = config.get(name)
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """The printable stand-ins that byte-level BPE (GPT-2) writes bytes as."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    for index, byte in enumerate(byte for byte in range(256) if byte not in set(printable)):
+        table[chr(256 + index)] = byte
+    return table

@@ -1,0 +1,207 @@
+"""Where a deployment's values come from: flags > environment > YAML file > defaults.
+
+One name everywhere: the flag `--max-num-seqs`, the variable `CROSSPOOL_MAX_NUM_SEQS` and the YAML key `max_num_seqs`
+are the same setting. The JSON schema of the YAML file is published as docs/deployment.schema.json.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from crosspool.config import (
+    AdmissionPolicy,
+    DeploymentConfig,
+    DTypeChoice,
+    Layout,
+    LogLevel,
+    ModelConfig,
+    PoolsConfig,
+    SchedulingConfig,
+    ServerConfig,
+    parse_size,
+)
+
+ENV_PREFIX = "CROSSPOOL_"
+
+Size = Annotated[int | str, Field(description="bytes, or a number with KiB, MiB or GiB")]
+Words = Annotated[list[str], NoDecode, Field(description="a list; separated by commas in an environment variable")]
+
+
+class ModelSettings(BaseModel):
+    """One entry of `models:`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(description="a Hugging Face model directory, or a Hugging Face id")
+    name: str | None = Field(None, description="the name requests use; default: last part of the path")
+    aliases: list[str] = Field([], description="other names that answer as this model")
+    revision: str | None = Field(None, description="branch, tag or commit of a Hugging Face id")
+    max_model_len: int | None = Field(None, description="tokens of prompt + output; default: the model's own limit")
+    chat_template: str | None = Field(None, description="a file with a Jinja chat template instead of the model's own")
+    page_tokens: int | None = Field(None, description="tokens of one KV page; default: chosen to fill frames")
+
+
+class Settings(BaseSettings):
+    """A CrossPool deployment: the models and how they are served."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", title="CrossPool deployment")
+
+    models: Annotated[list[ModelSettings], NoDecode] = Field([], description="the models; default: the demo models")
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
+    port: int = Field(8000, description="port to listen on; 0: any free one")
+    api_key: Words = Field([], description="keys that requests must carry one of; health routes are open")
+    allowed_origins: Words = Field([], description="origins that browsers may call from (CORS); default: none")
+    root_path: str = Field("", description="path prefix that a proxy in front strips")
+    log_level: LogLevel = Field("info", description="what is logged")
+    disable_access_log_for_endpoints: Words = Field(["/health", "/health/ready", "/metrics", "/stats"])
+    shutdown_timeout: float = Field(30.0, description="seconds that running requests may finish in after SIGTERM")
+    max_body_bytes: Size = Field("8MiB", description="largest request body; more is a 413")
+    sse_keep_alive_interval: float = Field(10.0, gt=0, description="seconds between comment lines of waiting streams")
+    layout: Layout = Field("processes", description="a process for each rank, or threads of one process")
+    kv_pool_bytes: Size = Field("256MiB", description="the KV pool that all models share")
+    frame_bytes: Size = Field("2MiB", description="granularity of KV memory")
+    weights_ranks: int = Field(1, description="ranks that every FFN is sliced over")
+    max_num_seqs: int = Field(32, description="sequences of a model that run at once")
+    max_num_batched_tokens: int = Field(256, description="prompt tokens of one prefill step")
+    max_queue: int = Field(256, description="sequences of a model that may wait; one more is a 429")
+    decode_lanes: int = Field(2, description="decode batches in flight at once")
+    prefill_lanes: int = Field(1, description="prefill chunks in flight at once")
+    admission: AdmissionPolicy = Field("reserve", description="reserve pages for the whole answer, or forecast them")
+    recovery_timeout: float = Field(60.0, description="seconds that requests wait for a lost worker")
+    seed: int | None = Field(None, description="seed of requests that give none; default: a fresh one for each")
+    max_model_len: int | None = Field(None, description="context limit of every model that sets none itself")
+    chat_template: str | None = Field(None, description="template file of every model that sets none itself")
+    dtype: DTypeChoice = Field("auto", description="dtype of weights in memory; auto: the backend's own")
+    download_dir: str | None = Field(None, description="where Hugging Face ids are stored; default: the hub's cache")
+
+    @field_validator("api_key", "allowed_origins", "disable_access_log_for_endpoints", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _name_paths(cls, value: Any) -> Any:
+        """`models:` may hold bare paths; an environment variable separates them by commas."""
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        if isinstance(value, list):
+            return [{"path": item} if isinstance(item, str) else item for item in value]
+        return value
+
+    @field_validator("kv_pool_bytes", "frame_bytes", "max_body_bytes")
+    @classmethod
+    def _bytes(cls, value: str | int) -> int:
+        return parse_size(value)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings)
+
+
+def load_deployment(
+    flags: Mapping[str, Any], *, config_file: Path | None = None, default_models: tuple[ModelConfig, ...] = ()
+) -> DeploymentConfig:
+    """The deployment that `flags` (only those given), the environment, `config_file` and the defaults describe.
+
+    `default_models` are served where no source names a model. Raises ValueError with one line per wrong value.
+    """
+    from_file = read_yaml(config_file) if config_file is not None else {}
+    for key in [key for key in from_file if _env_has(key)]:
+        del from_file[key]
+    try:
+        settings = Settings(**{**from_file, **flags})
+    except ValidationError as error:
+        raise ValueError("; ".join(_describe(item) for item in error.errors(include_url=False))) from None
+    return _deployment(settings, default_models)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ValueError naming the file, and the line where YAML is broken."""
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} holds a {type(loaded).__name__}; it must be a mapping such as `port: 8000`")
+    return {str(key).replace("-", "_"): value for key, value in loaded.items()}
+
+
+def deployment_schema() -> dict[str, Any]:
+    """JSON schema of the YAML file, for editors (`# yaml-language-server: $schema=...`)."""
+    return Settings.model_json_schema()
+
+
+def _env_has(key: str) -> bool:
+    return (ENV_PREFIX + key).upper() in {name.upper() for name in os.environ}
+
+
+def _describe(item: Mapping[str, Any]) -> str:
+    where = ".".join(str(part) for part in item["loc"]) or "configuration"
+    if item["type"] == "extra_forbidden":
+        return f"{where} is not a setting; `crosspool serve --help` lists them"
+    return f"{where} is {str(item['input'])[:80]!r}: {item['msg']}"
+
+
+def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> DeploymentConfig:
+    models = tuple(
+        ModelConfig(
+            source=model.path,
+            name=model.name,
+            aliases=tuple(model.aliases),
+            revision=model.revision,
+            max_model_len=model.max_model_len or settings.max_model_len,
+            chat_template=model.chat_template or settings.chat_template,
+            page_tokens=model.page_tokens,
+        )
+        for model in settings.models
+    )
+    return DeploymentConfig(
+        models=models or default_models,
+        pools=PoolsConfig(
+            layout=settings.layout,
+            kv_pool_bytes=parse_size(settings.kv_pool_bytes),
+            frame_bytes=parse_size(settings.frame_bytes),
+            num_weights_ranks=settings.weights_ranks,
+        ),
+        scheduling=SchedulingConfig(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_queue=settings.max_queue,
+            num_decode_lanes=settings.decode_lanes,
+            num_prefill_lanes=settings.prefill_lanes,
+            admission=settings.admission,
+            recovery_timeout_s=settings.recovery_timeout,
+            seed=settings.seed,
+        ),
+        server=ServerConfig(
+            host=settings.host,
+            port=settings.port,
+            api_keys=tuple(settings.api_key),
+            allowed_origins=tuple(settings.allowed_origins),
+            root_path=settings.root_path,
+            log_level=settings.log_level,
+            quiet_paths=tuple(settings.disable_access_log_for_endpoints),
+            shutdown_timeout_s=settings.shutdown_timeout,
+            max_body_bytes=parse_size(settings.max_body_bytes),
+            sse_keep_alive_s=settings.sse_keep_alive_interval,
+        ),
+        dtype=settings.dtype,
+        download_dir=settings.download_dir,
+    )
