@@ -1,0 +1,39 @@
+"""The model types that can be served: a dict, and the way from a config to its family and spec."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from crosspool.errors import UnsupportedModelError
+from crosspool.models.config_json import HFConfig
+from crosspool.models.families import deepseek_v2, glm4_moe_lite, qwen3_moe
+from crosspool.models.families.family import Family
+from crosspool.models.spec import ModelSpec
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        qwen3_moe.FAMILY,
+        glm4_moe_lite.FAMILY,
+        deepseek_v2.FAMILY,
+    )
+}
+
+
+def find_family(config: HFConfig) -> Family:
+    """The family of the config's `model_type`. Raises UnsupportedModelError naming it and what is supported."""
+    model_type = config.string("model_type")
+    config.supported("model_type", model_type, tuple(FAMILIES))
+    return FAMILIES[model_type]
+
+
+def spec_from_config(values: Mapping[str, Any], source: str = "config.json") -> ModelSpec:
+    """The spec of one parsed `config.json`.
+
+    Raises UnsupportedModelError for what no family implements, CheckpointError for fields that are missing, of the
+    wrong type or at odds with each other.
+    """
+    config = HFConfig.from_dict(values, source)
+    spec = find_family(config).read_spec(config)
+    if spec.num_layers >= 1024:
+        raise UnsupportedModelError(f"{source}: num_hidden_layers is {spec.num_layers}; at most 1023 are supported")
+    return spec

@@ -1,0 +1,97 @@
+"""From a config's rotary fields, in either spelling, to a RopeSpec.
+
+transformers 5 keeps everything in `rope_parameters`; hub files have `rope_theta` and `rope_scaling` (whose kind is
+`rope_type`, or `type` in older ones), with `partial_rotary_factor` beside them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from crosspool.errors import CheckpointError, UnsupportedModelError
+from crosspool.models.config_json import HFConfig
+from crosspool.models.spec import RopeScaling, RopeSpec
+
+SUPPORTED_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def read_rope(
+    config: HFConfig,
+    *,
+    head_dim: int,
+    max_positions: int,
+    default_theta: float = 10000.0,
+    default_parameters: Mapping[str, Any] | None = None,
+    default_partial_factor: float | None = None,
+    interleaved: bool = False,
+) -> RopeSpec:
+    """The rotary embedding of heads whose rotated part has `head_dim` elements.
+
+    default_parameters stand in where the config has neither spelling. A default_partial_factor marks a family that can
+    rotate a part of the head only; in others a factor below one is refused, as no implementation there obeys it.
+    Raises UnsupportedModelError for kinds without a rule here, CheckpointError for fields of the wrong type.
+    """
+    parameters = _parameters(config, default_parameters)
+    rope = HFConfig(parameters, f"{config.source}: rope")
+    kind = rope.string("rope_type", "type", default="default")
+    config.supported("rope type", kind, SUPPORTED_KINDS)
+    theta = rope.number("rope_theta", default=config.number("rope_theta", default=default_theta))
+    fallback = 1.0 if default_partial_factor is None else default_partial_factor
+    partial = rope.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=fallback))
+    if partial != 1.0 and default_partial_factor is None:
+        raise UnsupportedModelError(
+            f"{config.source}: partial_rotary_factor is {partial}; this model type rotates whole heads only (1.0)"
+        )
+    dim = int(head_dim * partial)
+    if dim < 2 or dim % 2:
+        raise CheckpointError(f"{config.source}: the rotated part of a head has {dim} elements; it must be even")
+    scaling = None if kind == "default" else _scaling(config, rope, kind, max_positions)
+    return RopeSpec(theta=theta, dim=dim, interleaved=interleaved, scaling=scaling)
+
+
+def _parameters(config: HFConfig, default: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    found = config.get("rope_scaling") or config.get("rope_parameters")  # this order, as in transformers
+    if not found:
+        return default or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{config.source}: rope_parameters is {found!r}, not an object")
+    nested = [name for name, value in found.items() if isinstance(value, Mapping)]
+    if nested:
+        raise UnsupportedModelError(
+            f"{config.source}: rope_parameters differ by layer type ({', '.join(nested)}); "
+            "supported: one rotary embedding for all layers"
+        )
+    return found
+
+
+def _scaling(config: HFConfig, rope: HFConfig, kind: str, max_positions: int) -> RopeScaling:
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=rope.number("factor"))
+    outer = config.get("original_max_position_embeddings")  # wins over the inner one, as in transformers
+    original = (
+        config.integer("original_max_position_embeddings")
+        if outer is not None
+        else rope.integer("original_max_position_embeddings", default=max_positions)
+    )
+    if kind == "llama3":
+        return RopeScaling(
+            kind="llama3",
+            factor=rope.number("factor"),
+            original_max_positions=original,
+            low_freq_factor=rope.number("low_freq_factor"),
+            high_freq_factor=rope.number("high_freq_factor"),
+        )
+    return RopeScaling(
+        kind="yarn",
+        factor=rope.number("factor", default=max_positions / original),
+        original_max_positions=original,
+        beta_fast=rope.number("beta_fast", default=32.0) or 32.0,
+        beta_slow=rope.number("beta_slow", default=1.0) or 1.0,
+        mscale=_optional(rope, "mscale"),
+        mscale_all_dim=_optional(rope, "mscale_all_dim"),
+        attention_factor=_optional(rope, "attention_factor"),
+        truncate=rope.flag("truncate", default=True),
+    )
+
+
+def _optional(rope: HFConfig, name: str) -> float | None:
+    return None if rope.get(name) is None else rope.number(name)

@@ -1,0 +1,89 @@
+"""Inventory: every tensor the spec asks for, found in the checkpoint and checked; every other one accounted for."""
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from crosspool.errors import CheckpointError
+from crosspool.models.families.family import Source
+from crosspool.models.families.registry import FAMILIES
+from crosspool.models.spec import ModelSpec
+from crosspool.models.tensors import TensorSpec, model_tensors
+from crosspool.weights_pool.checkpoint import STORED_DTYPES, Checkpoint
+
+logger = logging.getLogger(__name__)
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+"""Frequencies that old exports stored; they follow from the config."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """Where each canonical tensor lies. skipped_layers: prediction layers after the last one, left unread."""
+
+    sources: Mapping[TensorSpec, tuple[Source, ...]]
+    skipped_layers: tuple[int, ...]
+
+
+def take_inventory(checkpoint: Checkpoint, spec: ModelSpec) -> Inventory:
+    """Find and check all tensors of both pools.
+
+    Raises CheckpointError for a tensor that is missing, of the wrong shape or dtype, or that nothing here knows.
+    """
+    family = FAMILIES[spec.family]
+    stored = checkpoint.tensors
+    sources = {tensor: tuple(family.sources(tensor, stored)) for tensor in model_tensors(spec)}
+    needed = {source.name for parts in sources.values() for source in parts}
+    if missing := sorted(needed - stored.keys()):
+        raise CheckpointError(
+            f"{checkpoint.directory}: {len(missing)} of {len(needed)} tensors missing, "
+            f"{missing[0]} among them (incomplete download, or a config of another model?)"
+        )
+    for parts in sources.values():
+        for source in parts:
+            _check(checkpoint, source)
+    skipped = _account_for_rest(checkpoint, spec, stored.keys() - needed)
+    return Inventory(sources, skipped)
+
+
+def _check(checkpoint: Checkpoint, source: Source) -> None:
+    found = checkpoint.tensors[source.name]
+    if found.shape != source.shape:
+        raise CheckpointError(
+            f"{found.file}: {source.name} has shape {list(found.shape)}, config.json asks for {list(source.shape)}"
+        )
+    if found.dtype not in STORED_DTYPES:
+        raise CheckpointError(
+            f"{found.file}: {source.name} is stored as {found.dtype}; supported: {', '.join(STORED_DTYPES)}"
+        )
+
+
+def _account_for_rest(checkpoint: Checkpoint, spec: ModelSpec, names: set[str]) -> tuple[int, ...]:
+    """Skip by exact rules what is known to be of no use; anything else is an error. Returns the skipped layers."""
+    layers: dict[int, int] = {}
+    unknown = []
+    for name in sorted(names):
+        layer = _LAYER.match(name)
+        if layer is not None and int(layer[1]) >= spec.num_layers:
+            layers[int(layer[1])] = layers.get(int(layer[1]), 0) + 1
+        elif name == "lm_head.weight" and spec.tie_word_embeddings:
+            logger.debug("%s: lm_head.weight ignored: tied to the embedding", checkpoint.directory)
+        elif not _ROTARY_BUFFER.fullmatch(name):
+            unknown.append(name)
+    if unknown:
+        file = checkpoint.tensors[unknown[0]].file
+        raise CheckpointError(
+            f"{file}: {unknown[0]} is no tensor of a {spec.family} model with this config.json "
+            f"({len(unknown)} such tensors); a wrong or changed config?"
+        )
+    if layers:
+        logger.info(
+            "%s: layers %s skipped (%d tensors): prediction layers after the last of num_hidden_layers %d",
+            checkpoint.directory,
+            ", ".join(map(str, sorted(layers))),
+            sum(layers.values()),
+            spec.num_layers,
+        )
+    return tuple(sorted(layers))

@@ -1,0 +1,195 @@
+"""Streaming a model's share from safetensors straight to where it lives, without torch.
+
+`plan_load` decides what to read and checks the whole checkpoint, both pools, against the spec before anything is read.
+`iter_pieces` reads piece by piece in the stored dtype: what a backend with its own buffers uses. The two `load_*`
+functions fill NumPy arrays with it. Host memory beyond the destination is one piece.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from crosspool.backends.base import Progress
+from crosspool.models.directory import ModelDirectory
+from crosspool.models.tensors import FLOAT32_TENSORS, Pool, TensorSpec
+from crosspool.weights_pool.checkpoint import STORED_DTYPES, Checkpoint
+from crosspool.weights_pool.inventory import Inventory, take_inventory
+from crosspool.weights_pool.placement import IntermediateSlice, intermediate_slices
+from crosspool.weights_pool.regions import Index, Region, destination_shape, intermediate_width, regions
+
+logger = logging.getLogger(__name__)
+
+PIECE_ELEMENTS = 32 * 1024 * 1024
+"""Unsliced matrices larger than this are read by rows: 64 MiB in bfloat16."""
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of one destination tensor: `destination[index] = array`, up to a cast.
+
+    array: in the stored dtype (bfloat16 through ml_dtypes), canonical orientation, valid until the next piece; may be
+    strided. Every element of a destination is covered by exactly one piece.
+    """
+
+    tensor: TensorSpec
+    index: Index
+    array: Array
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A tensor as one rank holds it: its canonical identity and its shape there."""
+
+    tensor: TensorSpec
+    shape: tuple[int, ...]
+    is_zero: bool = False  # not read: a bias that another slice adds
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """One rank's share: what it holds and how many bytes it reads for it."""
+
+    destinations: tuple[Destination, ...]
+    parts: Mapping[int, IntermediateSlice]  # full intermediate width to this rank's slice of it
+    inventory: Inventory
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """One rank's share of a model, by canonical name: the model's own tensors, and those of each layer."""
+
+    model: dict[str, Array]
+    layers: tuple[dict[str, Array], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for tensors in (self.model, *self.layers) for array in tensors.values())
+
+
+def load_attention_weights(
+    directory: ModelDirectory, dtype: npt.DTypeLike = np.float32, progress: Progress | None = None
+) -> ModelWeights:
+    """The KV pool's share: embedding, norms, attention, head, in `dtype`. On an error nothing is left allocated."""
+    with Checkpoint(directory.path) as checkpoint:
+        return _fill(checkpoint, directory, plan_load(checkpoint, directory, "kv"), dtype, progress)
+
+
+def load_ffn_weights(
+    directory: ModelDirectory,
+    slice_index: int,
+    num_slices: int,
+    dtype: npt.DTypeLike = np.float32,
+    progress: Progress | None = None,
+    shares: Sequence[float] | None = None,
+) -> ModelWeights:
+    """One weights rank's share: its slice of every FFN tensor in `dtype`, router tensors whole and in float32.
+
+    Shapes: see `regions.py`. Raises ValueError if the model is too narrow for `num_slices`.
+    """
+    with Checkpoint(directory.path) as checkpoint:
+        plan = plan_load(checkpoint, directory, "weights", slice_index, num_slices, shares)
+        return _fill(checkpoint, directory, plan, dtype, progress)
+
+
+def plan_load(
+    checkpoint: Checkpoint,
+    directory: ModelDirectory,
+    pool: Pool,
+    slice_index: int = 0,
+    num_slices: int = 1,
+    shares: Sequence[float] | None = None,
+) -> LoadPlan:
+    """Check the whole checkpoint against the spec and lay out one rank's share of it.
+
+    Raises CheckpointError naming file, tensor and sizes; ValueError for a slice that cannot be.
+    """
+    if not 0 <= slice_index < num_slices:
+        raise ValueError(f"slice_index is {slice_index}; it must lie between 0 and num_slices {num_slices} - 1")
+    inventory = take_inventory(checkpoint, directory.spec)
+    parts: dict[int, IntermediateSlice] = {}
+    destinations = []
+    for tensor in inventory.sources:
+        if tensor.pool != pool:
+            continue
+        width = intermediate_width(tensor)
+        if width is not None and width not in parts:
+            parts[width] = intermediate_slices(width, num_slices, shares)[slice_index]
+        shape = destination_shape(tensor, None if width is None else parts[width])
+        is_zero = tensor.name == "expert_down_bias" and slice_index > 0
+        destinations.append(Destination(tensor, shape, is_zero))
+    plan = LoadPlan(tuple(destinations), parts, inventory, 0)
+    total = sum(region_bytes for _, _, _, region_bytes in _reads(checkpoint, plan))
+    return LoadPlan(plan.destinations, parts, inventory, total)
+
+
+def iter_pieces(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[Piece]:
+    """Read a share piece by piece, in execution order."""
+    for tensor, name, region, _ in _reads(checkpoint, plan):
+        array = checkpoint.read(name, region.read)
+        if region.pick:
+            array = array[region.pick]
+        if region.transpose:
+            array = array.swapaxes(-1, -2)
+        yield Piece(tensor, region.index, array if array.ndim == len(region.index) else array[np.newaxis])
+
+
+def _reads(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[tuple[TensorSpec, str, Region, int]]:
+    """Every read of a plan, with the bytes of it that land in a destination."""
+    for destination in plan.destinations:
+        if destination.is_zero:
+            continue
+        width = intermediate_width(destination.tensor)
+        part = None if width is None else plan.parts[width]
+        for source in plan.inventory.sources[destination.tensor]:
+            element_bytes = np.dtype(STORED_DTYPES[checkpoint.tensors[source.name].dtype]).itemsize
+            for region in regions(source, part, PIECE_ELEMENTS):
+                yield (
+                    destination.tensor,
+                    source.name,
+                    region,
+                    element_bytes * _elements(destination.shape, region.index),
+                )
+
+
+def _elements(shape: tuple[int, ...], index: Index) -> int:
+    return prod(len(range(*axis.indices(extent))) for extent, axis in zip(shape, index, strict=True))
+
+
+def _fill(
+    checkpoint: Checkpoint, directory: ModelDirectory, plan: LoadPlan, dtype: npt.DTypeLike, progress: Progress | None
+) -> ModelWeights:
+    weights = ModelWeights({}, tuple({} for _ in range(directory.spec.num_layers)))
+    missing: dict[TensorSpec, int] = {}
+    for destination in plan.destinations:
+        tensor = destination.tensor
+        array: Array = np.zeros(destination.shape, np.float32 if tensor.name in FLOAT32_TENSORS else dtype)
+        _holder(weights, tensor)[tensor.name] = array
+        missing[tensor] = 0 if destination.is_zero else array.size
+    written: set[tuple[TensorSpec, tuple[int | None, ...]]] = set()
+    loaded = 0
+    for piece in iter_pieces(checkpoint, plan):
+        target = _holder(weights, piece.tensor)[piece.tensor.name][piece.index]
+        corner = (piece.tensor, tuple(axis.start for axis in piece.index))
+        assert target.shape == piece.array.shape, piece.tensor
+        assert corner not in written, piece.tensor
+        target[...] = piece.array
+        written.add(corner)
+        missing[piece.tensor] -= piece.array.size
+        loaded += piece.array.nbytes
+        if progress is not None:
+            progress(loaded, plan.total_bytes)
+    assert not any(missing.values()), "every parameter is written exactly once"
+    logger.info("%s: %d tensors, %d bytes read", directory.path, len(missing), loaded)
+    return weights
+
+
+def _holder(weights: ModelWeights, tensor: TensorSpec) -> dict[str, Array]:
+    return weights.model if tensor.layer is None else weights.layers[tensor.layer]
