@@ -139,6 +139,25 @@ def read_dense(config: HFConfig, intermediate_size: int) -> DenseFFNSpec:
     return DenseFFNSpec(intermediate_size=width, activation=read_activation(config))
 
 
+def read_window(config: HFConfig, *, default: int | None) -> int | None:
+    """`sliding_window` in tokens; null and 0 both mean none."""
+    window = default
+    if "sliding_window" in config.values:
+        window = config.integer("sliding_window", default=0, minimum=0)
+    return window or None
+
+
+def window_per_layer(
+    config: HFConfig, num_layers: int, window: int | None, default_kinds: Sequence[str]
+) -> list[int | None]:
+    """The window of each layer: `layer_types` says which layers slide, else the family's `default_kinds`."""
+    kinds = config.per_layer("layer_types", num_layers, ("full_attention", "sliding_attention"))
+    kinds = tuple(default_kinds) if kinds is None else kinds
+    if window is None and "sliding_attention" in kinds:
+        raise CheckpointError(f"{config.source}: layer_types has sliding_attention, but no sliding_window is in use")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
 def qwen_sparse_layers(config: HFConfig, num_layers: int, num_experts: int) -> list[bool]:
     """Which layers are MoE: those the step hits, counted from one, unless listed as dense; none without experts."""
     step = config.integer("decoder_sparse_step", default=1)

@@ -7,6 +7,7 @@ from crosspool.models.families.blocks import (
     read_dense,
     read_gqa,
     read_head_dim,
+    read_window,
 )
 from crosspool.models.families.family import Family
 from crosspool.models.families.names import DENSE_NAMES, EXPERT_NAMES, GQA_NAMES, MOE_NAMES, NORM_NAMES
@@ -21,7 +22,7 @@ def read_spec(config: HFConfig) -> ModelSpec:
     head_dim = read_head_dim(config, hidden_size=2048, num_heads=32)
     positions = config.integer("max_position_embeddings", default=32768)
     bias = config.flag("attention_bias", default=False)
-    window = config.optional_integer("sliding_window", default=4096)
+    window = read_window(config, default=4096)
     attention = read_gqa(
         config,
         read_rope(config, head_dim=head_dim, max_positions=positions),

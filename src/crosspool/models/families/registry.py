@@ -5,7 +5,19 @@ from typing import Any
 
 from crosspool.errors import UnsupportedModelError
 from crosspool.models.config_json import HFConfig
-from crosspool.models.families import deepseek_v2, glm4_moe_lite, qwen3_moe
+from crosspool.models.families import (
+    deepseek_v2,
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    gpt_oss,
+    llama,
+    mixtral,
+    olmoe,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from crosspool.models.families.family import Family
 from crosspool.models.spec import ModelSpec
 
@@ -15,6 +27,14 @@ FAMILIES: dict[str, Family] = {
         qwen3_moe.FAMILY,
         glm4_moe_lite.FAMILY,
         deepseek_v2.FAMILY,
+        mixtral.FAMILY,
+        olmoe.FAMILY,
+        qwen2_moe.FAMILY,
+        deepseek_v3.FAMILY,
+        glm4_moe.FAMILY,
+        gpt_oss.FAMILY,
+        llama.FAMILY,
+        qwen3.FAMILY,
     )
 }
 

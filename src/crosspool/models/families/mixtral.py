@@ -1,0 +1,53 @@
+"""Mixtral: plain GQA, softmax router, renormalised; its files name experts w1 (gate), w3 (up), w2 (down)."""
+
+from crosspool.models.config_json import HFConfig, read_activation
+from crosspool.models.families.blocks import build_spec, read_gqa, read_head_dim, read_window
+from crosspool.models.families.family import ExpertNames, Family
+from crosspool.models.families.names import EXPERT_NAMES, GQA_NAMES, NORM_NAMES
+from crosspool.models.rope_config import read_rope
+from crosspool.models.spec import ModelSpec, MoEFFNSpec, RouterSpec
+
+
+def read_spec(config: HFConfig) -> ModelSpec:
+    num_layers = config.integer("num_hidden_layers", default=32)
+    head_dim = read_head_dim(config, hidden_size=4096, num_heads=32)
+    positions = config.integer("max_position_embeddings", default=131072)
+    attention = read_gqa(
+        config,
+        read_rope(config, head_dim=head_dim, max_positions=positions, default_theta=1e6),
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=head_dim,
+        sliding_window=read_window(config, default=None),
+    )
+    moe = MoEFFNSpec(
+        num_experts=config.integer("num_local_experts", "num_experts", default=8),
+        top_k=config.integer("num_experts_per_tok", default=2),
+        expert_intermediate_size=config.integer("intermediate_size", default=14336),
+        router=RouterSpec(score="softmax", renormalise=True),
+        activation=read_activation(config),
+    )
+    return build_spec(
+        config,
+        [attention] * num_layers,
+        [moe] * num_layers,
+        vocab_size=32000,
+        hidden_size=4096,
+        max_positions=131072,
+        norm_eps=1e-5,
+        eos=2,
+        bos=1,
+    )
+
+
+FAMILY = Family(
+    model_type="mixtral",
+    read_spec=read_spec,
+    layer_names=NORM_NAMES | GQA_NAMES | {"router": ("block_sparse_moe.gate.weight", "mlp.gate.weight")},
+    experts=ExpertNames(
+        gate="block_sparse_moe.experts.{expert}.w1.weight",
+        up="block_sparse_moe.experts.{expert}.w3.weight",
+        down="block_sparse_moe.experts.{expert}.w2.weight",
+        fused=EXPERT_NAMES.fused,
+    ),
+)

@@ -1,0 +1,58 @@
+"""Qwen3: dense, GQA with QK-norm per head; windows in the last layers where `use_sliding_window` says so."""
+
+from crosspool.models.config_json import HFConfig
+from crosspool.models.families.blocks import (
+    build_spec,
+    read_dense,
+    read_gqa,
+    read_head_dim,
+    read_window,
+    window_per_layer,
+)
+from crosspool.models.families.family import Family
+from crosspool.models.families.names import DENSE_NAMES, GQA_NAMES, NORM_NAMES
+from crosspool.models.rope_config import read_rope
+from crosspool.models.spec import GQASpec, ModelSpec
+
+
+def read_spec(config: HFConfig) -> ModelSpec:
+    num_layers = config.integer("num_hidden_layers", default=32)
+    return build_spec(
+        config,
+        [_attention(config, window) for window in _windows(config, num_layers)],
+        [read_dense(config, 22016)] * num_layers,
+        vocab_size=151936,
+        hidden_size=4096,
+        max_positions=32768,
+        norm_eps=1e-6,
+    )
+
+
+def _attention(config: HFConfig, window: int | None) -> GQASpec:
+    head_dim = read_head_dim(config, hidden_size=4096, num_heads=32, default=128)
+    positions = config.integer("max_position_embeddings", default=32768)
+    bias = config.flag("attention_bias", default=False)
+    return read_gqa(
+        config,
+        read_rope(config, head_dim=head_dim, max_positions=positions),
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=head_dim,
+        qk_norm="head",
+        qkv_bias=bias,
+        o_bias=bias,
+        sliding_window=window,
+    )
+
+
+def _windows(config: HFConfig, num_layers: int) -> list[int | None]:
+    """Where windows are in use, the layers from `max_window_layers` on slide."""
+    is_used = config.flag("use_sliding_window", default=False)
+    window = read_window(config, default=4096) if is_used else None
+    first = config.integer("max_window_layers", default=28, minimum=0)
+    slides = [window is not None and idx >= first for idx in range(num_layers)]
+    kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
+    return window_per_layer(config, num_layers, window, kinds)
+
+
+FAMILY = Family(model_type="qwen3", read_spec=read_spec, layer_names=NORM_NAMES | GQA_NAMES | DENSE_NAMES)
