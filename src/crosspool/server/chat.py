@@ -46,7 +46,9 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._variables = variables
 
-    def prompt_ids(self, messages: Sequence[Message], *, add_generation_prompt: bool, kwargs: dict[str, Any]) -> list[int]:
+    def prompt_ids(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, kwargs: dict[str, Any]
+    ) -> list[int]:
         """Token ids of the rendered conversation, with exactly the special tokens that the template writes.
 
         Raises TemplateError with the template's own words where it refuses, or where it would drop a message's text.

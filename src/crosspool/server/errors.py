@@ -11,9 +11,12 @@ from pydantic import BaseModel
 
 from crosspool.errors import (
     CapacityError,
+    ContextLengthError,
     CrossPoolError,
+    DeadlineExceededError,
     QueueFullError,
     ShuttingDownError,
+    UnknownModelError,
     WorkerLostError,
 )
 
@@ -79,8 +82,14 @@ def from_engine(error: CrossPoolError) -> APIError:
         case QueueFullError():
             seconds = max(1, round(error.retry_after_s))
             return APIError(429, str(error), code="queue_full", headers={"Retry-After": str(seconds)})
+        case ContextLengthError():
+            return APIError(400, str(error), code="context_length_exceeded", param="max_tokens")
         case CapacityError():
             return APIError(400, str(error), code="kv_pool_capacity_exceeded", param="max_tokens")
+        case DeadlineExceededError():
+            return APIError(408, str(error), code="deadline_exceeded")
+        case UnknownModelError():  # the server knows the name, so the engine has not got it ready
+            return APIError(503, str(error), code="model_not_ready", param="model", headers={"Retry-After": "2"})
         case ShuttingDownError():
             return APIError(503, str(error), code="shutting_down", headers={"Retry-After": "5"})
         case WorkerLostError():

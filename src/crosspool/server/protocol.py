@@ -164,6 +164,21 @@ class GenerationBody(BaseModel):
         return _without_nulls(data)
 
     @property
+    def prompt_field(self) -> str:
+        """The field that holds the prompt."""
+        raise NotImplementedError
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report beside each token's log-probability; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Output tokens asked for, under whichever name."""
+        return self.max_tokens
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -188,12 +203,12 @@ class CompletionBody(GenerationBody):
     suffix: str | None = None
 
     @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
+    def prompt_field(self) -> str:
+        return "prompt"
 
     @property
-    def max_new_tokens(self) -> int | None:
-        return self.max_tokens
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 class ChatBody(GenerationBody):
@@ -210,6 +225,10 @@ class ChatBody(GenerationBody):
     tools: list[Any] = []
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
+
+    @property
+    def prompt_field(self) -> str:
+        return "messages"
 
     @property
     def num_logprobs(self) -> int | None:

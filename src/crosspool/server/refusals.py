@@ -30,7 +30,7 @@ NOT_OFFERED = (
     "use_beam_search",
     "web_search_options",
 )
-HARMLESS = (None, False, "", "none", [], {})
+HARMLESS: tuple[Any, ...] = (None, False, "", "none", [], {})
 MAX_LOGGED_FIELDS = 20
 
 

@@ -1,0 +1,121 @@
+"""The FastAPI application: routes, guards, and every error in OpenAI's shape."""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+
+from crosspool import __version__
+from crosspool.config import ServerConfig
+from crosspool.errors import CrossPoolError
+from crosspool.server import generation_routes, health, models_routes, stats_routes
+from crosspool.server.catalogue import Catalogue
+from crosspool.server.engine_client import EngineClient
+from crosspool.server.engine_metrics import EngineCollector
+from crosspool.server.errors import APIError, from_engine, from_validation
+from crosspool.server.guards import ApiKeyGuard, BodyLimit, RequestContext
+from crosspool.server.metrics import RequestMetrics
+from crosspool.server.stream import ClientLeft
+
+logger = logging.getLogger(__name__)
+
+CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+
+
+def create_app(
+    engine: EngineClient, catalogue: Catalogue, config: ServerConfig | None = None, *, default_seed: int | None = None
+) -> FastAPI:
+    """The server of `catalogue`'s models on `engine`. Setting `app.state.draining` makes it refuse new requests."""
+    config = config or ServerConfig()
+    app = FastAPI(
+        title="CrossPool",
+        version=__version__,
+        description="Many Mixture-of-Experts models from two memory pools, behind the OpenAI API.",
+        root_path=config.root_path,
+        middleware=_middleware(config),
+        strict_content_type=False,
+    )
+    app.state.engine = engine
+    app.state.catalogue = catalogue
+    app.state.config = config
+    app.state.default_seed = default_seed
+    app.state.draining = False
+    app.state.metrics = RequestMetrics()
+    app.state.metrics.registry.register(EngineCollector(engine))
+    for routes in (generation_routes, models_routes, health, stats_routes):
+        app.include_router(routes.router)
+    for kind, handler in HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    return app
+
+
+def _middleware(config: ServerConfig) -> Sequence[Middleware]:
+    """Outermost first."""
+    found = [Middleware(RequestContext, quiet_paths=config.quiet_paths)]
+    if config.allowed_origins:
+        found.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(config.allowed_origins),
+                allow_methods=["GET", "POST", "OPTIONS"],
+                allow_headers=["*"],
+                expose_headers=["X-Request-Id", "Retry-After"],
+            )
+        )
+    if config.api_keys:
+        found.append(Middleware(ApiKeyGuard, api_keys=config.api_keys))
+    found.append(Middleware(BodyLimit, max_body_bytes=config.max_body_bytes))
+    return found
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError), "registered for APIError"
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
+async def _engine_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, CrossPoolError), "registered for CrossPoolError"
+    return await _api_error(request, from_engine(error))
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError), "registered for RequestValidationError"
+    return await _api_error(request, from_validation(error.errors()))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), "registered for HTTPException"
+    detail = str(error.detail)
+    if error.status_code == 404:
+        detail = f"no route {request.method} {ascii(request.url.path)[1:-1][:200]}; GET /openapi.json lists them"
+    code = CODES.get(error.status_code, "invalid_request")
+    return await _api_error(request, APIError(error.status_code, detail, code=code, headers=dict(error.headers or {})))
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    """Nobody reads this; 499 is what proxies call it."""
+    return Response(status_code=499)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    """A bug of ours: its text stays in the log."""
+    logger.error("unexpected error in %s %s", request.method, ascii(request.url.path), exc_info=error)
+    return await _api_error(request, APIError(500, "internal error; the server's log has it", code="internal_error"))
+
+
+Handler = Callable[[Request, Exception], Awaitable[Response]]
+
+HANDLERS: dict[type[Exception], Handler | Any] = {
+    APIError: _api_error,
+    CrossPoolError: _engine_error,
+    RequestValidationError: _invalid,
+    HTTPException: _http_error,
+    ClientLeft: _client_left,
+    Exception: _unexpected,
+}

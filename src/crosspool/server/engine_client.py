@@ -1,0 +1,30 @@
+"""What the server needs of an engine. `engine.async_engine.AsyncEngine` is the real one; tests script a fake."""
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from crosspool.engine.output import RequestOutput
+from crosspool.engine.request import GenerationRequest
+from crosspool.engine.stats import EngineStats, ModelInfo
+
+
+class OutputStream(AsyncIterator[RequestOutput], Protocol):
+    """Outputs of one accepted request; ends after the last of its n sequences. Left early, it must be closed."""
+
+    async def aclose(self) -> None:
+        """Abort the request unless it has ended."""
+        ...
+
+
+class EngineClient(Protocol):
+    """Generation, the models and their numbers."""
+
+    def generate(self, request: GenerationRequest) -> OutputStream:
+        """Accept or refuse at once; a refusal is a CrossPoolError or a ValueError, and leaves nothing behind."""
+        ...
+
+    def models(self) -> list[ModelInfo]: ...
+
+    def model(self, name: str) -> ModelInfo: ...
+
+    def stats(self) -> EngineStats: ...

@@ -1,0 +1,113 @@
+"""The engine's own numbers, read from its snapshot at the moment Prometheus asks."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from crosspool.engine.stats import EngineStats, ModelInfo, ModelStats
+from crosspool.server.engine_client import EngineClient
+
+Family = GaugeMetricFamily | CounterMetricFamily
+STATES = ("loading", "ready", "draining", "failed")
+
+
+class EngineCollector(Collector):
+    """Queues, pages, pools, lanes and counters.
+
+    The KV pool's bytes add up: used + reserved + free are the budget, and the models' pages are the used and reserved
+    part of it. kv_cache_usage_perc is a model's used frames over the frames of its whole KV pool, from 0 to 1.
+    """
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    def describe(self) -> list[Family]:
+        """Nothing: names are read at collection, so registering does not ask the engine."""
+        return []
+
+    def collect(self) -> Iterator[Family]:
+        stats, models = self._engine.stats(), self._engine.models()
+        yield from _requests(stats)
+        yield from _pages(stats, models)
+        yield from _models(models)
+        yield from _steps(stats)
+
+
+def _requests(stats: EngineStats) -> Iterator[Family]:
+    running = _gauge("num_requests_running", "sequences that prefill, decode or wait for a lost worker")
+    waiting = _gauge("num_requests_waiting", "sequences in the queue")
+    prompt = _counter("prompt_tokens", "prompt tokens run")
+    generated = _counter("generation_tokens", "tokens generated")
+    finished = CounterMetricFamily(
+        "crosspool:request_success", "sequences that ended", labels=("model_name", "finished_reason")
+    )
+    for model in stats.models:
+        running.add_metric([model.name], model.num_prefilling + model.num_decoding + model.num_parked)
+        waiting.add_metric([model.name], model.num_queued)
+        prompt.add_metric([model.name], model.prompt_tokens)
+        generated.add_metric([model.name], model.generated_tokens)
+        for reason, count in model.num_finished.items():
+            finished.add_metric([model.name, str(reason)], count)
+    yield from (running, waiting, prompt, generated, finished)
+
+
+def _pages(stats: EngineStats, models: list[ModelInfo]) -> Iterator[Family]:
+    pages = GaugeMetricFamily("crosspool:kv_pages", "KV pages of a model", labels=("model_name", "state"))
+    usage = _gauge("kv_cache_usage_perc", "frames a model uses, as a part of its KV pool, 0 to 1")
+    budgets = {pool.kv_rank: pool.frames_budget for pool in stats.pools}
+    rank_of = {model.name: model.kv_rank for model in models}
+    for model in stats.models:
+        pages.add_metric([model.name, "used"], model.pages_used)
+        pages.add_metric([model.name, "reserved"], model.pages_reserved)
+        usage.add_metric([model.name], _share(model, budgets.get(rank_of.get(model.name, ""), 0)))
+    pool_bytes = GaugeMetricFamily("crosspool:pool_bytes", "memory of a pool", labels=("pool", "rank", "state"))
+    for pool in stats.pools:
+        for state, frames in (
+            ("used", pool.frames_used),
+            ("reserved", pool.frames_reserved),
+            ("free", pool.frames_free),
+        ):
+            pool_bytes.add_metric(["kv", pool.kv_rank, state], frames * pool.frame_bytes)
+    weights: dict[str, int] = {}
+    for info in models:
+        for rank, num_bytes in info.bytes_by_rank.items():
+            weights[rank] = weights.get(rank, 0) + num_bytes
+    for rank, num_bytes in sorted(weights.items()):
+        pool_bytes.add_metric(["weights", rank, "used"], num_bytes)
+    yield from (pages, usage, pool_bytes)
+
+
+def _share(model: ModelStats, budget: int) -> float:
+    return model.frames_used / budget if budget else 0.0
+
+
+def _models(models: list[ModelInfo]) -> Iterator[Family]:
+    state = GaugeMetricFamily("crosspool:model_state", "1 for the state a model is in", labels=("model_name", "state"))
+    load = _gauge("model_load_seconds", "time the model took to load")
+    for model in models:
+        for name in STATES:
+            state.add_metric([model.name, name], float(model.state == name))
+        if model.load_s is not None:
+            load.add_metric([model.name], model.load_s)
+    yield from (state, load)
+
+
+def _steps(stats: EngineStats) -> Iterator[Family]:
+    lanes = GaugeMetricFamily("crosspool:lanes_running", "lanes with a step in flight", labels=("phase",))
+    for phase in ("prefill", "decode"):
+        running = [lane for lane in stats.lanes if lane.phase == phase and lane.state == "running"]
+        lanes.add_metric([phase], len(running))
+    yield lanes
+    yield CounterMetricFamily("crosspool:steps", "steps that ended", value=stats.num_steps)
+    yield CounterMetricFamily("crosspool:step_replays", "steps run again after a failure", value=stats.num_replays)
+    yield CounterMetricFamily("crosspool:ranks_lost", "workers that died or hung", value=stats.num_ranks_lost)
+    yield GaugeMetricFamily("crosspool:ranks_down", "workers being restarted", value=len(stats.ranks_down))
+
+
+def _gauge(name: str, text: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"crosspool:{name}", text, labels=("model_name",))
+
+
+def _counter(name: str, text: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"crosspool:{name}", text, labels=("model_name",))

@@ -1,0 +1,105 @@
+"""POST /v1/chat/completions and /v1/completions: from a checked body to one JSON answer or a stream of events."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from crosspool.engine.output import RequestOutput
+from crosspool.engine.request import GenerationRequest
+from crosspool.server.catalogue import ModelFrontend
+from crosspool.server.choices import AnswerShape, ChatShape, CompletionShape, Json, usage_json
+from crosspool.server.errors import APIError, ErrorBody
+from crosspool.server.outputs import OutputGroup, open_group
+from crosspool.server.prompts import chat_prompt, completion_prompts
+from crosspool.server.protocol import ChatBody, CompletionBody, GenerationBody
+from crosspool.server.refusals import refuse_unsupported
+from crosspool.server.sampling import generation_request
+from crosspool.server.stream import EventStream, answer_events, by_prompt, unless_left
+
+router = APIRouter(tags=["generation"])
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "the answer, or its events"},
+    400: {"model": ErrorBody, "description": "a field is wrong, or the request can never fit"},
+    401: {"model": ErrorBody, "description": "the API key is missing or unknown"},
+    404: {"model": ErrorBody, "description": "no model of that name is served"},
+    408: {"model": ErrorBody, "description": "the request waited in its queue past its deadline"},
+    413: {"model": ErrorBody, "description": "the body is too large"},
+    429: {"model": ErrorBody, "description": "the model's queue is full; Retry-After says when to come back"},
+    500: {"model": ErrorBody, "description": "the engine failed on this request"},
+    503: {"model": ErrorBody, "description": "the server shuts down, or a worker did not come back in time"},
+}
+
+
+@router.post("/v1/chat/completions", summary="Answer a conversation", responses=ERRORS, response_model=None)
+async def chat_completions(body: ChatBody, request: Request) -> Response:
+    model = _prepare(body, request)
+
+    async def prompts() -> list[list[int]]:
+        return [await chat_prompt(body, model)]
+
+    return await _answer(body, request, model, ChatShape(model.tokenizer), await unless_left(request, prompts()))
+
+
+@router.post("/v1/completions", summary="Go on from a prompt", responses=ERRORS, response_model=None)
+async def completions(body: CompletionBody, request: Request) -> Response:
+    model = _prepare(body, request)
+    prompts = await unless_left(request, completion_prompts(body, model))
+    return await _answer(body, request, model, CompletionShape(model.tokenizer), prompts)
+
+
+def _prepare(body: GenerationBody, request: Request) -> ModelFrontend:
+    state = request.app.state
+    if state.draining:
+        raise APIError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+    model: ModelFrontend = state.catalogue.resolve(body.model)
+    request.state.model = model.name
+    refuse_unsupported(body)
+    return model
+
+
+async def _answer(
+    body: GenerationBody, request: Request, model: ModelFrontend, shape: AnswerShape, prompts: Sequence[list[int]]
+) -> Response:
+    state = request.app.state
+    answer_id = shape.id_prefix + uuid.uuid4().hex
+    limit = state.engine.model(model.name).context_limit
+    seed = state.default_seed if body.wrapped_seed is None else body.wrapped_seed
+    requests: list[GenerationRequest] = [
+        generation_request(body, model, prompt, request_id=f"{answer_id}-{index}", context_limit=limit, seed=seed)
+        for index, prompt in enumerate(prompts)
+    ]
+    head: Json = {
+        "id": answer_id,
+        "object": shape.piece_object if body.stream else shape.whole_object,
+        "created": int(time.time()),
+        "model": model.name,
+    }
+    group = await open_group(state.engine, requests, state.metrics)
+    try:
+        if not body.stream:
+            return JSONResponse({**head, **await unless_left(request, _whole(group, shape, body))})
+        # A failure before the first token is a plain status. After this interval the headers go out all the same.
+        keep_alive_s = state.config.sse_keep_alive_s
+        first = await unless_left(request, group.next(timeout_s=keep_alive_s))
+    except BaseException:
+        await group.close()
+        raise
+    events = answer_events(group, first or [], shape, head, usage=body.include_usage, keep_alive_s=keep_alive_s)
+    return EventStream(events)
+
+
+async def _whole(group: OutputGroup, shape: AnswerShape, body: GenerationBody) -> Json:
+    outputs: dict[int, list[RequestOutput]] = {}
+    while (batch := await group.next()) is not None:
+        for index, output in batch:
+            outputs.setdefault(index, []).append(output)
+    lasts = {index: found[-1] for index, found in outputs.items()}
+    return {
+        "choices": [shape.whole(index, outputs[index]) for index in sorted(outputs)],
+        "usage": usage_json(by_prompt(lasts, body.n)),
+    }

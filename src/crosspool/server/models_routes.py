@@ -1,0 +1,57 @@
+"""GET /v1/models and /v1/models/{name}: what is served, in which state, with how many bytes and how much context."""
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from crosspool.engine.stats import ModelInfo
+from crosspool.server.catalogue import ModelFrontend
+from crosspool.server.errors import ErrorBody
+
+router = APIRouter(tags=["models"])
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    401: {"model": ErrorBody, "description": "the API key is missing or unknown"},
+    404: {"model": ErrorBody, "description": "no model of that name is served"},
+}
+
+
+@router.get("/v1/models", summary="List the models", responses={401: ERRORS[401]})
+async def list_models(request: Request) -> dict[str, Any]:
+    state = request.app.state
+    cards = [model_card(frontend, state.engine.model(frontend.name)) for frontend in state.catalogue]
+    return {"object": "list", "data": cards}
+
+
+@router.get("/v1/models/{name:path}", summary="One model, by name or alias", responses=ERRORS)
+async def one_model(name: str, request: Request) -> dict[str, Any]:
+    state = request.app.state
+    frontend = state.catalogue.resolve(name)
+    return model_card(frontend, state.engine.model(frontend.name))
+
+
+def model_card(frontend: ModelFrontend, info: ModelInfo) -> dict[str, Any]:
+    """OpenAI's fields, vLLM's max_model_len, and what only CrossPool knows under `crosspool`."""
+    return {
+        "id": frontend.name,
+        "object": "model",
+        "created": int(info.created_s),
+        "owned_by": "crosspool",
+        "root": frontend.source or frontend.name,
+        "parent": None,
+        "max_model_len": info.context_limit,
+        "crosspool": {
+            "state": info.state,
+            "aliases": list(frontend.aliases),
+            "weights_bytes": sum(info.bytes_by_rank.values()),
+            "bytes_by_rank": info.bytes_by_rank,
+            "loaded_bytes": info.loaded_bytes,
+            "total_bytes": info.total_bytes,
+            "load_s": info.load_s,
+            "kv_bytes_per_token": info.kv_bytes_per_token,
+            "kv_rank": info.kv_rank,
+            "weights_ranks": list(info.weights_ranks),
+            "has_chat_template": frontend.template is not None,
+            "error": info.error,
+        },
+    }

@@ -1,0 +1,70 @@
+"""Prompts of a request to token ids, off the event loop where that takes long."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from crosspool.server.catalogue import ModelFrontend
+from crosspool.server.chat import TemplateError
+from crosspool.server.errors import bad_request
+from crosspool.server.protocol import ChatBody, CompletionBody
+from crosspool.server.tokenizer import LONG_TEXT
+
+T = TypeVar("T")
+
+
+async def chat_prompt(body: ChatBody, model: ModelFrontend) -> list[int]:
+    """Token ids of the conversation, through the model's template. Raises APIError (400) where it refuses."""
+    template = model.template
+    if template is None:
+        raise bad_request(
+            f"the model {model.name} has no chat template; use /v1/completions, or serve it with --chat-template FILE",
+            param="messages",
+            code="no_chat_template",
+        )
+
+    def build() -> list[int]:
+        return template.prompt_ids(
+            body.messages, add_generation_prompt=body.add_generation_prompt, kwargs=body.chat_template_kwargs
+        )
+
+    length = sum(len(message.get("content") or "") for message in body.messages)
+    try:
+        ids = await _off_loop(build, length)
+    except TemplateError as error:
+        raise bad_request(str(error), param="messages", code="chat_template_error") from None
+    return _not_empty(ids, model, "messages")
+
+
+async def completion_prompts(body: CompletionBody, model: ModelFrontend) -> list[list[int]]:
+    """Token ids of each prompt. Raises APIError (400) for empty ones and for ids outside the vocabulary."""
+    return [await _completion_prompt(prompt, body, model) for prompt in body.prompt]
+
+
+async def _completion_prompt(prompt: str | Sequence[int], body: CompletionBody, model: ModelFrontend) -> list[int]:
+    if isinstance(prompt, str):
+
+        def encode() -> list[int]:
+            return model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+
+        return _not_empty(await _off_loop(encode, len(prompt)), model, "prompt")
+    for token_id in prompt:
+        if not 0 <= token_id < model.vocab_size:
+            raise bad_request(
+                f"prompt holds the token id {token_id}; ids of {model.name} lie between 0 and {model.vocab_size - 1}",
+                param="prompt",
+            )
+    return _not_empty(list(prompt), model, "prompt")
+
+
+def _not_empty(ids: list[int], model: ModelFrontend, param: str) -> list[int]:
+    """An empty prompt begins at the begin token where the model has one; else there is nothing to go on from."""
+    if ids:
+        return ids
+    if model.tokenizer.bos_token_id is not None:
+        return [model.tokenizer.bos_token_id]
+    raise bad_request(f"{param} has no tokens and {model.name} has no begin token; send some text", param=param)
+
+
+async def _off_loop(work: Callable[[], T], num_characters: int) -> T:
+    return await asyncio.to_thread(work) if num_characters >= LONG_TEXT else work()
