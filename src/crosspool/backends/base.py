@@ -91,7 +91,10 @@ class AttentionWorker(Protocol):
 
 
 class FFNWorker(Protocol):
-    """The weights pool's half: router, experts, shared experts, dense FFN; holds no request state and no KV."""
+    """The weights pool's half: router, experts, shared experts, dense FFN; holds no request state and no KV.
+
+    Made with its rank's name: the name's place in a placement's `weights_ranks` tells the slice it loads.
+    """
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
         """Load this rank's slice of every FFN tensor. On an error nothing of the model stays loaded."""
