@@ -34,7 +34,7 @@ lint: $(VENV)/.installed-dev
 	@echo "==> ruff format"   && $(RUN) ruff format --check .
 	@echo "==> ruff check"    && $(RUN) ruff check .
 	@echo "==> mypy"          && $(RUN) mypy
-	@echo "==> import rules"  && $(BIN)/lint-imports
+	@echo "==> import rules"  && $(BIN)/lint-imports --no-logo
 
 format: $(VENV)/.installed-dev  ## rewrite the sources in the house format
 	@$(RUN) ruff format .
