@@ -1,0 +1,76 @@
+"""Grouped-query attention: one fused projection, QK-norm, RoPE, cache write, attention, output projection."""
+
+import numpy as np
+
+from crosspool.backends.base import FloatArray
+from crosspool.backends.numpy.attention import attend
+from crosspool.backends.numpy.kv_cache import LayerCache, StepSlots
+from crosspool.backends.numpy.norms import rms_norm
+from crosspool.backends.numpy.rotary import ComplexArray, pair_order, rotate
+from crosspool.models.spec import GQASpec
+
+
+class GQAAttention:
+    """One layer's weights, packed: q, k and v rows in one matrix, heads in `pair_order`, the softmax scale in q.
+
+    Under QK-norm the scale goes into q's norm weight instead, since the norm would undo it.
+    """
+
+    def __init__(self, spec: GQASpec, weights: dict[str, FloatArray], norm_eps: float) -> None:
+        self.spec = spec
+        self._eps = norm_eps
+        self._q_width = spec.num_heads * spec.head_dim
+        self._kv_width = spec.num_kv_heads * spec.head_dim
+        order = pair_order(spec.rope, spec.head_dim)
+        scale = np.float32(spec.softmax_scale)
+        q_scale = scale if spec.qk_norm == "none" else np.float32(1)
+        q, k, v = weights["q"], weights["k"], weights["v"]
+        self._qkv = np.concatenate([_reorder(q, order) * q_scale, _reorder(k, order), v]).T
+        self._qkv_bias = None
+        if spec.qkv_bias:
+            biases = [_reorder(weights["q_bias"], order) * q_scale, _reorder(weights["k_bias"], order)]
+            self._qkv_bias = np.concatenate([*biases, weights["v_bias"]])
+        if spec.qk_norm == "head":
+            q_norm = np.tile(weights["q_norm"][order] * scale, (spec.num_heads, 1))
+            self._head_norm = np.concatenate([q_norm, np.tile(weights["k_norm"][order], (spec.num_kv_heads, 1))])
+        elif spec.qk_norm == "full":
+            self._q_norm = _reorder(weights["q_norm"], order) * scale
+            self._k_norm = _reorder(weights["k_norm"], order)
+        self._o = np.ascontiguousarray(weights["o"]).T
+        self._o_bias = weights["o_bias"] if spec.o_bias else None
+        self._sinks = weights["sinks"].reshape(spec.num_kv_heads, -1) if spec.sinks else None
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self._qkv, self._qkv_bias, self._o, self._o_bias, self._sinks)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    def __call__(self, x: FloatArray, turns: ComplexArray, cache: LayerCache, slots: StepSlots) -> FloatArray:
+        """(num_tokens, hidden) attention output of the normed `x`; the tokens' K and V are written to the cache."""
+        spec = self.spec
+        num_tokens = len(x)
+        qkv = np.dot(x, self._qkv)
+        if self._qkv_bias is not None:
+            qkv += self._qkv_bias
+        qk_width = self._q_width + self._kv_width
+        heads = qkv[:, :qk_width].reshape(num_tokens, -1, spec.head_dim)
+        if spec.qk_norm == "head":
+            rms_norm(heads, self._head_norm, self._eps, out=heads)
+        elif spec.qk_norm == "full":
+            query, key = qkv[:, : self._q_width], qkv[:, self._q_width : qk_width]
+            rms_norm(query, self._q_norm, self._eps, out=query)
+            rms_norm(key, self._k_norm, self._eps, out=key)
+        rotate(heads[..., : spec.rope.dim], turns)
+        cache.write(qkv[:, self._q_width :], slots)
+        query = heads[:, : spec.num_heads].reshape(num_tokens, spec.num_kv_heads, -1, spec.head_dim)
+        attended = attend(query, cache, slots, spec.sliding_window, self._sinks)
+        output: FloatArray = np.dot(attended.reshape(num_tokens, -1), self._o)
+        if self._o_bias is not None:
+            output += self._o_bias
+        return output
+
+
+def _reorder(rows: FloatArray, order: np.ndarray) -> FloatArray:
+    """Rows (heads x head_dim, ...) with each head's elements in `order`."""
+    by_head = rows.reshape(-1, len(order), *rows.shape[1:])
+    return by_head[:, order].reshape(rows.shape)

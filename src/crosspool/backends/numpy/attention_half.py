@@ -1,0 +1,64 @@
+"""The KV pool's half of one model, layer by layer: embedding, attention, norms, head. It knows no step and no peer."""
+
+import numpy as np
+import numpy.typing as npt
+
+from crosspool.backends.base import FloatArray
+from crosspool.backends.numpy.attention_gqa import GQAAttention
+from crosspool.backends.numpy.attention_mla import MLAAttention
+from crosspool.backends.numpy.kv_cache import Arena, StepSlots, layer_caches
+from crosspool.backends.numpy.norms import rms_norm
+from crosspool.backends.numpy.rotary import ComplexArray, RotaryTable
+from crosspool.kv_pool.geometry import PageGeometry
+from crosspool.models.spec import GQASpec, ModelSpec, RopeSpec
+from crosspool.weights_pool.loader import ModelWeights
+
+IntArray = npt.NDArray[np.int64]
+
+
+class AttentionHalf:
+    """A model's non-FFN weights, packed for float32 math, and its view of the arena."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, arena: Arena, geometry: PageGeometry) -> None:
+        self.spec = spec
+        self._eps = spec.norm_eps
+        self._embed = weights.model["embed"]
+        self._head = (self._embed if spec.tie_word_embeddings else weights.model["head"]).T
+        self._final_norm = weights.model["final_norm"]
+        self._input_norms = [layer["input_norm"] for layer in weights.layers]
+        self._post_attention_norms = [layer["post_attention_norm"] for layer in weights.layers]
+        self._attention: list[GQAAttention | MLAAttention] = []
+        for layer, tensors in zip(spec.layers, weights.layers, strict=True):
+            attention = layer.attention
+            if isinstance(attention, GQASpec):
+                self._attention.append(GQAAttention(attention, tensors, spec.norm_eps))
+            else:
+                self._attention.append(MLAAttention(attention, tensors, spec.norm_eps))
+        self._ropes = [layer.attention.rope for layer in spec.layers]
+        self._rotary = {rope: RotaryTable(rope) for rope in dict.fromkeys(self._ropes)}
+        self._caches = layer_caches(arena, geometry, spec)
+        norms = (self._final_norm, *self._input_norms, *self._post_attention_norms)
+        own_head = 0 if spec.tie_word_embeddings else self._head.nbytes
+        layers = sum(attention.nbytes for attention in self._attention)
+        self.nbytes = self._embed.nbytes + own_head + sum(norm.nbytes for norm in norms) + layers
+
+    def embed(self, token_ids: IntArray) -> FloatArray:
+        """(num_tokens, hidden): a new array, the step's residual stream."""
+        return self._embed.take(token_ids, axis=0)
+
+    def turns(self, positions: IntArray) -> dict[RopeSpec, ComplexArray]:
+        """The rotations of a step's positions, for every rope the model has."""
+        return {rope: table.turns(positions) for rope, table in self._rotary.items()}
+
+    def attend(
+        self, layer: int, hidden: FloatArray, turns: dict[RopeSpec, ComplexArray], slots: StepSlots
+    ) -> FloatArray:
+        """Add the layer's attention to `hidden` in place; what its FFN takes: the normed rows (num_tokens, hidden)."""
+        x = rms_norm(hidden, self._input_norms[layer], self._eps)
+        hidden += self._attention[layer](x, turns[self._ropes[layer]], self._caches[layer], slots)
+        return rms_norm(hidden, self._post_attention_norms[layer], self._eps)
+
+    def logits(self, hidden: FloatArray) -> FloatArray:
+        """(rows, vocabulary) from the residual stream after the last layer."""
+        logits: FloatArray = np.dot(rms_norm(hidden, self._final_norm, self._eps), self._head)
+        return logits

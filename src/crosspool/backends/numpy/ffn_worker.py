@@ -1,0 +1,59 @@
+"""The weights pool's worker: runs the FFN half of every step on its slice of the intermediate dimension."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from crosspool.backends.base import FloatArray, HalfStep, LaneLinks, Progress, Wait
+from crosspool.backends.numpy.ffn import build_ffn
+from crosspool.cluster.base import ModelPlacement
+from crosspool.models.directory import read_model_dir
+from crosspool.models.spec import ModelSpec
+from crosspool.scheduler.step import StepHeader, epoch
+from crosspool.weights_pool.loader import ModelWeights, load_ffn_weights
+
+
+class FFNHalf:
+    """Every layer's FFN of one model, cut to one slice."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+        self.spec = spec
+        self._layers = [build_ffn(layer.ffn, own) for layer, own in zip(spec.layers, weights.layers, strict=True)]
+        self.nbytes = sum(layer.nbytes for layer in self._layers)
+
+    def __call__(self, layer: int, x: FloatArray) -> FloatArray:
+        """(num_tokens, hidden) partial sum of the layer's FFN."""
+        return self._layers[layer](x)
+
+
+class NumpyFFNWorker:
+    """Implements `backends.base.FFNWorker`. `rank` is this worker's name, which tells it its slice of each model."""
+
+    def __init__(self, rank: str) -> None:
+        self._rank = rank
+        self._models: dict[str, FFNHalf] = {}
+
+    def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
+        if self._rank not in placement.weights_ranks:
+            raise ValueError(f"{placement.name} is placed on {placement.weights_ranks}, not on rank {self._rank}")
+        directory = read_model_dir(placement.directory)
+        slice_index, num_slices = placement.weights_ranks.index(self._rank), len(placement.weights_ranks)
+        weights = load_ffn_weights(directory, slice_index, num_slices, np.float32, progress)
+        self._models[placement.name] = FFNHalf(directory.spec, weights)
+
+    def run(self, header: StepHeader, links: LaneLinks) -> HalfStep[None]:
+        model = self._models.get(header.model)
+        if model is None:
+            raise ValueError(f"model {header.model!r} is not on rank {self._rank}; it has {sorted(self._models)}")
+        (inlet,), (outlet,) = links.inlets.values(), links.outlets.values()
+        for layer in range(model.spec.num_layers):
+            flag = epoch(header.step_seq, layer)
+            yield Wait((inlet,), flag)
+            rows = inlet.take(layer, header.num_tokens, model.spec.hidden_size)
+            outlet.put(layer, flag, model(layer, rows))
+
+    def remove_model(self, model: str) -> None:
+        self._models.pop(model, None)
+
+    def memory_bytes(self) -> Mapping[str, int]:
+        return {"ffn_weights": sum(model.nbytes for model in self._models.values()), "kv_cache": 0}

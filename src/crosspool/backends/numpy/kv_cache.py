@@ -1,0 +1,136 @@
+"""The paged KV cache: one flat arena per rank, seen by each layer of each model through views.
+
+A layer's part of a page is `page_tokens` rows of float32; which frame it lies in and where is `PageGeometry`'s rule.
+A GQA row is [K of all KV heads | V of all KV heads]; an MLA row is [latent | rope key] and serves as key and, without
+its rope part, as value of the one KV head that all query heads share.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from crosspool.backends.base import FloatArray
+from crosspool.kv_pool.geometry import PageGeometry
+from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
+
+Arena = npt.NDArray[np.uint8]
+IntArray = npt.NDArray[np.int64]
+
+
+def new_arena(num_frames: int, frame_bytes: int) -> Arena:
+    """(num_frames, frame_bytes), zeroed lazily by the system. Frame 0 is never handed out."""
+    if num_frames < 2 or frame_bytes < 4 or frame_bytes % 4:
+        raise ValueError(
+            f"{num_frames} frames of {frame_bytes} bytes cannot be an arena; at least 2 frames (the first is reserved) "
+            "of a multiple of 4 bytes are needed"
+        )
+    return np.zeros((num_frames, frame_bytes), dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlots:
+    """Where one row of a step lies: tokens [start, stop) of the batch, at positions from `first_position` on.
+
+    frames: one array per frame of a page, (num_pages,): `frames[layer // layers_per_frame][position // page_tokens]`.
+    """
+
+    start: int
+    stop: int
+    first_position: int
+    frames: Sequence[IntArray]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def num_slots(self) -> int:
+        """Slots this row's last token sees: those cached before and the step's own."""
+        return self.first_position + self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class StepSlots:
+    """The slots of one step's tokens: positions (num_tokens,), and the target of the step's one scatter per layer."""
+
+    rows: tuple[RowSlots, ...]
+    positions: IntArray
+    write_frames: tuple[IntArray, ...]  # per frame of a page: (num_tokens,)
+    write_offsets: IntArray  # (num_tokens,) slot within the page
+    is_decode: bool  # every row runs one token
+
+    @classmethod
+    def of(cls, rows: Sequence[RowSlots], page_tokens: int) -> "StepSlots":
+        is_decode = all(row.num_tokens == 1 for row in rows)
+        if is_decode:
+            positions = np.array([row.first_position for row in rows], dtype=np.int64)
+        else:
+            positions = np.concatenate([np.arange(row.first_position, row.num_slots) for row in rows])
+        pages, offsets = np.divmod(positions, page_tokens)
+        num_frames = len(rows[0].frames)
+        if len(rows) == 1:
+            write_frames = tuple(rows[0].frames[idx][pages] for idx in range(num_frames))
+        else:
+            write_frames = tuple(
+                np.concatenate([row.frames[idx][pages[row.start : row.stop]] for row in rows])
+                for idx in range(num_frames)
+            )
+        return cls(tuple(rows), positions, write_frames, offsets, is_decode)
+
+
+class LayerCache:
+    """One layer's part of every page of the arena, for reading and writing rows of one model."""
+
+    def __init__(self, arena: Arena, geometry: PageGeometry, layer: int, attention: GQASpec | MLASpec) -> None:
+        self._page_tokens = geometry.page_tokens
+        self._frame_idx = geometry.frame_of_layer(layer)
+        first = geometry.offset_of_layer(layer) // 4
+        elements = geometry.elements_per_token_layer
+        part = arena.view(np.float32)[:, first : first + geometry.page_tokens * elements]
+        width = attention.kv_elements_per_token
+        self._rows = part.reshape(len(arena), geometry.page_tokens, elements)[:, :, :width]
+        self._attention = attention
+        keys, values = self._by_head(self._rows)
+        self._keys = keys.swapaxes(1, 2).swapaxes(2, 3)  # (frames, kv_heads, D, page_tokens)
+        self._values = values.swapaxes(1, 2)  # (frames, kv_heads, page_tokens, D_v)
+
+    def _by_head(self, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Views of rows (..., row) as keys (..., kv_heads, D) and values (..., kv_heads, D_v)."""
+        attention = self._attention
+        if isinstance(attention, MLASpec):
+            return rows[..., None, :], rows[..., None, : attention.kv_lora_rank]
+        heads = rows.reshape(*rows.shape[:-1], 2, attention.num_kv_heads, attention.head_dim)
+        return heads[..., 0, :, :], heads[..., 1, :, :]
+
+    def write(self, rows: FloatArray, slots: StepSlots) -> None:
+        """Store (num_tokens, row) at the step's slots."""
+        self._rows[slots.write_frames[self._frame_idx], slots.write_offsets] = rows
+
+    def read(self, row: RowSlots, begin: int, end: int) -> tuple[FloatArray, FloatArray]:
+        """Keys (kv_heads, D, n) and values (kv_heads, n, D_v) of positions [begin, end).
+
+        Views of the arena while these lie in one page, else one gather of the pages they lie in.
+        """
+        page, last_page = begin // self._page_tokens, (end - 1) // self._page_tokens
+        frames = row.frames[self._frame_idx]
+        begin -= page * self._page_tokens
+        end -= page * self._page_tokens
+        if page == last_page:
+            frame = frames[page]
+            return self._keys[frame, :, :, begin:end], self._values[frame, :, begin:end]
+        rows = self._rows[frames[page : last_page + 1]]
+        keys, values = self._by_head(rows.reshape(-1, rows.shape[-1])[begin:end])
+        return keys.transpose(1, 2, 0), values.swapaxes(0, 1)
+
+    def read_rows(self, row: RowSlots) -> FloatArray:
+        """(num_slots, row) of everything the row's last token sees."""
+        page = (row.num_slots - 1) // self._page_tokens
+        rows = self._rows[row.frames[self._frame_idx][: page + 1]]
+        return rows.reshape(-1, rows.shape[-1])[: row.num_slots]
+
+
+def layer_caches(arena: Arena, geometry: PageGeometry, spec: ModelSpec) -> tuple[LayerCache, ...]:
+    """Every layer's view of the arena."""
+    return tuple(LayerCache(arena, geometry, idx, layer.attention) for idx, layer in enumerate(spec.layers))

@@ -1,0 +1,55 @@
+"""Rotary embedding as one complex multiplication.
+
+A pair (a, b) turned by an angle is the complex number a + ib times e^(i angle). So the rows of every query and key
+projection are reordered once, at load, until each pair lies side by side (`pair_order`); in a step, `rotate` views the
+rotated part as complex64 and multiplies in place. Scores do not change, since queries and keys share the order; the
+cache holds keys in it.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from crosspool.backends.base import FloatArray
+from crosspool.models.rope import attention_factor, inv_freq
+from crosspool.models.spec import RopeSpec
+
+ComplexArray = npt.NDArray[np.complex64]
+IntArray = npt.NDArray[np.int64]
+
+FIRST_POSITIONS = 1024
+
+
+def pair_order(rope: RopeSpec, width: int) -> IntArray:
+    """(width,) source index of each element, such that pairs are adjacent; what is not rotated stays behind them."""
+    order = np.arange(width)
+    if not rope.interleaved:
+        order[: rope.dim] = order[: rope.dim].reshape(2, rope.dim // 2).T.ravel()
+    return order
+
+
+class RotaryTable:
+    """e^(i angle) times the attention factor, by position; grows to the longest position seen."""
+
+    def __init__(self, rope: RopeSpec) -> None:
+        self.dim = rope.dim
+        self._inv_freq = inv_freq(rope)
+        self._factor = attention_factor(rope)
+        self._turns = self._compute(FIRST_POSITIONS)
+
+    def turns(self, positions: IntArray) -> ComplexArray:
+        """(num_tokens, 1, dim / 2): the axis in the middle is for heads."""
+        needed = int(positions.max()) + 1
+        if needed > len(self._turns):
+            self._turns = self._compute(max(needed, 2 * len(self._turns)))
+        return self._turns[positions][:, None, :]
+
+    def _compute(self, num_positions: int) -> ComplexArray:
+        angles = np.arange(num_positions, dtype=np.float64)[:, None] * self._inv_freq
+        turns: ComplexArray = (np.exp(1j * angles) * self._factor).astype(np.complex64)
+        return turns
+
+
+def rotate(x: FloatArray, turns: ComplexArray) -> None:
+    """Turn the pairs of `x` in place. x: (num_tokens, heads, dim), last axis contiguous, in `pair_order`."""
+    pairs = x.view(np.complex64)
+    np.multiply(pairs, turns, out=pairs)

@@ -1,0 +1,79 @@
+"""What the KV worker remembers of a sequence between steps: its tokens, its block table, its random numbers."""
+
+import numpy as np
+import numpy.typing as npt
+
+from crosspool.backends.numpy.kv_cache import RowSlots
+from crosspool.backends.numpy.philox import UniformStream
+from crosspool.backends.numpy.sampler import SamplingRow
+from crosspool.core import SampledToken
+from crosspool.scheduler.step import NewSequence, StepRow
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Sequence:
+    """One sequence. Everything is addressed by position, so that running the same row twice changes nothing."""
+
+    def __init__(self, new: NewSequence, model: str, frames_per_page: int, vocab_size: int) -> None:
+        self.model = model
+        self.sampling = new.sampling
+        self.token_ids = [*new.prompt_token_ids, *new.output_token_ids]
+        self._sequence_id = new.sequence_id
+        self._num_prompt_tokens = len(new.prompt_token_ids)
+        self._uniform = UniformStream(new.sampling.seed)
+        self._table: IntArray = np.zeros((frames_per_page, 0), dtype=np.int64)
+        if self.token_ids and not (min(self.token_ids) >= 0 and max(self.token_ids) < vocab_size):
+            wrong = next(token for token in self.token_ids if not 0 <= token < vocab_size)
+            raise ValueError(f"token id {wrong} is not in the vocabulary of {model}; ids lie in 0..{vocab_size - 1}")
+
+    def block_table(self, row: StepRow) -> IntArray:
+        """(frames_per_page, pages) with the row's new pages written in; the sequence's own is left as it is."""
+        if not row.new_pages:
+            return self._table
+        frames_per_page = len(self._table)
+        for page in row.new_pages:
+            if len(page) != frames_per_page or min(page) < 1:
+                raise ValueError(
+                    f"page {page} of sequence {self._sequence_id}: a page of {self.model} is {frames_per_page} frames, "
+                    "and frame 0 is reserved"
+                )
+        end = row.first_new_page + len(row.new_pages)
+        table = np.zeros((frames_per_page, max(end, self._table.shape[1])), dtype=np.int64)
+        table[:, : self._table.shape[1]] = self._table
+        table[:, row.first_new_page : end] = np.array(row.new_pages, dtype=np.int64).T
+        return table
+
+    def tokens_to_run(self, row: StepRow) -> tuple[int, ...] | list[int]:
+        """The row's tokens; in decode, those at its positions."""
+        if row.token_ids is not None:
+            return row.token_ids
+        return self.token_ids[row.num_cached_tokens : row.num_cached_tokens + row.num_new_tokens]
+
+    def sampling_row(self, row: StepRow) -> SamplingRow:
+        return SamplingRow(
+            self._sequence_id,
+            self.sampling,
+            self.token_ids,
+            self._num_prompt_tokens,
+            row.num_cached_tokens + row.num_new_tokens,
+            self._uniform,
+        )
+
+    def commit(self, row: StepRow, table: IntArray, sampled: SampledToken | None) -> None:
+        """Make the step's outcome visible: its block table, and its token at the token's position."""
+        self._table = table
+        if sampled is not None:
+            position = row.num_cached_tokens + row.num_new_tokens
+            self.token_ids[position : position + 1] = [sampled.token_id]
+
+
+def row_slots(row: StepRow, table: IntArray, start: int, page_tokens: int) -> RowSlots:
+    """Where the row lies, given its block table; `start` is its first token's index in the batch."""
+    end = row.num_cached_tokens + row.num_new_tokens
+    if end > table.shape[1] * page_tokens:
+        raise ValueError(
+            f"sequence {row.sequence_id} needs {end} slots and has {table.shape[1]} pages of {page_tokens}; "
+            "send its new pages with the row"
+        )
+    return RowSlots(start, start + row.num_new_tokens, row.num_cached_tokens, tuple(table))
