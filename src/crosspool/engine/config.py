@@ -28,6 +28,7 @@ class EngineConfig:
     bypass_window: int = 8  # queued requests behind one that lacks pages that are tried before it has aged
     default_deadline_s: float | None = None  # longest time in the queue, for requests without a deadline
     recovery_timeout_s: float = 60.0  # how long a request waits for a lost rank; 0: an error at once
+    seed: int | None = None  # of requests without one; None: a fresh one for each
 
     def __post_init__(self) -> None:
         for name in ("num_decode_lanes", "num_prefill_lanes", "max_num_seqs", "max_num_batched_tokens", "max_queue"):
@@ -48,6 +49,11 @@ class EngineConfig:
     def num_frames(self) -> int:
         """Frames of one KV rank, the reserved frame 0 included: the size of a worker's arena."""
         return self.kv_budget_bytes // self.frame_bytes
+
+    @property
+    def max_tokens_per_step(self) -> int:
+        """Most rows of hidden states in one step, which size the channels between the pools."""
+        return max(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
     def num_lanes(self) -> int:

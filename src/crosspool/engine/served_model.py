@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from crosspool.cluster.base import ModelPlacement
 from crosspool.models.spec import ModelSpec
 
@@ -13,6 +15,7 @@ class ServedModel:
 
     max_context: asked limit of prompt plus output tokens; None means the model's own. frames_per_page: from
     `kv_pool/geometry.py`. weights_ranks: in the order in which their partial sums are added.
+    tokenizer: turns output ids into text; without one, outputs carry ids only.
     """
 
     name: str
@@ -24,6 +27,7 @@ class ServedModel:
     frame_bytes: int
     kv_rank: str = "kv0"
     max_context: int | None = None
+    tokenizer: Tokenizer | None = None
 
     def __post_init__(self) -> None:
         if not self.weights_ranks:

@@ -90,6 +90,7 @@ class EngineStats:
     lanes: tuple[LaneStats, ...]
     num_steps: int
     num_replays: int
+    num_stalls: int = 0  # rows left out of a decode step for want of a page; always 0 under `reserve`
     num_ranks_lost: int
     last_step_s: float | None
     busy_since_s: float | None

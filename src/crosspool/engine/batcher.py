@@ -1,0 +1,121 @@
+"""Which model takes a free lane, and which rows its step has."""
+
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from crosspool.engine.sequence import Sequence
+from crosspool.scheduler.step import NewSequence, Phase, StepDescriptor, StepHeader, StepRow
+
+DECODE_PRIORITY = 0
+PREFILL_PRIORITY = 1
+
+
+class Turns:
+    """Fair turns: whoever waited longest since it last took a lane goes first.
+
+    Between two turns of a model that is always ready, every other model takes at most one turn a lane.
+    """
+
+    def __init__(self) -> None:
+        self._order: dict[str, None] = {}  # least recently served first
+
+    def add(self, model: str) -> None:
+        self._order[model] = None
+
+    def remove(self, model: str) -> None:
+        del self._order[model]
+
+    def ready(self, models: Collection[str]) -> list[str]:
+        """`models` in the order of their turns."""
+        return [model for model in self._order if model in models]
+
+    def take(self, model: str) -> None:
+        """`model` has got a lane: it goes to the end."""
+        del self._order[model]
+        self._order[model] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of one sequence's prefill."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.num_tokens == self.sequence.num_uncached_tokens
+
+
+def prefill_chunks(sequences: Iterable[Sequence], max_tokens: int) -> list[Chunk]:
+    """Share `max_tokens` among prefilling sequences: half for the oldest, the rest to the shortest, what is left back.
+
+    So a long prompt neither holds up short ones behind it nor is starved by them: it keeps half of the rate it has
+    alone. Chunks come in the order of age.
+    """
+    by_age = sorted(sequences, key=lambda sequence: sequence.sequence_id)
+    if not by_age:
+        return []
+    oldest, others = by_age[0], by_age[1:]
+    guaranteed = min(oldest.num_uncached_tokens, max(1, max_tokens // 2))
+    left = max_tokens - guaranteed
+    shares = {oldest.sequence_id: guaranteed}
+    for sequence in sorted(others, key=lambda sequence: (sequence.num_uncached_tokens, sequence.sequence_id)):
+        share = min(sequence.num_uncached_tokens, left)
+        if share == 0:
+            break
+        shares[sequence.sequence_id] = share
+        left -= share
+    shares[oldest.sequence_id] += min(left, oldest.num_uncached_tokens - guaranteed)
+    return [Chunk(s, shares[s.sequence_id]) for s in by_age if s.sequence_id in shares]
+
+
+def prefill_row(chunk: Chunk) -> StepRow:
+    """The row of one chunk; its last token is sampled from only if the prefill ends with it."""
+    sequence = chunk.sequence
+    first_new_page, new_pages = sequence.table.take_unsent()
+    return StepRow(
+        sequence_id=sequence.sequence_id,
+        token_ids=sequence.uncached(chunk.num_tokens),
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_new_tokens=chunk.num_tokens,
+        first_new_page=first_new_page,
+        new_pages=new_pages,
+        sample=chunk.is_last,
+    )
+
+
+def decode_row(sequence: Sequence) -> StepRow:
+    """The row of a sequence whose newest token the KV worker has sampled itself."""
+    first_new_page, new_pages = sequence.table.take_unsent()
+    return StepRow(
+        sequence_id=sequence.sequence_id,
+        token_ids=None,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_new_tokens=1,
+        first_new_page=first_new_page,
+        new_pages=new_pages,
+    )
+
+
+def make_step(
+    *,
+    lane: int,
+    step_seq: int,
+    model: str,
+    kv_rank: str,
+    phase: Phase,
+    rows: Items[StepRow],
+    joining: Items[NewSequence],
+) -> StepDescriptor:
+    header = StepHeader(
+        lane=lane,
+        model=model,
+        step_seq=step_seq,
+        phase=phase,
+        num_tokens=sum(row.num_new_tokens for row in rows),
+        priority=DECODE_PRIORITY if phase == "decode" else PREFILL_PRIORITY,
+        kv_rank=kv_rank,
+    )
+    return StepDescriptor(header=header, rows=tuple(rows), joining=tuple(joining))

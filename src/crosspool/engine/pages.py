@@ -1,0 +1,101 @@
+"""KVRankPages: one KV rank's pool and budget, and what sequences take from them."""
+
+from crosspool.engine.admission import Claim, PageBudget, frames_for
+from crosspool.engine.forecast import OutputEstimate
+from crosspool.engine.sequence import Sequence
+from crosspool.engine.served_model import ServedModel
+from crosspool.engine.stats import PoolStats
+from crosspool.kv_pool.pool import KVPool
+
+
+class KVRankPages:
+    """Admits sequences, grows their block tables and takes their pages back.
+
+    The budget decides and the pool hands out: what the budget grants, the pool has.
+    """
+
+    def __init__(self, kv_rank: str, num_frames: int, estimate: OutputEstimate) -> None:
+        self.kv_rank = kv_rank
+        self.pool = KVPool(num_frames)
+        self.budget = PageBudget(self.pool.budget)
+        self.estimate = estimate
+        self.stalled: set[int] = set()  # sequences that wait for a page; nothing is admitted meanwhile
+        self._models: dict[str, ServedModel] = {}
+
+    def add_model(self, model: ServedModel) -> None:
+        self.pool.add_model(model.name, model.frames_per_page)
+        self._models[model.name] = model
+
+    def remove_model(self, name: str) -> None:
+        self.pool.remove_model(name)
+        del self._models[name]
+
+    def admits(self, sequence: Sequence) -> bool:
+        return self.budget.admits(self._claim(sequence))
+
+    def admit(self, sequence: Sequence) -> None:
+        """Claim what the sequence needs and give it the pages of all tokens it has."""
+        self.budget.open(sequence.sequence_id, self._claim(sequence))
+        self._extend(sequence, sequence.num_tokens)
+
+    def ensure_slot(self, sequence: Sequence) -> bool:
+        """Give the sequence a slot for one token more than it has written; False if it has to wait for a page."""
+        num_tokens = sequence.num_cached_tokens + 1
+        missing = sequence.table.num_missing(num_tokens)
+        if missing == 0:
+            return True
+        model = self._models[sequence.request.model]
+        expected = frames_for(model, self._expected_tokens(sequence))
+        if not self.budget.grow(sequence.sequence_id, missing * model.frames_per_page, expected):
+            self.stalled.add(sequence.sequence_id)
+            return False
+        self.stalled.discard(sequence.sequence_id)
+        self._extend(sequence, num_tokens)
+        return True
+
+    def stop_growing(self, sequence: Sequence) -> None:
+        """The sequence has ended while a step in flight uses its pages: only those stay claimed."""
+        self.budget.stop_growing(sequence.sequence_id)
+
+    def release(self, sequence: Sequence) -> None:
+        """Take the sequence's pages back. No step in flight may use them."""
+        self.pool.free(sequence.request.model, sequence.table.clear())
+        self.budget.close(sequence.sequence_id)
+        self.stalled.discard(sequence.sequence_id)
+
+    def frames_used(self, model: str) -> int:
+        return self.pool.used(model)
+
+    def stats(self, frame_bytes: int) -> PoolStats:
+        used, reserved = self.budget.num_held, self.budget.num_reserved
+        return PoolStats(
+            kv_rank=self.kv_rank,
+            frame_bytes=frame_bytes,
+            frames_budget=self.pool.budget,
+            frames_used=used,
+            frames_reserved=reserved,
+            frames_free=self.pool.budget - used - reserved,
+        )
+
+    def frames_reserved(self, sequence_ids: list[int]) -> int:
+        """Frames promised to these live sequences beyond those they hold."""
+        claims = (self.budget.claims[sequence_id] for sequence_id in sequence_ids)
+        return sum(claim.expected - claim.held for claim in claims)
+
+    def _claim(self, sequence: Sequence) -> Claim:
+        model = self._models[sequence.request.model]
+        return Claim(
+            held=frames_for(model, sequence.num_tokens),
+            expected=frames_for(model, self._expected_tokens(sequence)),
+            most=frames_for(model, sequence.max_tokens),
+        )
+
+    def _expected_tokens(self, sequence: Sequence) -> int:
+        request, num_generated = sequence.request, sequence.num_generated_tokens
+        expected = self.estimate.expected_tokens(request.model, num_generated, request.sampling.max_tokens)
+        return sequence.num_prompt_tokens + max(expected, num_generated)
+
+    def _extend(self, sequence: Sequence, num_tokens: int) -> None:
+        pages = self.pool.allocate(sequence.request.model, sequence.table.num_missing(num_tokens))
+        assert pages is not None, f"the budget of {self.kv_rank} granted pages that its pool does not have"
+        sequence.table.extend(pages)

@@ -1,0 +1,56 @@
+"""RankHealth: which ranks are down, since when, and until when requests wait for them."""
+
+from collections.abc import Collection, Iterable
+
+
+class RankHealth:
+    """Ranks are up until an event says otherwise. A request waits for a lost rank at most `recovery_timeout_s`."""
+
+    def __init__(self, recovery_timeout_s: float) -> None:
+        self.recovery_timeout_s = recovery_timeout_s
+        self.down_since_s: dict[str, float] = {}
+        self.reasons: dict[str, str] = {}
+        self.given_up: set[str] = set()  # the cluster no longer tries to bring these back
+        self.num_lost = 0
+
+    def lost(self, rank: str, reason: str, now: float) -> None:
+        """A rank that is lost again while down keeps its first moment, so that the wait stays bounded."""
+        self.num_lost += 1
+        self.down_since_s.setdefault(rank, now)
+        self.reasons[rank] = reason
+
+    def failed(self, rank: str, error: str, now: float) -> None:
+        """The rank stays lost: waiting for it ends now."""
+        self.down_since_s.setdefault(rank, now)
+        self.reasons[rank] = error
+        self.given_up.add(rank)
+
+    def ready(self, rank: str) -> None:
+        self.down_since_s.pop(rank, None)
+        self.reasons.pop(rank, None)
+        self.given_up.discard(rank)
+
+    def are_up(self, ranks: Iterable[str]) -> bool:
+        return not any(rank in self.down_since_s for rank in ranks)
+
+    def expires_s(self, ranks: Collection[str]) -> float | None:
+        """When requests that need `ranks` stop waiting; None while all are up."""
+        ends = [
+            since_s + (0.0 if rank in self.given_up else self.recovery_timeout_s)
+            for rank, since_s in self.down_since_s.items()
+            if rank in ranks
+        ]
+        return min(ends, default=None)
+
+    def describe(self, ranks: Iterable[str], now: float) -> str:
+        """One line on the first of `ranks` that is down."""
+        for rank in ranks:
+            if rank in self.down_since_s:
+                if rank in self.given_up:
+                    return f"rank {rank} could not be brought back: {self.reasons[rank]}"
+                down_s = now - self.down_since_s[rank]
+                return (
+                    f"rank {rank} has been down for {down_s:.1f} s ({self.reasons[rank]}) and did not come back within "
+                    f"{self.recovery_timeout_s:g} s"
+                )
+        return "all ranks are up"

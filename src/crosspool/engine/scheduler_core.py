@@ -1,0 +1,518 @@
+"""EngineCore: the engine's decisions as one pure state machine. No clock, thread, await or I/O in here.
+
+Time is an argument. The engine thread and the simulator drive it the same way:
+
+    core.on_event(event, now); core.on_time(now)      # outcomes and deadlines in, updates of sequences out
+    core.schedule(now)                                # steps out, one for each lane that is free and has work
+    core.take_forgotten()                             # sequences whose state the KV workers can drop
+    core.next_deadline(now)                           # when to call on_time again if nothing happens
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+
+from crosspool.cluster.base import Event, RankFailed, RankLost, RankReady, StepDone, StepFailed
+from crosspool.core import FinishReason, Request, SampledToken
+from crosspool.engine.admission import check_length, context_limit
+from crosspool.engine.batcher import Turns, decode_row, make_step, prefill_chunks, prefill_row
+from crosspool.engine.config import EngineConfig
+from crosspool.engine.forecast import output_estimate
+from crosspool.engine.lanes import Lane, ParkedStep, Trouble
+from crosspool.engine.model_load import ModelLoad
+from crosspool.engine.pages import KVRankPages
+from crosspool.engine.queues import AdmissionOrder, ModelQueue
+from crosspool.engine.ranks import RankHealth
+from crosspool.engine.sequence import Sequence, SequenceState, SequenceUpdate
+from crosspool.engine.served_model import ServedModel
+from crosspool.engine.snapshot import snapshot
+from crosspool.engine.stats import EngineStats
+from crosspool.errors import (
+    CrossPoolError,
+    DeadlineExceededError,
+    ShuttingDownError,
+    StepError,
+    UnknownModelError,
+    WorkerLostError,
+)
+from crosspool.kv_pool.block_table import BlockTable
+from crosspool.scheduler.step import NewSequence, Phase, StepDescriptor, StepResult, StepRow
+
+MAX_LOSSES = 3
+"""KV ranks a sequence may lose in a row without gaining a token, before it is taken for their cause."""
+
+
+class EngineCore:
+    """Queues, admission, batches, lanes and recovery of all models."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.loads: dict[str, ModelLoad] = {}
+        self.pages: dict[str, KVRankPages] = {}
+        self.ranks = RankHealth(config.recovery_timeout_s)
+        self.lanes = [
+            Lane(index, "decode" if index < config.num_decode_lanes else "prefill") for index in range(config.num_lanes)
+        ]
+        self.parked: list[ParkedStep] = []
+        self.num_steps = 0
+        self.num_replays = 0
+        self.num_stalls = 0
+        self.last_step_s: float | None = None
+        self._order = AdmissionOrder(ageing_s=config.ageing_s, bypass_window=config.bypass_window)
+        self._estimate = output_estimate(config.admission, config.forecast_quantile)
+        self._turns: dict[Phase, Turns] = {"decode": Turns(), "prefill": Turns()}
+        self._sequences: dict[int, Sequence] = {}  # those that have not ended
+        self._forgotten: dict[str, list[int]] = {}
+        self._next_sequence_id = 1
+        self._admission_due = False
+
+    # models -----------------------------------------------------------------------------------------------------
+
+    def context_limit(self, model: ServedModel) -> int:
+        """Prompt plus output tokens a request to `model` may ask for. Raises CapacityError if not one page fits."""
+        return context_limit(model, self.config.num_frames - 1)
+
+    def add_model(self, model: ServedModel) -> None:
+        """Serve a model whose ranks have loaded it. Raises ValueError for a second one of that name."""
+        if model.name in self.loads:
+            raise ValueError(f"model {model.name} is already served; remove it first or give another name")
+        limit = self.context_limit(model)
+        if model.kv_rank not in self.pages:
+            self.pages[model.kv_rank] = KVRankPages(model.kv_rank, self.config.num_frames, self._estimate)
+        self.pages[model.kv_rank].add_model(model)
+        self.loads[model.name] = ModelLoad(model, ModelQueue(model.name, self.config.max_queue), limit)
+        for turns in self._turns.values():
+            turns.add(model.name)
+
+    def drain_model(self, name: str) -> None:
+        """Refuse new requests to the model; accepted ones go on."""
+        self._load(name).draining = True
+
+    def end_model(self, name: str, error: CrossPoolError, now: float) -> list[SequenceUpdate]:
+        """Drain, and end what was accepted with `error`."""
+        self.drain_model(name)
+        return [self._fail(sequence, error, now) for sequence in self._load(name).unended()]
+
+    def is_idle(self, name: str) -> bool:
+        """Whether nothing of the model is queued, running or in flight."""
+        return self._load(name).is_idle
+
+    def remove_model(self, name: str) -> None:
+        """Forget an idle model."""
+        load = self._load(name)
+        assert load.is_idle, f"model {name} still has sequences; drain or end it first"
+        self.pages[load.model.kv_rank].remove_model(name)
+        self._estimate.forget(name)
+        for turns in self._turns.values():
+            turns.remove(name)
+        del self.loads[name]
+
+    # requests ---------------------------------------------------------------------------------------------------
+
+    def add_requests(self, requests: Items[Request], now: float) -> list[int]:
+        """Accept one request's sequences, all or none; returns their ids.
+
+        Raises UnknownModelError, ContextLengthError, CapacityError, QueueFullError, WorkerLostError, ShuttingDownError.
+        """
+        load = self._load(requests[0].model)
+        try:
+            return self._accept(load, requests, now)
+        except CrossPoolError:
+            load.num_refused += len(requests)
+            raise
+
+    def _accept(self, load: ModelLoad, requests: Items[Request], now: float) -> list[int]:
+        if load.draining:
+            raise ShuttingDownError(f"model {load.model.name} is being removed and takes no new requests")
+        expires_s = self.ranks.expires_s(load.ranks)
+        if expires_s is not None and expires_s <= now:
+            raise WorkerLostError(self.ranks.describe(load.ranks, now))
+        num_frames = self.pages[load.model.kv_rank].pool.budget
+        for request in requests:
+            check_length(load.model, num_frames, len(request.prompt_token_ids), request.sampling.max_tokens)
+        sequences = [self._new_sequence(load, request) for request in requests]
+        for sequence in sequences:
+            load.queue.push(sequence)
+        self._admission_due = True
+        self._admit(now)  # so that the bound holds for what really has to wait
+        if len(load.queue) > load.queue.max_queue:
+            for sequence in sequences:
+                self._withdraw(load, sequence)
+            raise load.queue.full_error(len(requests))
+        for sequence in sequences:
+            self._sequences[sequence.sequence_id] = sequence
+        load.num_accepted += len(sequences)
+        return [sequence.sequence_id for sequence in sequences]
+
+    def _new_sequence(self, load: ModelLoad, request: Request) -> Sequence:
+        sequence_id = self._next_sequence_id
+        self._next_sequence_id += 1
+        return Sequence(sequence_id=sequence_id, request=request, table=BlockTable(load.model.page_tokens))
+
+    def _withdraw(self, load: ModelLoad, sequence: Sequence) -> None:
+        """Take back a sequence that was just pushed; it may have been admitted, but no step has a row of it."""
+        if sequence.state is SequenceState.QUEUED:
+            load.queue.remove(sequence)
+        else:
+            del load.live[sequence.sequence_id]
+            self.pages[load.model.kv_rank].release(sequence)
+
+    def end_sequence(self, sequence_id: int, reason: FinishReason, now: float) -> SequenceUpdate | None:
+        """End a sequence in any state (a stop string, a client that left); None if it has ended already.
+
+        Its pages are free at once, or when the step in flight that uses them ends.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return None
+        self._end(sequence, reason)
+        return self._update(sequence, now, finish_reason=reason)
+
+    def num_unended(self) -> int:
+        """Accepted sequences that still owe their caller an end."""
+        return len(self._sequences)
+
+    # time and events --------------------------------------------------------------------------------------------
+
+    def on_event(self, event: Event, now: float) -> list[SequenceUpdate]:
+        """What an outcome from the cluster means for sequences. Outcomes of steps given up before are ignored."""
+        match event:
+            case StepDone(result=result):
+                return self._step_done(result, now)
+            case StepFailed():
+                return self._step_failed(event, now)
+            case RankLost(rank=rank, reason=reason):
+                return self._rank_lost(rank, reason, now)
+            case RankReady(rank=rank):
+                self.ranks.ready(rank)
+                self._admission_due = True
+                return []
+            case RankFailed(rank=rank, error=error):
+                self.ranks.failed(rank, error, now)
+                return self.on_time(now)
+            case _:  # models are added and removed by the engine, not by events
+                return []
+
+    def on_time(self, now: float) -> list[SequenceUpdate]:
+        """End what has waited too long: in a queue past its deadline, or for a lost rank past the recovery bound."""
+        updates = []
+        for load in self.loads.values():
+            for sequence in load.queue.expired(now):
+                waited_s = now - sequence.request.arrival_s
+                error = (
+                    f"request {sequence.request.request_id} waited {waited_s:.1f} s in the queue of {load.model.name}"
+                )
+                updates.append(self._fail(sequence, DeadlineExceededError(f"{error}, past its deadline"), now))
+            expires_s = self.ranks.expires_s(load.ranks)
+            if expires_s is not None and expires_s <= now:
+                lost = WorkerLostError(self.ranks.describe(load.ranks, now))
+                updates += [self._fail(sequence, lost, now) for sequence in load.unended()]
+        for parked in list(self.parked):
+            if parked.trouble.first_failed_s + self.config.recovery_timeout_s <= now:
+                updates += self._fail_all(parked.sequences, WorkerLostError(self._give_up(parked.trouble)), now)
+        return updates
+
+    def next_deadline(self, now: float) -> float | None:
+        """The next moment at which `on_time` or `schedule` has something to do without any event."""
+        moments: list[float | None] = []
+        for load in self.loads.values():
+            moments.append(load.queue.next_deadline())
+            if load.live or len(load.queue):
+                moments.append(self.ranks.expires_s(load.ranks))
+        for parked in self.parked:
+            moments.append(parked.trouble.first_failed_s + self.config.recovery_timeout_s)
+            if self.ranks.are_up(parked.ranks) and parked.not_before_s > now:
+                moments.append(parked.not_before_s)
+        return min((moment for moment in moments if moment is not None), default=None)
+
+    def _step_done(self, result: StepResult, now: float) -> list[SequenceUpdate]:
+        lane = self.lanes[result.lane]
+        if lane.step is None or lane.step.header.step_seq != result.step_seq:
+            return []
+        step, sequences = lane.finish()
+        self.num_steps += 1
+        self.last_step_s = now
+        sampled = {token.sequence_id: token for token in result.sampled}
+        updates = []
+        for row, sequence in zip(step.rows, sequences, strict=True):
+            if sequence.state is SequenceState.ENDED:
+                self._release(sequence)
+                continue
+            sequence.num_cached_tokens += row.num_new_tokens
+            if row.sample:
+                updates.append(self._accept_token(sequence, sampled[row.sequence_id], now))
+        return updates
+
+    def _accept_token(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceUpdate:
+        load = self.loads[sequence.request.model]
+        if sequence.state is SequenceState.PREFILLING:
+            load.prompt_tokens += sequence.num_prompt_tokens if sequence.num_generated_tokens == 0 else 0
+            sequence.state = SequenceState.DECODING
+        sequence.request.output_token_ids.append(token.token_id)
+        sequence.num_losses = 0
+        load.generated_tokens += 1
+        reason = sequence.end_after(token.token_id)
+        if reason is not None:
+            self._end(sequence, reason)
+        return self._update(sequence, now, token=token, finish_reason=reason)
+
+    def _step_failed(self, event: StepFailed, now: float) -> list[SequenceUpdate]:
+        lane = self.lanes[event.lane]
+        if lane.step is None or lane.step.header.step_seq != event.step_seq:
+            return []
+        trouble = lane.trouble or Trouble(now, 0, event.error)
+        trouble.num_failures += 1
+        trouble.error = event.error
+        step, sequences = lane.finish()
+        alive = [sequence for sequence in sequences if sequence.state is not SequenceState.ENDED]
+        for sequence in sequences:
+            if sequence.state is SequenceState.ENDED:
+                self._release(sequence)
+        if event.fatal:
+            return self._fail_all(alive, StepError(event.error), now)
+        if self.config.recovery_timeout_s == 0:
+            return self._fail_all(alive, WorkerLostError(self._give_up(trouble)), now)
+        if alive:
+            self._park(step, sequences, trouble, now)
+        return []
+
+    def _park(self, step: StepDescriptor, sequences: tuple[Sequence, ...], trouble: Trouble, now: float) -> None:
+        ranks = frozenset(self.loads[step.header.model].ranks)
+        not_before_s = now + trouble.backoff_s() if self.ranks.are_up(ranks) else now
+        parked = ParkedStep(step, sequences, ranks, trouble, not_before_s)
+        for sequence in sequences:
+            if sequence.state is SequenceState.ENDED:
+                parked.drop(sequence)
+            else:
+                sequence.in_step = True
+        self.parked.append(parked)
+
+    def _rank_lost(self, rank: str, reason: str, now: float) -> list[SequenceUpdate]:
+        self.ranks.lost(rank, reason, now)
+        updates = []
+        if rank in self.pages:
+            updates += self._kv_lost(rank, reason, now)
+        if self.config.recovery_timeout_s == 0:
+            error = WorkerLostError(f"rank {rank} was lost ({reason}); the recovery timeout is 0")
+            for load in self.loads.values():
+                if rank in load.ranks:
+                    updates += self._fail_all(list(load.unended()), error, now)
+        return updates
+
+    def _kv_lost(self, rank: str, reason: str, now: float) -> list[SequenceUpdate]:
+        """The rank's sequences go back to the head of their queues, to be prefilled from all tokens they have."""
+        for lane in self.lanes:
+            if lane.step is not None and lane.step.header.kv_rank == rank:
+                lane.finish()
+        self.parked = [parked for parked in self.parked if parked.step.header.kv_rank != rank]
+        updates = []
+        for load in self.loads.values():
+            if load.model.kv_rank != rank:
+                continue
+            for sequence in list(load.lingering.values()):
+                self._release(sequence)
+            for sequence in list(load.live.values()):
+                del load.live[sequence.sequence_id]
+                self.pages[rank].release(sequence)
+                sequence.rewind()
+                sequence.num_losses += 1
+                load.queue.push(sequence)
+                if sequence.num_losses > MAX_LOSSES:
+                    times = f"{sequence.num_losses} times in a row without a token"
+                    error = WorkerLostError(f"rank {rank} was lost under this request {times}; last: {reason}")
+                    updates.append(self._fail(sequence, error, now))
+        self._forgotten.pop(rank, None)
+        return updates
+
+    def _give_up(self, trouble: Trouble) -> str:
+        return (
+            f"a step failed {trouble.num_failures} times within {self.config.recovery_timeout_s:g} s of recovery time; "
+            f"last: {trouble.error}"
+        )
+
+    # steps ------------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> list[StepDescriptor]:
+        """Admit what fits, then fill every idle lane that has work. Each step is to be handed to the cluster."""
+        self._admit(now)
+        steps = [step for parked in list(self.parked) if (step := self._replay(parked, now)) is not None]
+        for lane in self.lanes:
+            if lane.step is None:
+                step = self._decode_step(lane, now) if lane.phase == "decode" else self._prefill_step(lane, now)
+                if step is not None:
+                    steps.append(step)
+        return steps
+
+    def take_forgotten(self) -> dict[str, list[int]]:
+        """By KV rank: sequences that ended since the last call and that the rank was told of."""
+        forgotten, self._forgotten = self._forgotten, {}
+        return forgotten
+
+    def _admit(self, now: float) -> None:
+        if not self._admission_due:
+            return
+        self._admission_due = False
+        for kv_rank, pages in self.pages.items():
+            while not pages.stalled:
+                queues = [
+                    load.queue
+                    for load in self.loads.values()
+                    if load.model.kv_rank == kv_rank
+                    and len(load.live) < self.config.max_num_seqs
+                    and self.ranks.are_up(load.ranks)
+                ]
+                sequence = self._order.pick(queues, now, pages.frames_used, pages.admits)
+                if sequence is None:
+                    break
+                load = self.loads[sequence.request.model]
+                load.queue.take(sequence, now)
+                pages.admit(sequence)
+                sequence.state = SequenceState.PREFILLING
+                load.live[sequence.sequence_id] = sequence
+            self._admission_due |= bool(pages.stalled)
+
+    def _replay(self, parked: ParkedStep, now: float) -> StepDescriptor | None:
+        phase = parked.step.header.phase
+        idle = [lane for lane in self.lanes if lane.phase == phase and lane.step is None]
+        if not idle or not parked.is_ready(self.ranks.down_since_s, now):
+            return None
+        own = [lane for lane in idle if lane.index == parked.step.header.lane]
+        self.parked.remove(parked)
+        self.num_replays += 1
+        return parked.replay_in((own or idle)[0], now)
+
+    def _decode_step(self, lane: Lane, now: float) -> StepDescriptor | None:
+        """The next model's whole decode batch: all its decoding sequences that have a slot for one more token."""
+        for name in self._turns["decode"].ready(self._models_with(SequenceState.DECODING)):
+            if self._has_decode_step(name):
+                continue
+            load = self.loads[name]
+            pages = self.pages[load.model.kv_rank]
+            batch = []
+            for sequence in load.in_state(SequenceState.DECODING):
+                if pages.ensure_slot(sequence):
+                    batch.append(sequence)
+                else:
+                    self.num_stalls += 1
+            if batch:
+                rows = [decode_row(sequence) for sequence in batch]
+                return self._start(lane, load, batch, rows, now)
+        return None
+
+    def _prefill_step(self, lane: Lane, now: float) -> StepDescriptor | None:
+        """The next model's chunk, shared by its prefilling sequences."""
+        for name in self._turns["prefill"].ready(self._models_with(SequenceState.PREFILLING)):
+            load = self.loads[name]
+            waiting = [sequence for sequence in load.in_state(SequenceState.PREFILLING) if not sequence.in_step]
+            chunks = prefill_chunks(waiting, self.config.max_num_batched_tokens)
+            if chunks:
+                rows = [prefill_row(chunk) for chunk in chunks]
+                return self._start(lane, load, [chunk.sequence for chunk in chunks], rows, now)
+        return None
+
+    def _start(
+        self, lane: Lane, load: ModelLoad, batch: Items[Sequence], rows: Items[StepRow], now: float
+    ) -> StepDescriptor:
+        self._turns[lane.phase].take(load.model.name)
+        joining: list[NewSequence] = []
+        for sequence in batch:
+            if not sequence.joined:
+                sequence.joined = True
+                joining.append(sequence.introduction())
+            if sequence.scheduled_s is None:
+                sequence.scheduled_s = now
+        step = make_step(
+            lane=lane.index,
+            step_seq=lane.next_seq(),
+            model=load.model.name,
+            kv_rank=load.model.kv_rank,
+            phase=lane.phase,
+            rows=rows,
+            joining=joining,
+        )
+        lane.start(step, tuple(batch), now)
+        return step
+
+    def _models_with(self, state: SequenceState) -> set[str]:
+        """Models with a live sequence in `state` whose ranks are all up."""
+        return {
+            name
+            for name, load in self.loads.items()
+            if any(s.state is state for s in load.live.values()) and self.ranks.are_up(load.ranks)
+        }
+
+    def _has_decode_step(self, name: str) -> bool:
+        """Whether a decode step of the model is in flight or parked: its decode requests share one lane."""
+        steps = [lane.step for lane in self.lanes] + [parked.step for parked in self.parked]
+        return any(s is not None and s.header.model == name and s.header.phase == "decode" for s in steps)
+
+    # ends -------------------------------------------------------------------------------------------------------
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        load = self.loads[sequence.request.model]
+        queued = sequence.state is SequenceState.QUEUED
+        sequence.state = SequenceState.ENDED
+        del self._sequences[sequence.sequence_id]
+        load.num_finished[reason] += 1
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._estimate.record(load.model.name, sequence.num_generated_tokens)
+        self._admission_due = True
+        if queued:
+            load.queue.remove(sequence)
+            return
+        del load.live[sequence.sequence_id]
+        load.lingering[sequence.sequence_id] = sequence
+        for parked in self.parked:
+            if sequence in parked.sequences:
+                parked.drop(sequence)
+        self.parked = [parked for parked in self.parked if parked.sequences]
+        if sequence.in_step:
+            self.pages[load.model.kv_rank].stop_growing(sequence)
+        else:
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Free the pages of an ended sequence that no step uses any more."""
+        load = self.loads[sequence.request.model]
+        kv_rank = load.model.kv_rank
+        del load.lingering[sequence.sequence_id]
+        self.pages[kv_rank].release(sequence)
+        if sequence.joined:
+            self._forgotten.setdefault(kv_rank, []).append(sequence.sequence_id)
+        self._admission_due = True
+
+    def _fail(self, sequence: Sequence, error: CrossPoolError, now: float) -> SequenceUpdate:
+        self._end(sequence, FinishReason.ERROR)
+        return self._update(sequence, now, finish_reason=FinishReason.ERROR, error=error)
+
+    def _fail_all(self, sequences: Iterable[Sequence], error: CrossPoolError, now: float) -> list[SequenceUpdate]:
+        return [self._fail(sequence, error, now) for sequence in list(sequences)]
+
+    def _update(
+        self,
+        sequence: Sequence,
+        now: float,
+        *,
+        token: SampledToken | None = None,
+        finish_reason: FinishReason | None = None,
+        error: CrossPoolError | None = None,
+    ) -> SequenceUpdate:
+        return SequenceUpdate(
+            sequence_id=sequence.sequence_id,
+            time_s=now,
+            scheduled_s=sequence.scheduled_s,
+            token=token,
+            finish_reason=finish_reason,
+            error=error,
+        )
+
+    # views ------------------------------------------------------------------------------------------------------
+
+    def stats(self, now: float) -> EngineStats:
+        """A snapshot in which every rank's frames used, reserved and free add up to its budget."""
+        return snapshot(self, now)
+
+    def _load(self, name: str) -> ModelLoad:
+        if name not in self.loads:
+            served = ", ".join(self.loads) or "none"
+            raise UnknownModelError(f"no model {name!r} is served; served models: {served}")
+        return self.loads[name]

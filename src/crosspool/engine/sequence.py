@@ -1,0 +1,106 @@
+"""Sequence: what the core knows of one accepted sequence, from its queue to its end."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from crosspool.core import FinishReason, Request, SampledToken
+from crosspool.errors import CrossPoolError
+from crosspool.kv_pool.block_table import BlockTable
+from crosspool.scheduler.step import NewSequence
+
+
+class SequenceState(StrEnum):
+    """Where a sequence is. PREFILLING and DECODING sequences are *live*: they hold pages."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDED = "ended"  # reported to its caller; its pages may wait for a step in flight
+
+
+@dataclass(eq=False, kw_only=True, slots=True)
+class Sequence:
+    """One sequence. Owned and changed by the engine's core alone.
+
+    num_cached_tokens: slots written. in_step: a step that is in flight or parked has a row of it.
+    joined: the KV worker knows it. num_losses: KV ranks lost under it since its last token.
+    """
+
+    sequence_id: int
+    request: Request
+    table: BlockTable
+    state: SequenceState = SequenceState.QUEUED
+    num_cached_tokens: int = 0
+    in_step: bool = False
+    joined: bool = False
+    blocked_since_s: float | None = None  # since when it is the first of its queue and lacks pages
+    scheduled_s: float | None = None
+    num_losses: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.request.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens it may reach: what `reserve` sets aside slots for."""
+        return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        """Tokens left to prefill."""
+        return self.num_tokens - self.num_cached_tokens
+
+    def uncached(self, count: int) -> tuple[int, ...]:
+        """The next `count` token ids to prefill."""
+        start, prompt = self.num_cached_tokens, self.request.prompt_token_ids
+        head = prompt[start : start + count]
+        rest = count - len(head)
+        if rest == 0:
+            return tuple(head)
+        offset = max(0, start - len(prompt))
+        return (*head, *self.request.output_token_ids[offset : offset + rest])
+
+    def introduction(self) -> NewSequence:
+        """What the KV worker must know of it before its first row."""
+        return NewSequence(
+            sequence_id=self.sequence_id,
+            prompt_token_ids=tuple(self.request.prompt_token_ids),
+            output_token_ids=tuple(self.request.output_token_ids),
+            sampling=self.request.sampling,
+        )
+
+    def rewind(self) -> None:
+        """Back to its queue: its KV is lost, its tokens stay."""
+        self.state = SequenceState.QUEUED
+        self.num_cached_tokens = 0
+        self.in_step = self.joined = False
+        self.blocked_since_s = None
+
+    def end_after(self, token_id: int) -> FinishReason | None:
+        """Why the sequence ends with `token_id`, its newest token, or None if it goes on."""
+        sampling = self.request.sampling
+        if self.num_generated_tokens >= sampling.min_tokens and token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_generated_tokens >= sampling.max_tokens else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceUpdate:
+    """What happened to a sequence: a token, its end, or both."""
+
+    sequence_id: int
+    time_s: float
+    scheduled_s: float | None
+    token: SampledToken | None = None
+    finish_reason: FinishReason | None = None
+    error: CrossPoolError | None = None

@@ -1,0 +1,51 @@
+"""served_model: a Hugging Face directory as a ServedModel, with the page geometry that fits it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from crosspool.engine.served_model import ServedModel
+from crosspool.errors import CheckpointError
+from crosspool.kv_pool.geometry import choose_page_tokens, page_geometry
+from crosspool.models.directory import read_model_dir
+
+
+def served_model(
+    directory: Path | str,
+    *,
+    weights_ranks: Sequence[str],
+    frame_bytes: int,
+    name: str | None = None,
+    kv_rank: str = "kv0",
+    page_tokens: int | None = None,
+    max_context: int | None = None,
+) -> ServedModel:
+    """Read a directory's JSON files; no weights are touched.
+
+    Raises UnsupportedModelError, CheckpointError, and ValueError where no page fits a frame.
+    """
+    model_dir = read_model_dir(directory)
+    served_name = name or model_dir.served_name
+    tokens = page_tokens or choose_page_tokens(model_dir.spec, frame_bytes)
+    geometry = page_geometry(model_dir.spec, page_tokens=tokens, frame_bytes=frame_bytes, model=served_name)
+    return ServedModel(
+        name=served_name,
+        spec=model_dir.spec,
+        directory=model_dir.path,
+        weights_ranks=tuple(weights_ranks),
+        page_tokens=tokens,
+        frames_per_page=geometry.frames_per_page,
+        frame_bytes=frame_bytes,
+        kv_rank=kv_rank,
+        max_context=max_context,
+        tokenizer=_tokenizer(model_dir.path) if "tokenizer.json" in model_dir.tokenizer_files else None,
+    )
+
+
+def _tokenizer(directory: Path) -> Tokenizer:
+    path = directory / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise CheckpointError(f"{path} is not a tokenizer this version of tokenizers reads: {error}") from error
