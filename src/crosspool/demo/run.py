@@ -1,0 +1,150 @@
+"""The demo from start to end: a real server process, overlapping HTTP requests, the live view, the report."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+from rich.console import Console
+from rich.live import Live
+
+from crosspool.demo.client import Answer, stream_chat
+from crosspool.demo.report import DemoReport, PoolSample, make_report
+from crosspool.demo.scenario import DemoRequest, demo_model_dirs, demo_requests
+from crosspool.demo.view import final_view, live_view
+from crosspool.errors import CrossPoolError
+
+START_TIMEOUT_S = 60.0
+SAMPLE_INTERVAL_S = 0.05
+
+
+def run_demo(*, host: str, port: int | None, keep: bool, as_json: bool, seed: int = 2026) -> int:
+    """Run the demo and return the process's exit code. `keep` leaves the server up until Ctrl-C."""
+    console = Console(stderr=as_json)
+    port = port or _free_port(host)
+    base_url = f"http://{host}:{port}"
+    with _server(host, port, console) as server:
+        report = asyncio.run(_ask(base_url, server, console, seed))
+        if as_json:
+            print(json.dumps(report.to_json()))
+        else:
+            console.print(final_view(report))
+        if keep:
+            console.print(_how_to_ask(base_url))
+            _wait_for_interrupt(server)
+    return 0
+
+
+@contextmanager
+def _server(host: str, port: int, console: Console) -> Iterator[subprocess.Popen[bytes]]:
+    """`crosspool serve` with the three models, two pools in two processes, as a user would start it."""
+    directories = demo_model_dirs()
+    missing = [str(path) for path in directories.values() if not (path / "config.json").is_file()]
+    if missing:
+        raise CrossPoolError(f"the package lacks its demo models ({', '.join(missing)}); install it again")
+    command = [sys.executable, "-m", "crosspool", "serve", *(str(path) for path in directories.values())]
+    command += ["--host", host, "--port", str(port), "--layout", "processes", "--log-level", "warning"]
+    command += ["--kv-pool-bytes", "16MiB", "--frame-bytes", "64KiB"]
+    console.print(
+        f"[dim]starting {' '.join([Path(sys.executable).name, *command[1:3]])} with {len(directories)} models[/]"
+    )
+    server = subprocess.Popen(command)
+    try:
+        yield server
+    finally:
+        server.terminate()
+        try:
+            server.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+async def _ask(base_url: str, server: subprocess.Popen[bytes], console: Console, seed: int) -> DemoReport:
+    async with httpx2.AsyncClient(base_url=base_url, timeout=60.0) as http:
+        await _until_ready(http, server)
+        stats = (await http.get("/stats")).json()
+        pool = stats["pools"][0]
+        answers: list[Answer] = []
+        samples: list[PoolSample] = []
+        running: dict[int, Answer] = {}
+        with Live(console=console, refresh_per_second=12, transient=True) as live:
+            watching = asyncio.create_task(_watch(http, samples, running, live, pool["frames_budget"]))
+            try:
+                answers = await _send_all(http, running, seed)
+                await asyncio.sleep(2 * SAMPLE_INTERVAL_S)  # see the last pages come back
+            finally:
+                watching.cancel()
+    return make_report(answers, samples, frame_bytes=pool["frame_bytes"], budget_frames=pool["frames_budget"])
+
+
+async def _send_all(http: httpx2.AsyncClient, running: dict[int, Answer], seed: int) -> list[Answer]:
+    async def one(idx: int, request: DemoRequest) -> Answer:
+        await asyncio.sleep(request.start_s)
+        return await stream_chat(http, request, seed + idx, lambda answer: running.__setitem__(idx, answer))
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(idx, request)) for idx, request in enumerate(demo_requests())]
+    return [task.result() for task in tasks]
+
+
+async def _watch(
+    http: httpx2.AsyncClient, samples: list[PoolSample], running: dict[int, Answer], live: Live, budget_frames: int
+) -> None:
+    """Sample the server's statistics and redraw, until cancelled."""
+    started = time.monotonic()
+    while True:
+        stats = (await http.get("/stats")).json()
+        samples.append(
+            PoolSample(
+                at_s=time.monotonic() - started,
+                frames_used={model["name"]: model["frames_used"] for model in stats["models"]},
+                lanes=tuple(lane["model"] if lane["state"] == "running" else None for lane in stats["lanes"]),
+            )
+        )
+        live.update(live_view(list(running.values()), samples, budget_frames))
+        await asyncio.sleep(SAMPLE_INTERVAL_S)
+
+
+async def _until_ready(http: httpx2.AsyncClient, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise CrossPoolError(
+                f"the server ended at start with exit code {server.returncode}; its last lines say why"
+            )
+        try:
+            if (await http.get("/health/ready")).status_code == 200:
+                return
+        except httpx2.TransportError:  # not listening yet
+            pass
+        await asyncio.sleep(0.1)
+    raise CrossPoolError(f"the server was not ready after {START_TIMEOUT_S:.0f} s")
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _how_to_ask(base_url: str) -> str:
+    return (
+        "the server stays up; Ctrl-C ends it. Ask it something:\n"
+        f"  curl {base_url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        '    -d \'{"model": "austen", "messages": [{"role": "user", "content": "The letter came at noon."}]}\''
+    )
+
+
+def _wait_for_interrupt(server: subprocess.Popen[bytes]) -> None:
+    try:
+        server.wait()
+    except KeyboardInterrupt:
+        return

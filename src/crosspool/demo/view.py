@@ -1,0 +1,94 @@
+"""How the demo looks in a terminal: live lanes and pages while it runs, then answers, table and pool over time."""
+
+from collections.abc import Sequence
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from crosspool.demo.client import Answer
+from crosspool.demo.report import DemoReport, PoolSample
+from crosspool.demo.scenario import DEMO_MODELS
+from crosspool.units import format_bytes
+
+COLOURS = dict(zip(DEMO_MODELS, ("cyan", "magenta", "yellow"), strict=True))
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+def live_view(answers: Sequence[Answer], samples: Sequence[PoolSample], budget_frames: int) -> RenderableType:
+    """The running demo: which model each lane carries, whose pages fill the pool, how the answers grow."""
+    if not samples:
+        return Text("waiting for the first step ...")
+    latest = samples[-1]
+    lanes = Text("lanes  ")
+    for lane, model in enumerate(latest.lanes):
+        lanes.append(f" {lane} ", style="dim")
+        lanes.append(f"{model or '-':<12}", style=COLOURS.get(model or "", "dim"))
+    shown = [_answer_panel(answer.request.model, answer.text) for answer in answers if answer.request.shown]
+    return Group(lanes, _pool_bar(latest, budget_frames), Columns(shown, equal=True, expand=True))
+
+
+def final_view(report: DemoReport) -> RenderableType:
+    """Three answers side by side, the table, and the pool over time."""
+    panels = [_answer_panel(model, text) for model, text in report.answers.items()]
+    return Group(Columns(panels, equal=True, expand=True), _table(report), _pool_panel(report))
+
+
+def _answer_panel(model: str, text: str) -> Panel:
+    return Panel(Text(text.strip()), title=model, border_style=COLOURS.get(model, "white"), height=16)
+
+
+def _pool_bar(sample: PoolSample, budget_frames: int, width: int = 60) -> Text:
+    bar = Text("pages  ")
+    filled = 0
+    for model in DEMO_MODELS:
+        cells = round(width * sample.frames_used.get(model, 0) / budget_frames)
+        bar.append("█" * cells, style=COLOURS[model])
+        filled += cells
+    bar.append("░" * max(0, width - filled), style="dim")
+    bar.append(f"  {sum(sample.frames_used.values())} of {budget_frames} frames", style="dim")
+    return bar
+
+
+def _table(report: DemoReport) -> Table:
+    table = Table(title=f"{report.tokens_per_s:,.0f} tokens/s over all models, {report.wall_s:.1f} s")
+    table.add_column("model")
+    for heading in ("requests", "tokens", "TTFT P50 ms", "TTFT P99", "TBT P50 ms", "TBT P99", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for model, figures in report.models.items():
+        table.add_row(
+            Text(model, style=COLOURS.get(model, "white")),
+            str(figures.requests),
+            f"{figures.tokens:,}",
+            f"{figures.ttft_p50_ms:.0f}",
+            f"{figures.ttft_p99_ms:.0f}",
+            f"{figures.tbt_p50_ms:.1f}",
+            f"{figures.tbt_p99_ms:.1f}",
+            f"{figures.tokens_per_s:,.0f}",
+        )
+    return table
+
+
+def _pool_panel(report: DemoReport) -> Panel:
+    pool = report.pool
+    lines = Text()
+    top = max(1, pool.peak_frames)
+    columns = _resample(report.samples, 60)
+    for model in DEMO_MODELS:
+        lines.append(f"{model:<12}", style=COLOURS[model])
+        for sample in columns:
+            level = sample.frames_used.get(model, 0) / top
+            lines.append(_EIGHTHS[min(8, -int(-level * 8 // 1))], style=COLOURS[model])
+        lines.append(f"  peak {pool.peak_frames_by_model.get(model, 0)} frames\n")
+    shared, separate = (frames * pool.frame_bytes for frames in (pool.peak_frames, pool.separate_caches_frames))
+    lines.append(f"one shared pool peaked at {format_bytes(shared)}; ")
+    lines.append(f"a cache for each model would have needed {format_bytes(separate)}", style="bold")
+    return Panel(lines, title="KV pool over time, by model")
+
+
+def _resample(samples: Sequence[PoolSample], width: int) -> list[PoolSample]:
+    if not samples:
+        return []
+    return [samples[i * len(samples) // width] for i in range(width)]
