@@ -1,0 +1,185 @@
+"""A cluster without workers, threads or clock: it checks every step it gets and answers from a random generator.
+
+Tokens are a pure function of (seed, position), so that a replayed or a second time prefilled sequence must give the
+very same ones. Every rule of the contract between engine and workers is asserted where it could be broken.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from crosspool.cluster.base import Event, RankLost, RankReady, StepDone, StepFailed
+from crosspool.core import SampledToken
+from crosspool.engine.served_model import ServedModel
+from crosspool.scheduler.step import NewSequence, StepDescriptor, StepResult
+
+VOCAB_SIZE = 64
+
+
+def token_at(seed: int, position: int) -> int:
+    """The token a sequence has at `position`: all that decides it is its seed."""
+    return random.Random(seed * 1_000_003 + position).randrange(VOCAB_SIZE)
+
+
+def expected_tokens(seed: int, num_prompt_tokens: int, max_tokens: int, stops: Sequence[int], min_tokens: int = 0):
+    """What an undisturbed run generates."""
+    tokens: list[int] = []
+    while len(tokens) < max_tokens:
+        tokens.append(token_at(seed, num_prompt_tokens + len(tokens)))
+        if len(tokens) >= min_tokens and tokens[-1] in stops:
+            break
+    return tokens
+
+
+@dataclass
+class _Known:
+    """A sequence as its KV worker knows it."""
+
+    new: NewSequence
+    pages: list[tuple[int, ...]] = field(default_factory=list)
+    num_cached: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+
+class SimulatedCluster:
+    """Time is an argument; `due(now)` gives the events up to `now`, in order."""
+
+    def __init__(self, models: Sequence[ServedModel], *, num_frames: int, seed: int, fail_rate: float = 0.0) -> None:
+        self.models = {model.name: model for model in models}
+        self.num_frames = num_frames
+        self.fail_rate = fail_rate
+        self.rng = random.Random(seed)
+        self.down: set[str] = set()
+        self.running: dict[int, StepDescriptor] = {}
+        self.known: dict[str, dict[int, _Known]] = {}
+        self.last_seq: dict[int, int] = {}
+        self.steps: list[StepDescriptor] = []
+        self.durations: dict[str, float] = {}  # by model; random where a model has none
+        self._events: list[tuple[float, int, Event]] = []
+        self._count = 0
+
+    def submit(self, step: StepDescriptor, now: float) -> None:
+        header = step.header
+        assert header.lane not in self.running, f"lane {header.lane} got a step before its last one ended"
+        assert header.step_seq > self.last_seq.get(header.lane, 0), "a step number was used again"
+        self.last_seq[header.lane] = header.step_seq
+        self._check(step)
+        self.running[header.lane] = step
+        self.steps.append(step)
+        needs = (header.kv_rank, *self.models[header.model].weights_ranks)
+        down = tuple(rank for rank in needs if rank in self.down)
+        duration_s = self.durations.get(header.model) or self.rng.uniform(0.001, 0.02)
+        if down or self.rng.random() < self.fail_rate:
+            waiting_on = down or (needs[-1],)
+            failed = StepFailed(lane=header.lane, step_seq=header.step_seq, waiting_on=waiting_on, error="no flag came")
+            self._after(duration_s, now, failed)
+        else:
+            self._after(duration_s, now, StepDone(result=self._result(step)))
+
+    def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None:
+        for sequence_id in sequence_ids:
+            for step in self.running.values():
+                assert all(row.sequence_id != sequence_id for row in step.rows), "forgotten under a running step"
+            self.known.get(kv_rank, {}).pop(sequence_id, None)
+
+    def lose(self, rank: str, now: float, back_in_s: float | None) -> None:
+        """A rank dies; steps that need it fail, and it comes back after `back_in_s`."""
+        self.down.add(rank)
+        self.known.pop(rank, None)
+        self._after(0.0, now, RankLost(rank=rank, reason="killed"))
+        for lane, step in self.running.items():
+            header = step.header
+            if rank == header.kv_rank or rank in self.models[header.model].weights_ranks:
+                failed = StepFailed(lane=lane, step_seq=header.step_seq, waiting_on=(rank,), error=f"{rank} is silent")
+                self._events = [entry for entry in self._events if not _ends(entry[2], lane)]
+                self._after(self.rng.uniform(0.0, 0.01), now, failed)
+        heapq.heapify(self._events)
+        if back_in_s is not None:
+            self._after(back_in_s, now, RankReady(rank=rank, seconds=back_in_s))
+
+    def next_event_s(self) -> float | None:
+        return self._events[0][0] if self._events else None
+
+    def due(self, now: float) -> list[Event]:
+        events: list[Event] = []
+        while self._events and self._events[0][0] <= now:
+            event = heapq.heappop(self._events)[2]
+            if isinstance(event, RankReady):
+                self.down.discard(event.rank)
+            if isinstance(event, StepDone):
+                step = self.running.pop(event.result.lane)
+                self._commit(step, event.result)
+            if isinstance(event, StepFailed):
+                self.running.pop(event.lane)
+            events.append(event)
+        return events
+
+    def _after(self, delay_s: float, now: float, event: Event) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (now + delay_s, self._count, event))
+
+    def _check(self, step: StepDescriptor) -> None:
+        """Rows and pages obey the contract, whether or not the step will succeed."""
+        header, model = step.header, self.models[step.header.model]
+        assert header.num_tokens == sum(row.num_new_tokens for row in step.rows) > 0
+        assert len({row.sequence_id for row in step.rows}) == len(step.rows)
+        busy = {row.sequence_id for other in self.running.values() for row in other.rows}
+        known = self.known.setdefault(header.kv_rank, {})
+        joining = {new.sequence_id: new for new in step.joining}
+        for row in step.rows:
+            assert row.sequence_id not in busy, "a sequence is in two steps at once"
+            if row.sequence_id in joining:
+                known[row.sequence_id] = _Known(joining[row.sequence_id])
+            sequence = known[row.sequence_id]
+            assert row.num_cached_tokens == sequence.num_cached, "a step starts where the last one did not end"
+            assert (row.token_ids is None) == (header.phase == "decode")
+            if row.token_ids is None:
+                assert row.num_new_tokens == 1
+                assert row.sample
+            else:
+                tokens = (*sequence.new.prompt_token_ids, *sequence.new.output_token_ids)
+                end = row.num_cached_tokens + row.num_new_tokens
+                assert row.token_ids == tokens[row.num_cached_tokens : end]
+                assert row.sample == (end == len(tokens))
+            assert row.first_new_page <= len(sequence.pages)
+            sequence.pages[row.first_new_page :] = row.new_pages
+            needed = row.num_cached_tokens + row.num_new_tokens
+            assert len(sequence.pages) * model.page_tokens >= needed, "a step without its pages"
+            assert all(len(page) == model.frames_per_page for page in sequence.pages)
+        self.check_frames(header.kv_rank)
+
+    def check_frames(self, kv_rank: str) -> None:
+        """No frame has two owners among the sequences of steps in flight, and none is frame 0."""
+        owners: dict[int, int] = {}
+        in_flight = {row.sequence_id for step in self.running.values() for row in step.rows}
+        for sequence_id, sequence in self.known.get(kv_rank, {}).items():
+            if sequence_id in in_flight:
+                for frame in (frame for page in sequence.pages for frame in page):
+                    assert 0 < frame < self.num_frames
+                    assert owners.setdefault(frame, sequence_id) == sequence_id, f"frame {frame} is owned twice"
+
+    def _result(self, step: StepDescriptor) -> StepResult:
+        known = self.known[step.header.kv_rank]
+        sampled = []
+        for row in step.rows:
+            if row.sample:
+                position = row.num_cached_tokens + row.num_new_tokens
+                seed = known[row.sequence_id].new.sampling.seed
+                sampled.append(SampledToken(row.sequence_id, token_at(seed, position)))
+        return StepResult(lane=step.header.lane, step_seq=step.header.step_seq, sampled=tuple(sampled))
+
+    def _commit(self, step: StepDescriptor, result: StepResult) -> None:
+        """State of sequences changes only when a step ends well."""
+        known = self.known.get(step.header.kv_rank, {})
+        for row in step.rows:
+            if row.sequence_id in known:
+                known[row.sequence_id].num_cached += row.num_new_tokens
+
+
+def _ends(event: Event, lane: int) -> bool:
+    return (isinstance(event, StepDone) and event.result.lane == lane) or (
+        isinstance(event, StepFailed) and event.lane == lane
+    )
