@@ -7,7 +7,7 @@ multiplied by the softmax scale. MLA with absorbed projections is the case K = 1
 import numpy as np
 
 from crosspool.backends.base import FloatArray
-from crosspool.backends.numpy.kv_cache import LayerCache, RowSlots, StepSlots
+from crosspool.backends.numpy.kv_cache import LayerCache, Ragged, RowSlots, StepSlots
 
 MAX_SCORES = 1 << 21
 """Scores of a chunk held at once; longer chunks are cut into blocks of queries."""
@@ -21,7 +21,7 @@ def attend(
     sinks: (K, G), a logit per head that takes part in the softmax's denominator only.
     """
     if slots.is_decode:
-        return _attend_decode(query, cache, slots.rows, window, sinks)
+        return _attend_decode(query, cache, slots, window, sinks)
     parts = [attend_row(query[row.start : row.stop], cache, row, window, sinks) for row in slots.rows]
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
@@ -36,49 +36,54 @@ def attend_row(
 
 
 def _attend_decode(
-    query: FloatArray,
-    cache: LayerCache,
-    rows: tuple[RowSlots, ...],
-    window: int | None,
-    sinks: FloatArray | None,
+    query: FloatArray, cache: LayerCache, slots: StepSlots, window: int | None, sinks: FloatArray | None
 ) -> FloatArray:
     """One token a row. The rows' scores lie side by side in one ragged array, so that one softmax serves all."""
-    seen = []
-    starts = [0]
-    for row in rows:
-        end = row.first_position + 1
-        begin = 0 if window is None or window >= end else end - window
-        seen.append(cache.read(row, begin, end))
-        starts.append(starts[-1] + end - begin)
-    scores = np.empty((*query.shape[1:3], starts[-1]), dtype=np.float32)
+    spans = slots.spans(window)
+    if len(spans) == 1:
+        keys, values = cache.read(*spans[0])
+        scores = np.matmul(query[0], keys)
+        totals = _exp(scores, sinks)
+        alone: FloatArray = np.matmul(scores, values)
+        alone /= totals
+        return alone[None]
+    seen = [cache.read(*span) for span in spans]
+    ragged = slots.ragged(window)
+    scores = np.empty((*query.shape[1:3], ragged.total), dtype=np.float32)
     for idx, (keys, _) in enumerate(seen):
-        np.matmul(query[idx], keys, out=scores[:, :, starts[idx] : starts[idx + 1]])
-    totals = _exp_segments(scores, starts, sinks)
-    attended = np.empty((len(rows), *query.shape[1:3], seen[0][1].shape[-1]), dtype=np.float32)
+        np.matmul(query[idx], keys, out=scores[:, :, ragged.slices[idx]])
+    totals = _exp_ragged(scores, ragged, sinks)
+    attended = np.empty((len(seen), *query.shape[1:3], seen[0][1].shape[-1]), dtype=np.float32)
     for idx, (_, values) in enumerate(seen):
-        np.matmul(scores[:, :, starts[idx] : starts[idx + 1]], values, out=attended[idx])
+        np.matmul(scores[:, :, ragged.slices[idx]], values, out=attended[idx])
     attended /= totals.transpose(2, 0, 1)[..., None]
     return attended
 
 
-def _exp_segments(scores: FloatArray, starts: list[int], sinks: FloatArray | None) -> FloatArray:
-    """Turn scores (K, G, n) into e^(score - its segment's largest), in place; the sums (K, G, segments)."""
-    if len(starts) == 2:
-        largest = np.maximum.reduce(scores, axis=-1, keepdims=True)
-    else:
-        largest = np.maximum.reduceat(scores, starts[:-1], axis=-1)
+def _exp(scores: FloatArray, sinks: FloatArray | None) -> FloatArray:
+    """Turn scores (K, q, n) into e^(score - largest), in place; the sums (K, q, 1), each with its sink (K, q)."""
+    largest = np.maximum.reduce(scores, axis=-1, keepdims=True)
     if sinks is not None:
         np.maximum(largest, sinks[..., None], out=largest)
-    scores -= largest if len(starts) == 2 else np.repeat(largest, np.diff(starts), axis=-1)
+    scores -= largest
     np.exp(scores, out=scores)
-    if len(starts) == 2:
-        totals = np.add.reduce(scores, axis=-1, keepdims=True)
-    else:
-        totals = np.add.reduceat(scores, starts[:-1], axis=-1)
+    totals: FloatArray = np.add.reduce(scores, axis=-1, keepdims=True)
     if sinks is not None:
         totals += np.exp(sinks[..., None] - largest)
-    result: FloatArray = totals
-    return result
+    return totals
+
+
+def _exp_ragged(scores: FloatArray, ragged: Ragged, sinks: FloatArray | None) -> FloatArray:
+    """The same for rows side by side: scores (K, G, total), sums (K, G, rows)."""
+    largest = np.maximum.reduceat(scores, ragged.starts, axis=-1)
+    if sinks is not None:
+        np.maximum(largest, sinks[..., None], out=largest)
+    scores -= np.repeat(largest, ragged.lengths, axis=-1)
+    np.exp(scores, out=scores)
+    totals: FloatArray = np.add.reduceat(scores, ragged.starts, axis=-1)
+    if sinks is not None:
+        totals += np.exp(sinks[..., None] - largest)
+    return totals
 
 
 def attend_chunk(
@@ -105,7 +110,7 @@ def attend_chunk(
         num_queries = stop - start
         _mask(scores.reshape(num_kv_heads, num_queries, group, -1), num_before + start - begin, window)
         tiled = None if sinks is None else np.tile(sinks, (1, num_queries))
-        totals = _exp_segments(scores, [0, end - begin], tiled)
+        totals = _exp(scores, tiled)
         result = np.matmul(scores, values[:, begin:end])
         result /= totals
         attended[start:stop] = result.reshape(num_kv_heads, num_queries, group, -1).transpose(1, 0, 2, 3)

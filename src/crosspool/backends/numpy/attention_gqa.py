@@ -5,7 +5,7 @@ import numpy as np
 from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.attention import attend
 from crosspool.backends.numpy.kv_cache import LayerCache, StepSlots
-from crosspool.backends.numpy.norms import rms_norm
+from crosspool.backends.numpy.norms import RMSNorm
 from crosspool.backends.numpy.rotary import ComplexArray, pair_order, rotate
 from crosspool.models.spec import GQASpec
 
@@ -18,7 +18,6 @@ class GQAAttention:
 
     def __init__(self, spec: GQASpec, weights: dict[str, FloatArray], norm_eps: float) -> None:
         self.spec = spec
-        self._eps = norm_eps
         self._q_width = spec.num_heads * spec.head_dim
         self._kv_width = spec.num_kv_heads * spec.head_dim
         order = pair_order(spec.rope, spec.head_dim)
@@ -32,10 +31,11 @@ class GQAAttention:
             self._qkv_bias = np.concatenate([*biases, weights["v_bias"]])
         if spec.qk_norm == "head":
             q_norm = np.tile(weights["q_norm"][order] * scale, (spec.num_heads, 1))
-            self._head_norm = np.concatenate([q_norm, np.tile(weights["k_norm"][order], (spec.num_kv_heads, 1))])
+            k_norm = np.tile(weights["k_norm"][order], (spec.num_kv_heads, 1))
+            self._head_norm = RMSNorm(np.concatenate([q_norm, k_norm]), norm_eps)
         elif spec.qk_norm == "full":
-            self._q_norm = _reorder(weights["q_norm"], order) * scale
-            self._k_norm = _reorder(weights["k_norm"], order)
+            self._q_norm = RMSNorm(_reorder(weights["q_norm"], order) * scale, norm_eps)
+            self._k_norm = RMSNorm(_reorder(weights["k_norm"], order), norm_eps)
         self._o = np.ascontiguousarray(weights["o"]).T
         self._o_bias = weights["o_bias"] if spec.o_bias else None
         self._sinks = weights["sinks"].reshape(spec.num_kv_heads, -1) if spec.sinks else None
@@ -55,11 +55,11 @@ class GQAAttention:
         qk_width = self._q_width + self._kv_width
         heads = qkv[:, :qk_width].reshape(num_tokens, -1, spec.head_dim)
         if spec.qk_norm == "head":
-            rms_norm(heads, self._head_norm, self._eps, out=heads)
+            self._head_norm(heads, out=heads)
         elif spec.qk_norm == "full":
             query, key = qkv[:, : self._q_width], qkv[:, self._q_width : qk_width]
-            rms_norm(query, self._q_norm, self._eps, out=query)
-            rms_norm(key, self._k_norm, self._eps, out=key)
+            self._q_norm(query, out=query)
+            self._k_norm(key, out=key)
         rotate(heads[..., : spec.rope.dim], turns)
         cache.write(qkv[:, self._q_width :], slots)
         query = heads[:, : spec.num_heads].reshape(num_tokens, spec.num_kv_heads, -1, spec.head_dim)

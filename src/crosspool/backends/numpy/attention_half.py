@@ -7,7 +7,7 @@ from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.attention_gqa import GQAAttention
 from crosspool.backends.numpy.attention_mla import MLAAttention
 from crosspool.backends.numpy.kv_cache import Arena, StepSlots, layer_caches
-from crosspool.backends.numpy.norms import rms_norm
+from crosspool.backends.numpy.norms import RMSNorm
 from crosspool.backends.numpy.rotary import ComplexArray, RotaryTable
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, ModelSpec, RopeSpec
@@ -21,19 +21,18 @@ class AttentionHalf:
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, arena: Arena, geometry: PageGeometry) -> None:
         self.spec = spec
-        self._eps = spec.norm_eps
         self._embed = weights.model["embed"]
         self._head = (self._embed if spec.tie_word_embeddings else weights.model["head"]).T
-        self._final_norm = weights.model["final_norm"]
-        self._input_norms = [layer["input_norm"] for layer in weights.layers]
-        self._post_attention_norms = [layer["post_attention_norm"] for layer in weights.layers]
+        self._final_norm = RMSNorm(weights.model["final_norm"], spec.norm_eps)
+        self._input_norms = [RMSNorm(layer["input_norm"], spec.norm_eps) for layer in weights.layers]
+        self._post_attention_norms = [RMSNorm(layer["post_attention_norm"], spec.norm_eps) for layer in weights.layers]
         self._attention: list[GQAAttention | MLAAttention] = []
         for layer, tensors in zip(spec.layers, weights.layers, strict=True):
             attention = layer.attention
             if isinstance(attention, GQASpec):
                 self._attention.append(GQAAttention(attention, tensors, spec.norm_eps))
             else:
-                self._attention.append(MLAAttention(attention, tensors, spec.norm_eps))
+                self._attention.append(MLAAttention(attention, tensors))
         self._ropes = [layer.attention.rope for layer in spec.layers]
         self._rotary = {rope: RotaryTable(rope) for rope in dict.fromkeys(self._ropes)}
         self._caches = layer_caches(arena, geometry, spec)
@@ -54,11 +53,11 @@ class AttentionHalf:
         self, layer: int, hidden: FloatArray, turns: dict[RopeSpec, ComplexArray], slots: StepSlots
     ) -> FloatArray:
         """Add the layer's attention to `hidden` in place; what its FFN takes: the normed rows (num_tokens, hidden)."""
-        x = rms_norm(hidden, self._input_norms[layer], self._eps)
+        x = self._input_norms[layer](hidden)
         hidden += self._attention[layer](x, turns[self._ropes[layer]], self._caches[layer], slots)
-        return rms_norm(hidden, self._post_attention_norms[layer], self._eps)
+        return self._post_attention_norms[layer](hidden)
 
     def logits(self, hidden: FloatArray) -> FloatArray:
         """(rows, vocabulary) from the residual stream after the last layer."""
-        logits: FloatArray = np.dot(rms_norm(hidden, self._final_norm, self._eps), self._head)
+        logits: FloatArray = np.dot(self._final_norm(hidden), self._head)
         return logits

@@ -10,7 +10,7 @@ import numpy as np
 from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.attention import attend, attend_chunk, attend_row
 from crosspool.backends.numpy.kv_cache import LayerCache, RowSlots, StepSlots
-from crosspool.backends.numpy.norms import rms_norm
+from crosspool.backends.numpy.norms import RMSNorm
 from crosspool.backends.numpy.rotary import ComplexArray, pair_order, rotate
 from crosspool.models.spec import MLASpec
 
@@ -18,7 +18,7 @@ from crosspool.models.spec import MLASpec
 class MLAAttention:
     """One layer's weights, packed: [q or q_a | kv_a] in one matrix, kv_b split by head, the softmax scale in q."""
 
-    def __init__(self, spec: MLASpec, weights: dict[str, FloatArray], norm_eps: float) -> None:
+    def __init__(self, spec: MLASpec, weights: dict[str, FloatArray]) -> None:
         self.spec = spec
         nope, rope, lora = spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.kv_lora_rank
         order = pair_order(spec.rope, rope)
@@ -35,9 +35,9 @@ class MLAAttention:
         if spec.qkv_bias:
             q_a_bias = np.zeros(len(first), np.float32) if spec.q_lora_rank is None else weights["q_a_bias"]
             self._down_bias = np.concatenate([q_a_bias, weights["kv_a_bias"][kv_order]])
-        self._q_a_norm = None if spec.q_lora_rank is None else weights["q_a_norm"]
+        self._q_a_norm = None if spec.q_lora_rank is None else RMSNorm(weights["q_a_norm"], spec.lora_norm_eps)
         self._q_b = None if spec.q_lora_rank is None else q.T
-        self._kv_a_norm = weights["kv_a_norm"]
+        self._kv_a_norm = RMSNorm(weights["kv_a_norm"], spec.lora_norm_eps)
         kv_b = weights["kv_b"].reshape(spec.num_heads, nope + spec.v_head_dim, lora)
         self._key_up = np.ascontiguousarray(kv_b[:, :nope])  # (heads, nope, lora)
         self._value_up = np.ascontiguousarray(kv_b[:, nope:]).transpose(0, 2, 1)  # (heads, lora, v)
@@ -58,10 +58,10 @@ class MLAAttention:
             down += self._down_bias
         q, row = down[:, : self._first_width], down[:, self._first_width :]
         if self._q_b is not None and self._q_a_norm is not None:
-            q = np.dot(rms_norm(q, self._q_a_norm, spec.lora_norm_eps), self._q_b)
+            q = np.dot(self._q_a_norm(q), self._q_b)
         query = q.reshape(len(x), spec.num_heads, spec.qk_head_dim)
         rotate(query[..., spec.qk_nope_head_dim :], turns)
-        rms_norm(row[:, :lora], self._kv_a_norm, spec.lora_norm_eps, out=row[:, :lora])
+        self._kv_a_norm(row[:, :lora], out=row[:, :lora])
         rotate(row[:, None, lora:], turns)
         cache.write(row, slots)
         if slots.is_decode:

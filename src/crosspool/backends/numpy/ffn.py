@@ -4,8 +4,6 @@ A slice's output is a partial sum of the layer's; with one slice it is the outpu
 P = T x k pairs of token and expert, I the slice's width.
 """
 
-from itertools import pairwise
-
 import numpy as np
 
 from crosspool.backends.base import FloatArray
@@ -93,8 +91,8 @@ class MoEFFN:
         order = pairs.argsort(kind="stable")
         experts = pairs[order]
         rows = x[order // ids.shape[1]]
-        bounds = [0, *(np.flatnonzero(np.diff(experts)) + 1).tolist(), len(pairs)]
-        groups = [(int(experts[start]), start, stop) for start, stop in pairwise(bounds)]
+        starts = [0, *(np.flatnonzero(experts[1:] != experts[:-1]) + 1).tolist()]
+        groups = list(zip(experts[starts].tolist(), starts, [*starts[1:], len(pairs)], strict=True))
         gate_up = np.empty((len(pairs), self._gate_up[0].shape[1]), dtype=np.float32)
         for expert, start, stop in groups:
             np.dot(rows[start:stop], self._gate_up[expert], out=gate_up[start:stop])

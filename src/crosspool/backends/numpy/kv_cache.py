@@ -6,7 +6,8 @@ its rope part, as value of the one KV head that all query heads share.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,22 @@ class RowSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class Ragged:
+    """Where each row's slots lie in an array that holds all rows' side by side."""
+
+    starts: IntArray
+    lengths: IntArray
+    slices: tuple[slice, ...]
+    total: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Ragged":
+        ends = list(accumulate(lengths))
+        slices = tuple(slice(end - length, end) for end, length in zip(ends, lengths, strict=True))
+        return cls(np.array([part.start for part in slices]), np.array(lengths), slices, ends[-1])
+
+
+@dataclass(frozen=True, slots=True)
 class StepSlots:
     """The slots of one step's tokens: positions (num_tokens,), and the target of the step's one scatter per layer."""
 
@@ -60,6 +77,8 @@ class StepSlots:
     write_frames: tuple[IntArray, ...]  # per frame of a page: (num_tokens,)
     write_offsets: IntArray  # (num_tokens,) slot within the page
     is_decode: bool  # every row runs one token
+    _spans: dict[int | None, list[tuple[RowSlots, int, int]]] = field(default_factory=dict)
+    _ragged: dict[int | None, Ragged] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Sequence[RowSlots], page_tokens: int) -> "StepSlots":
@@ -78,6 +97,22 @@ class StepSlots:
                 for idx in range(num_frames)
             )
         return cls(tuple(rows), positions, write_frames, offsets, is_decode)
+
+    def spans(self, window: int | None) -> list[tuple[RowSlots, int, int]]:
+        """Each row with the positions [begin, end) that its last token sees; every layer of a step shares them."""
+        spans = self._spans.get(window)
+        if spans is None:
+            spans = [(row, 0 if window is None else max(0, row.num_slots - window), row.num_slots) for row in self.rows]
+            self._spans[window] = spans
+        return spans
+
+    def ragged(self, window: int | None) -> Ragged:
+        """Layout of the spans' slots side by side."""
+        ragged = self._ragged.get(window)
+        if ragged is None:
+            ragged = Ragged.of([end - begin for _, begin, end in self.spans(window)])
+            self._ragged[window] = ragged
+        return ragged
 
 
 class LayerCache:
