@@ -1,0 +1,70 @@
+"""ClusterConfig: which ranks there are, where they run, and how long they wait."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from crosspool.scheduler.order import ORDER_POLICIES
+
+Layout = Literal["inprocess", "processes"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterConfig:
+    """The workers of one deployment. No size here depends on the models: those come and go by `add_model`."""
+
+    layout: Layout = "processes"
+    kv_ranks: tuple[str, ...] = ("kv0",)
+    weights_ranks: tuple[str, ...] = ("w0",)
+    hosts: tuple[tuple[str, ...], ...] = ()  # ranks that share a thread or process; those not named get one each
+    backend: str = "numpy"  # or a module with `attention_worker(num_frames, frame_bytes)` and `ffn_worker(rank)`
+    num_frames: int  # of each KV rank
+    frame_bytes: int
+    max_tokens_per_step: int
+    num_lanes: int = 3  # opened with each model; a step in a further lane opens that lane
+    order: str = "priority"
+    step_deadline_s: float = 5.0  # how long one wait for a peer may take
+    spin_us: float = 50.0  # how long a process looks at its flags before it sleeps; threads sleep at once
+    threads_per_rank: int = 1  # of the linear algebra library, in processes
+    start_timeout_s: float = 60.0
+    max_failed_starts: int = 3  # in a row, before a rank is given up
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("inprocess", "processes"):
+            raise ValueError(f"layout is {self.layout!r}; it must be inprocess or processes")
+        if not self.kv_ranks or not self.weights_ranks:
+            raise ValueError("a cluster needs at least one KV rank and one weights rank")
+        self._check_names()
+        if self.order not in ORDER_POLICIES:
+            raise ValueError(f"order is {self.order!r}; it must be one of {', '.join(ORDER_POLICIES)}")
+        for name in ("num_frames", "frame_bytes", "max_tokens_per_step", "num_lanes", "threads_per_rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_failed_starts < 1:
+            raise ValueError(f"max_failed_starts is {self.max_failed_starts}; it must be at least 1")
+        if self.step_deadline_s <= 0 or self.start_timeout_s <= 0 or self.spin_us < 0:
+            raise ValueError(
+                f"step_deadline_s {self.step_deadline_s} and start_timeout_s {self.start_timeout_s} must be above 0, "
+                f"spin_us {self.spin_us} not below"
+            )
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        return self.kv_ranks + self.weights_ranks
+
+    @property
+    def all_hosts(self) -> tuple[tuple[str, ...], ...]:
+        """Every host's ranks: the named groups first, then one host for each rank left."""
+        grouped = {rank for host in self.hosts for rank in host}
+        return self.hosts + tuple((rank,) for rank in self.ranks if rank not in grouped)
+
+    def _check_names(self) -> None:
+        if len(set(self.ranks)) < len(self.ranks):
+            raise ValueError(f"rank names {', '.join(self.ranks)} must differ")
+        grouped = [rank for host in self.hosts for rank in host]
+        for rank in grouped:
+            if rank not in self.ranks:
+                raise ValueError(f"hosts names rank {rank!r}, which is none of {', '.join(self.ranks)}")
+            if grouped.count(rank) > 1:
+                raise ValueError(f"rank {rank} appears {grouped.count(rank)} times in hosts; it can live in one only")
+        if any(not host for host in self.hosts):
+            raise ValueError("hosts holds an empty group; name its ranks or leave it out")

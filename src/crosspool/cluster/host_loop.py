@@ -1,0 +1,97 @@
+"""HostLoop: the thread or process of one or more ranks. It turns their loops, and sleeps when none has work."""
+
+import select
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from crosspool.cluster.doorbell import Board, Doorbell
+from crosspool.cluster.fence import Fence
+from crosspool.cluster.messages import FromRank, Stop, ToRank
+from crosspool.cluster.rank_loop import RankLoop
+
+BUSY_NAP_S = 0.05
+"""Longest sleep while something is in flight, so that the host's beat goes on and no lost ring costs more."""
+
+
+class Inbox(Protocol):
+    """Where control messages arrive."""
+
+    @property
+    def fds(self) -> Sequence[int]:
+        """Descriptors that become readable with a message, beside the doorbell."""
+        ...
+
+    def receive(self) -> Sequence[tuple[str, ToRank]]:
+        """Messages that have come, with the rank they are for; never blocks. Raises EOFError if the parent is gone."""
+        ...
+
+    def has_messages(self) -> bool:
+        """Whether one lies there that no descriptor tells of."""
+        ...
+
+    def answer(self, rank: str) -> Callable[[FromRank], None]:
+        """What sends a rank's messages to the parent."""
+        ...
+
+
+class HostLoop:
+    """Turns the loops of its ranks. Idle, it blocks in one system call on its doorbell and its inbox."""
+
+    def __init__(
+        self, loops: Sequence[RankLoop], inbox: Inbox, doorbell: Doorbell, board: Board, host: int, spin_us: float
+    ) -> None:
+        self._loops = {loop.name: loop for loop in loops}
+        self._inbox = inbox
+        self._doorbell = doorbell
+        self._board = board
+        self._host = host
+        self._spin_s = spin_us * 1e-6
+        self._fence = Fence()
+        self._beat = board.beat(host)
+        self._poll = select.poll()
+        for fd in (doorbell.read_fd, *inbox.fds):
+            self._poll.register(fd, select.POLLIN)
+
+    def run(self) -> None:
+        """Work until a `Stop`."""
+        self._board.set_asleep(self._host, False)
+        for loop in self._loops.values():
+            loop.hello()
+        while self.turn():
+            pass
+        for loop in self._loops.values():
+            loop.close()
+
+    def turn(self) -> bool:
+        """Take messages, run at most one segment of each rank, and rest if there was none. False after a `Stop`."""
+        for rank, message in self._inbox.receive():
+            if isinstance(message, Stop):
+                return False
+            self._loops[rank].handle(message)
+        self._beat += 1
+        self._board.set_beat(self._host, self._beat)
+        has_worked = False
+        for loop in self._loops.values():
+            has_worked |= loop.advance()
+        if not has_worked:
+            self._rest()
+        return True
+
+    def _has_work(self) -> bool:
+        return self._inbox.has_messages() or any(loop.has_work() for loop in self._loops.values())
+
+    def _rest(self) -> None:
+        """Sleep until a ring, a message or a deadline; first look for a short time if a step is in flight."""
+        is_busy = any(loop.is_busy for loop in self._loops.values())
+        if is_busy and self._spin_s > 0:
+            until_s = time.perf_counter() + self._spin_s
+            while time.perf_counter() < until_s:
+                if self._has_work():
+                    return
+        self._board.set_asleep(self._host, True)
+        self._fence.full()  # see `doorbell.ringer`: marked first, looked at last
+        readable = [] if self._has_work() else self._poll.poll(1000 * BUSY_NAP_S if is_busy else None)
+        self._board.set_asleep(self._host, False)
+        if any(fd == self._doorbell.read_fd for fd, _ in readable):
+            self._doorbell.drain()

@@ -1,0 +1,89 @@
+"""LaneRun: one rank's half of one lane's step, as its loop sees it."""
+
+from crosspool.backends.base import HalfStep, LaneLinks, Wait
+from crosspool.core import SampledToken
+from crosspool.scheduler.order import Segment
+from crosspool.scheduler.step import StepHeader
+
+Outcome = tuple[SampledToken, ...] | None
+
+STARVING_PRIORITY = -(1 << 31)
+
+
+class LaneRun:
+    """A half step and where it stands: ready to run its next segment, or waiting for flags.
+
+    Times are in seconds on the clock of the loop.
+    """
+
+    __slots__ = (
+        "_deadline_s",
+        "_half",
+        "_links",
+        "_ready_s",
+        "_since_s",
+        "_ticket",
+        "_wait",
+        "compute_s",
+        "header",
+        "wait_s",
+    )
+
+    def __init__(
+        self, header: StepHeader, half: HalfStep[Outcome], links: LaneLinks, now_s: float, deadline_s: float
+    ) -> None:
+        self.header = header
+        self.compute_s = 0.0
+        self.wait_s = 0.0
+        self._half = half
+        self._links = links
+        self._deadline_s = deadline_s
+        self._wait: Wait | None = None  # nothing yet: the first segment needs no peer
+        self._ticket: int | None = None
+        self._since_s = now_s  # when it began to wait, or became ready
+        self._ready_s = now_s
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When its wait runs out; None while it is ready."""
+        return None if self._wait is None else self._since_s + self._deadline_s
+
+    def is_ready(self) -> bool:
+        """Whether its next segment can run."""
+        return self._wait is None or self._wait.satisfied()
+
+    def segment(self, now_s: float, next_ticket: int, patience_s: float) -> Segment | None:
+        """Its next segment if that is ready. One that became ready only now takes `next_ticket`.
+
+        A segment left lying for `patience_s` outranks every priority, so that no lane starves.
+        """
+        if self._wait is not None:
+            if not self._wait.satisfied():
+                return None
+            self._wait = None
+            self.wait_s += now_s - self._since_s
+            self._ready_s = now_s
+        if self._ticket is None:
+            self._ticket = next_ticket
+        is_starving = now_s - self._ready_s > patience_s
+        return Segment(self.header.lane, STARVING_PRIORITY if is_starving else self.header.priority, self._ticket)
+
+    def advance(self) -> None:
+        """Run the segment up to its next wait. Raises StopIteration with the half's result at its end."""
+        self._ticket = None
+        self._wait = next(self._half)
+
+    def waits_since(self, now_s: float) -> None:
+        """Start the clock of the wait that the last segment ended in."""
+        self._since_s = now_s
+
+    def missing(self) -> tuple[str, ...]:
+        """The peers whose flags it waits for."""
+        if self._wait is None:
+            return ()
+        late = [inlet for inlet in self._wait.inlets if not inlet.arrived(self._wait.epoch)]
+        return tuple(name for name, inlet in self._links.inlets.items() if any(inlet is other for other in late))
+
+    def close(self) -> None:
+        """Give the step up where it stands."""
+        self._half.close()

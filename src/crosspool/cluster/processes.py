@@ -1,0 +1,133 @@
+"""Layout `processes`: each host is a child process; messages cross a socket pair, channels lie in memory files."""
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from crosspool.cluster.config import ClusterConfig
+from crosspool.cluster.control import ControlSocket
+from crosspool.cluster.doorbell import Doorbell
+from crosspool.cluster.messages import Boot, FromRank, ToRank
+from crosspool.cluster.region import FileRegion
+
+logger = logging.getLogger(__name__)
+
+KILL_TIMEOUT_S = 10.0
+"""How long the system may take to end a killed process."""
+
+_THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+
+class Spawner:
+    """The one thread that starts child processes.
+
+    NOTE: Linux ties "die with the parent" to the *thread* that started the child. A thread that lives as long as the
+    cluster keeps its children alive whichever thread asks for a restart, and ends them when this process ends.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="crosspool-spawner")
+
+    def start(self, arguments: Sequence[str], fds: Sequence[int], variables: dict[str, str]) -> subprocess.Popen[bytes]:
+        """A child that inherits `fds` and nothing else but the standard streams."""
+
+        def popen() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(arguments, pass_fds=fds, env=variables, stdin=subprocess.DEVNULL)
+
+        return self._thread.submit(popen).result()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class ProcessHost:
+    """A host that is a child process (`host.Host`)."""
+
+    def __init__(
+        self, config: ClusterConfig, host: int, doorbells: Sequence[Doorbell], board: FileRegion, spawner: Spawner
+    ) -> None:
+        self.ranks = config.all_hosts[host]
+        self._config = config
+        self._host = host
+        self._doorbells = tuple(doorbells)
+        self._board = board
+        self._spawner = spawner
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: ControlSocket[FromRank, ToRank] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process as last launched, while it is not known to have ended."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    def launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            fds = [theirs.fileno(), *(fd for doorbell in self._doorbells for fd in doorbell.fds)]
+            command = [sys.executable, "-P", "-m", "crosspool.cluster.rank_process", str(theirs.fileno()), *self.ranks]
+            self._process = self._spawner.start(command, fds, self._variables())
+        self._control = ControlSocket(ours)
+        self.send(self.ranks[0], Boot(self._config, self._host, self._doorbells, self._board, os.getpid()))
+
+    def send(self, rank: str, message: ToRank) -> None:
+        if self._control is not None:
+            self._control.queue((rank, message))
+
+    def flush(self) -> bool:
+        if self._control is None:
+            return False
+        self._control.flush()
+        return self._control.has_unsent
+
+    def receive(self) -> Sequence[tuple[str, FromRank]]:
+        return [] if self._control is None else self._control.receive()
+
+    def fd(self) -> int | None:
+        return None if self._control is None else self._control.fd
+
+    def kill(self) -> bool:
+        if self._process is not None and self._process.returncode is None:
+            if self._control is not None and self._process.poll() is None:
+                self._process.kill()
+            self._reap()
+        self._close_control()
+        return True
+
+    def last_words(self) -> str:
+        assert self._process is not None
+        code = self._process.returncode
+        if code is None:
+            return "it does not end"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def end(self, until_s: float) -> None:
+        if self._process is not None and self._process.returncode is None:
+            try:
+                self._process.wait(max(0.0, until_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning("%s did not stop in time; killing it", ", ".join(self.ranks))
+        self.kill()
+
+    def _reap(self) -> None:
+        assert self._process is not None
+        try:
+            self._process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.error("process %d of %s does not end after SIGKILL", self._process.pid, ", ".join(self.ranks))
+
+    def _close_control(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+    def _variables(self) -> dict[str, str]:
+        """The child's environment: numpy must find the thread limits when it is first imported."""
+        paths = [path or os.getcwd() for path in sys.path]
+        threads = dict.fromkeys(_THREAD_VARIABLES, str(self._config.threads_per_rank))
+        return {**os.environ, **threads, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,356 @@
+"""RankCluster: the parent of the ranks. Carries models and steps to them, watches them, tells what happened.
+
+All of it runs in the caller's thread, within `poll` and the other calls; only `wake` may come from another thread. What
+it knows is kept in four pure parts: `Supervisor` (states of ranks), `Roster` (models), `ChannelBook` and `InFlight`.
+"""
+
+import logging
+import select
+import time
+from collections.abc import Callable, Sequence
+
+from crosspool.cluster import messages
+from crosspool.cluster.base import (
+    Event,
+    LoadProgress,
+    ModelFailed,
+    ModelPlacement,
+    RankFailed,
+    RankLost,
+    RankReady,
+    StepDone,
+    StepFailed,
+)
+from crosspool.cluster.channel import link_bytes
+from crosspool.cluster.channel_book import ChannelBook
+from crosspool.cluster.config import ClusterConfig
+from crosspool.cluster.doorbell import Board, Doorbell
+from crosspool.cluster.host import Host
+from crosspool.cluster.in_flight import InFlight
+from crosspool.cluster.messages import FromRank, ToRank
+from crosspool.cluster.region import Region
+from crosspool.cluster.roster import Roster
+from crosspool.cluster.supervisor import RankState, Supervisor
+from crosspool.scheduler.step import StepDescriptor
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 3.0
+HANG_FACTOR = 1.5
+"""A host that owes work may be silent for this many step deadlines."""
+ACCUSED_FACTOR = 0.8
+"""A rank that another one waited for in vain is taken for hung if it was silent for this part of the deadline."""
+
+
+class RankCluster:
+    """The cluster (`base.Cluster`) over hosts of either layout. `start.py` builds it.
+
+    A rank that is lost takes down the steps that need it, and only those. A weights rank's steps fail by the KV rank's
+    word (see `InFlight`); a KV rank's fail at once. The rank comes back alone: its models are loaded again, and the
+    channels with its peers are made anew, while every other lane goes on.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        hosts: Sequence[Host],
+        doorbell: Doorbell,
+        board: Board,
+        open_region: Callable[[int], Region],
+        release: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._hosts = hosts
+        self._host_of = {rank: number for number, host in enumerate(hosts) for rank in host.ranks}
+        self._doorbell = doorbell
+        self._board = board
+        self._open_region = open_region
+        self._release = release
+        self._supervisor = Supervisor(
+            [host.ranks for host in hosts],
+            start_timeout_s=config.start_timeout_s,
+            hang_s=HANG_FACTOR * config.step_deadline_s,
+            max_failed_starts=config.max_failed_starts,
+        )
+        self._roster = Roster()
+        self._channels = ChannelBook(config.num_lanes, config.max_tokens_per_step)
+        self._flights = InFlight()
+        self._memory: dict[str, dict[str, int]] = {rank: {} for rank in config.ranks}
+        self._events: list[Event] = []
+        self._is_woken = False
+        self._is_closed = False
+        self._launch_due(time.monotonic())
+
+    def add_model(self, placement: ModelPlacement) -> None:
+        """Begin to load the model everywhere. Raises ValueError for a taken name or an unknown rank."""
+        for rank in (placement.kv_rank, *placement.weights_ranks):
+            pool = self._config.kv_ranks if rank == placement.kv_rank else self._config.weights_ranks
+            if rank not in pool:
+                raise ValueError(f"model {placement.name} is placed on {rank!r}, which is none of {', '.join(pool)}")
+        if not placement.weights_ranks or len(set(placement.weights_ranks)) < len(placement.weights_ranks):
+            raise ValueError(f"weights ranks of {placement.name} are {placement.weights_ranks}; name each rank once")
+        self._roster.add(placement, time.monotonic())
+        for rank in self._roster.ranks(placement.name):
+            if self._supervisor.state(rank) is RankState.FAILED:
+                self._drop_model(placement.name, f"{rank} could not be brought back; restart the server")
+                return
+        self._open_missing()
+        for rank in self._roster.ranks(placement.name):
+            if self._supervisor.is_up(rank):
+                self._send(rank, self._roster.load(placement.name, rank))
+
+    def remove_model(self, name: str) -> None:
+        """Free the model's share on every rank. Raises ValueError if there is none of the name."""
+        ranks = self._roster.ranks(name)
+        self._roster.remove(name)
+        for rank in ranks:
+            self._send(rank, messages.RemoveModel(name))
+        for kv_rank, weights_rank in self._channels.unused(self._roster.placements()):
+            self._send(kv_rank, messages.CloseChannels(weights_rank))
+            self._send(weights_rank, messages.CloseChannels(kv_rank))
+        self._settle_loads(ranks)
+
+    def submit(self, step: StepDescriptor) -> None:
+        """Hand one step to its lane's ranks; a StepFailed follows at once if one of them is away.
+
+        Raises ValueError for a model that is not ready, too many tokens, or a lane whose last step has not ended.
+        """
+        header = step.header
+        placement = self._roster.placement(header.model)
+        if not self._roster.is_announced(header.model):
+            raise ValueError(f"model {header.model} is not loaded yet; submit after its ModelReady")
+        if header.kv_rank != placement.kv_rank:
+            raise ValueError(f"step names KV rank {header.kv_rank}, but {header.model} lives on {placement.kv_rank}")
+        if header.num_tokens > self._config.max_tokens_per_step:
+            raise ValueError(
+                f"step has {header.num_tokens} tokens, more than max_tokens_per_step {self._config.max_tokens_per_step}"
+            )
+        ranks = self._roster.ranks(header.model)
+        away = tuple(rank for rank in ranks if self._supervisor.state(rank) is not RankState.READY)
+        if away:
+            is_final = any(self._supervisor.state(rank) is RankState.FAILED for rank in away)
+            error = f"{', '.join(away)} {'could not be brought back' if is_final else 'is away'}"
+            self._fail_step(header.lane, header.step_seq, away, error, is_final)
+            return
+        if self._channels.needs_lane(header.lane):
+            self._open_missing()
+        self._flights.begin(header, ranks)
+        for rank in placement.weights_ranks:
+            self._send(rank, messages.Step(header))
+        self._send(placement.kv_rank, messages.Step(step))
+
+    def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None:
+        """Let the KV rank drop sequences; one that is away has none."""
+        self._send(kv_rank, messages.Forget(tuple(sequence_ids)))
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Events since the last call; waits up to `timeout_s` for the first, without spinning."""
+        until_s = time.monotonic() + timeout_s
+        while True:
+            self._receive()
+            now_s = time.monotonic()
+            self._watch(now_s)
+            if self._events or self._is_woken or now_s >= until_s:
+                break
+            self._sleep(now_s, until_s)
+        self._is_woken = False
+        events, self._events = self._events, []
+        return events
+
+    def wake(self) -> None:
+        """Make a `poll` in another thread return at once."""
+        self._is_woken = True
+        self._doorbell.ring()
+
+    def memory_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes by rank and kind, as the workers last reported them; nothing for a rank that is away."""
+        return {rank: dict(kinds) for rank, kinds in self._memory.items()}
+
+    def states(self) -> dict[str, RankState]:
+        """Where every rank stands."""
+        return {rank: self._supervisor.state(rank) for rank in self._host_of}
+
+    def close(self) -> None:
+        """Stop every rank; nothing of it is left. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for host in self._hosts:
+            if self._supervisor.is_up(host.ranks[0]):
+                host.send(host.ranks[0], messages.Stop())
+        until_s = time.monotonic() + STOP_TIMEOUT_S
+        for host in self._hosts:
+            host.end(until_s)
+        self._release()
+
+    def _send(self, rank: str, message: ToRank) -> None:
+        if self._supervisor.is_up(rank):
+            self._hosts[self._host_of[rank]].send(rank, message)
+
+    def _sleep(self, now_s: float, until_s: float) -> None:
+        poll = select.poll()
+        poll.register(self._doorbell.read_fd, select.POLLIN)
+        for host in self._hosts:
+            fd = host.fd()
+            if fd is not None:
+                poll.register(fd, select.POLLIN | (select.POLLOUT if host.flush() else 0))
+        look_s = self._supervisor.next_look_s(now_s, self._owing())
+        until_s = until_s if look_s is None else min(until_s, look_s)
+        poll.poll(max(0.0, 1000 * (until_s - now_s)))
+        self._doorbell.drain()
+
+    def _owing(self) -> list[int]:
+        """Hosts that have a step to run or a model to load."""
+        ranks = self._host_of.items()
+        return [host for rank, host in ranks if self._flights.is_on(rank) or self._roster.is_loading(rank)]
+
+    def _receive(self) -> None:
+        for number, host in enumerate(self._hosts):
+            if not self._supervisor.is_up(host.ranks[0]):
+                continue
+            try:
+                for rank, message in host.receive():
+                    self._handle(rank, message)
+            except EOFError:
+                self._lose(number, None)
+
+    def _handle(self, rank: str, message: FromRank) -> None:
+        match message:
+            case messages.StepFinished(result):
+                if self._flights.end(result.lane, result.step_seq) is not None:
+                    self._events.append(StepDone(result=result))
+            case messages.StepEnded():
+                self._step_ended(rank, message)
+            case messages.Hello():
+                self._supervisor.said_hello(rank)
+                self._settle_loads((rank,))
+            case messages.MemoryReport(bytes_by_kind):
+                self._memory[rank] = dict(bytes_by_kind)
+            case messages.Loading(model, load_id, loaded, total):
+                if self._roster.is_current(model, rank, load_id):
+                    progress = LoadProgress(name=model, rank=rank, loaded_bytes=loaded, total_bytes=total)
+                    self._events.append(progress)
+            case messages.Loaded(model, load_id, num_bytes):
+                if self._roster.is_current(model, rank, load_id):
+                    ready = self._roster.has_loaded(model, rank, num_bytes, time.monotonic())
+                    self._settle_loads((rank,))
+                    if ready is not None:
+                        self._events.append(ready)
+            case messages.LoadFailed(model, load_id, error):
+                if self._roster.is_current(model, rank, load_id):
+                    self._drop_model(model, f"{rank}: {error}")
+
+    def _settle_loads(self, ranks: Sequence[str]) -> None:
+        """A rank that came (back) up is ready once none of its models is left to load."""
+        for rank in ranks:
+            if self._supervisor.state(rank) is RankState.LOADING and not self._roster.is_loading(rank):
+                seconds = self._supervisor.has_loaded(rank, time.monotonic())
+                logger.info("%s is ready after %.2f s", rank, seconds)
+                self._events.append(RankReady(rank=rank, seconds=seconds))
+
+    def _drop_model(self, name: str, error: str) -> None:
+        logger.warning("model %s is dropped: %s", name, error)
+        for rank in self._roster.ranks(name):
+            for header in self._flights.on_rank(rank):
+                if header.model == name:
+                    self._doom(header.lane, header.step_seq, (), error, fatal=True)
+        self.remove_model(name)
+        self._events.append(ModelFailed(name=name, error=error))
+
+    def _step_ended(self, rank: str, ended: messages.StepEnded) -> None:
+        if rank in self._config.weights_ranks:
+            self._doom(ended.lane, ended.step_seq, ended.waiting_on, ended.error, ended.fatal)
+            return
+        flight = self._flights.end(ended.lane, ended.step_seq)
+        if flight is None:
+            return
+        ranks, noted = flight
+        if noted is not None:
+            self._events.append(noted)
+            return
+        for other in ranks[1:]:
+            self._send(other, messages.AbortStep(ended.lane, ended.step_seq))
+        self._fail_step(ended.lane, ended.step_seq, ended.waiting_on, ended.error, ended.fatal)
+        for accused in ended.waiting_on:
+            self._judge(accused)
+
+    def _fail_step(self, lane: int, step_seq: int, waiting_on: tuple[str, ...], error: str, fatal: bool) -> None:
+        failed = StepFailed(lane=lane, step_seq=step_seq, waiting_on=waiting_on, error=error, fatal=fatal)
+        self._events.append(failed)
+
+    def _doom(self, lane: int, step_seq: int, waiting_on: tuple[str, ...], error: str, fatal: bool) -> None:
+        """Abort a step everywhere; it fails once its KV rank has agreed."""
+        failed = StepFailed(lane=lane, step_seq=step_seq, waiting_on=waiting_on, error=error, fatal=fatal)
+        for rank in self._flights.doom(lane, step_seq, failed):
+            self._send(rank, messages.AbortStep(lane, step_seq))
+
+    def _judge(self, rank: str) -> None:
+        """A KV rank waited for `rank` in vain: is it hung, or only busy with others' work?"""
+        host, now_s = self._host_of[rank], time.monotonic()
+        self._supervisor.overdue(host, now_s, self._board.beat(host), owes_work=True)
+        silent_s = self._supervisor.silent_s(host, now_s)
+        if self._supervisor.is_up(rank) and silent_s >= ACCUSED_FACTOR * self._config.step_deadline_s:
+            self._lose(host, f"gave no sign of life for {silent_s:.1f} s")
+
+    def _watch(self, now_s: float) -> None:
+        """Start what is due, and end what hangs."""
+        self._launch_due(now_s)
+        owing = self._owing()
+        for number, host in enumerate(self._hosts):
+            if self._supervisor.is_up(host.ranks[0]):
+                reason = self._supervisor.overdue(number, now_s, self._board.beat(number), number in owing)
+                if reason is not None:
+                    self._lose(number, reason)
+
+    def _lose(self, number: int, reason: str | None) -> None:
+        """A host has ended, or hangs for the given reason and is ended here."""
+        host = self._hosts[number]
+        can_restart = host.kill()
+        if reason is not None and not can_restart:
+            return  # a thread that hangs: its steps end by their deadlines
+        reason = reason or host.last_words()
+        will_restart = self._supervisor.has_ended(number, time.monotonic()) and can_restart
+        if not will_restart:
+            self._supervisor.give_up(number)
+        blamed = []
+        for rank in host.ranks:
+            logger.warning("%s is lost: %s", rank, reason)
+            self._memory[rank] = {}
+            self._channels.rank_lost(rank)
+            blamed += self._roster.rank_lost(rank)
+            self._events.append(RankLost(rank=rank, reason=reason))
+            self._end_steps_of(rank, f"{rank} is lost: {reason}")
+            if not will_restart:
+                blamed += self._roster.new_models(rank)
+                self._events.append(RankFailed(rank=rank, error=f"{rank} does not come back: {reason}"))
+        for model in dict.fromkeys(blamed):
+            self._drop_model(model, f"{', '.join(host.ranks)} was lost while it loaded: {reason}")
+
+    def _end_steps_of(self, rank: str, error: str) -> None:
+        for header in self._flights.on_rank(rank):
+            self._doom(header.lane, header.step_seq, (rank,), error, fatal=False)
+            if rank == header.kv_rank:
+                flight = self._flights.end(header.lane, header.step_seq)
+                if flight is not None and flight[1] is not None:
+                    self._events.append(flight[1])
+
+    def _launch_due(self, now_s: float) -> None:
+        for number in self._supervisor.due(now_s):
+            host = self._hosts[number]
+            self._supervisor.launched(number, now_s)
+            try:
+                host.launch()
+            except OSError as failure:  # no memory or no descriptors for a process: as if it had died at once
+                self._lose(number, f"cannot be started: {failure}")
+                continue
+            self._open_missing()
+            for rank in host.ranks:
+                for model in self._roster.on_rank(rank):
+                    self._send(rank, self._roster.load(model, rank))
+
+    def _open_missing(self) -> None:
+        for link in self._channels.missing(self._roster.placements(), self._supervisor.is_up):
+            region = self._open_region(link_bytes(link.capacity))
+            for rank, peer in ((link.kv_rank, link.weights_rank), (link.weights_rank, link.kv_rank)):
+                self._send(rank, messages.OpenChannels(link.lane, peer, link.capacity, region))
+            region.close()

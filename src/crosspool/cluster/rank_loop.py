@@ -1,0 +1,250 @@
+"""RankLoop: what one rank does, one segment at a time. Threads, processes and seeded tests all drive this class.
+
+It holds any number of lanes, each with a half step (a generator of the worker), and turns control messages and flags
+into progress. It never blocks: `host_loop.py` decides what to do when nothing is ready.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet
+from crosspool.cluster import messages
+from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, a2f_part, f2a_part
+from crosspool.cluster.lane_run import LaneRun, Outcome
+from crosspool.cluster.loading import Loader, Start, one_line, start_thread
+from crosspool.cluster.messages import FromRank, StepEnded, StepFinished, ToRank
+from crosspool.cluster.worker import RankWorker
+from crosspool.core import SampledToken
+from crosspool.scheduler.order import OrderPolicy
+from crosspool.scheduler.step import StepDescriptor, StepHeader, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankSurroundings:
+    """What a rank's loop needs from where it runs. `ring(peer)` is called after each put to that peer."""
+
+    emit: Callable[[FromRank], None]
+    ring: Callable[[str], Callable[[], None]]
+    wake: Callable[[], None]  # makes the host of this loop look at it again, from any thread
+    clock: Callable[[], float]  # seconds, monotonic
+    order: OrderPolicy
+    step_deadline_s: float
+    start: Start = start_thread
+
+
+class RankLoop:
+    """The loop of one rank. A worker of the KV pool gets descriptors, one of the weights pool headers.
+
+    A wait of a KV rank may take `step_deadline_s`, then its step ends and the missing ranks are named. A weights rank
+    waits twice as long, so that of two ranks that wait for a third one the KV rank speaks first.
+    """
+
+    def __init__(self, name: str, worker: RankWorker, around: RankSurroundings) -> None:
+        self.name = name
+        self._worker = worker
+        self._around = around
+        self._deadline_s = around.step_deadline_s * (1 if worker.is_kv else 2)
+        self._patience_s = around.step_deadline_s / 4
+        self._loader = Loader(worker.loads, around.start, around.wake)
+        self._loaded: set[str] = set()
+        self._runs: dict[int, LaneRun] = {}
+        self._newest_seq: dict[int, int] = {}
+        self._outlets: dict[tuple[int, str], Outlet] = {}
+        self._inlets: dict[tuple[int, str], Inlet] = {}
+        self._peers: dict[str, tuple[str, ...]] = {}  # model -> its weights ranks, on a KV rank
+        self._next_ticket = 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is in flight here or a model is loading."""
+        return bool(self._runs) or self._loader.is_busy
+
+    def has_work(self) -> bool:
+        """Whether `advance` would find something to do."""
+        return self._loader.has_outcomes() or any(run.is_ready() for run in self._runs.values())
+
+    def next_deadline_s(self) -> float | None:
+        """When the first wait runs out, on the loop's clock."""
+        return min((s for run in self._runs.values() if (s := run.deadline_s) is not None), default=None)
+
+    def advance(self) -> bool:
+        """Run one segment, the one the order policy picks, and end steps out of time. False if nothing was ready."""
+        if self._loader.has_outcomes():
+            self._tell_loads()
+        if not self._runs:
+            return False
+        now_s = self._around.clock()
+        ready = []
+        for run in tuple(self._runs.values()):
+            segment = run.segment(now_s, self._next_ticket, self._patience_s)
+            if segment is not None:
+                ready.append(segment)
+                self._next_ticket = max(self._next_ticket, segment.ticket + 1)
+            elif (deadline_s := run.deadline_s) is not None and now_s > deadline_s:
+                self._expire(run)
+        if not ready:
+            return False
+        self._run_segment(self._runs[self._around.order(ready).lane], now_s)
+        return True
+
+    def handle(self, message: ToRank) -> None:
+        """Take one control message. `Stop` is the host's."""
+        match message:
+            case messages.Step(work):
+                self._begin(work)
+            case messages.AbortStep(lane, step_seq):
+                self._abort(lane, step_seq)
+            case messages.Forget(sequence_ids):
+                self._worker.attention.forget(sequence_ids)
+            case messages.OpenChannels():
+                self._open(message)
+            case messages.CloseChannels(peer):
+                for ends in (self._outlets, self._inlets):
+                    for key in [key for key in ends if key[1] == peer]:
+                        del ends[key]
+            case messages.AddModel(placement):
+                self._peers[placement.name] = placement.weights_ranks
+                self._loader.add(message)
+            case messages.RemoveModel(model):
+                self._remove(model)
+            case messages.Memory():
+                self._report_memory()
+            case messages.Stop():
+                self.close()
+
+    def hello(self) -> None:
+        """Tell that the rank takes work."""
+        self._around.emit(messages.Hello())
+        self._report_memory()
+
+    def close(self) -> None:
+        """Give up every step and load."""
+        self._loader.cancel_all()
+        for lane in tuple(self._runs):
+            self._drop(lane)
+
+    def _begin(self, work: StepDescriptor | StepHeader) -> None:
+        header = work.header if isinstance(work, StepDescriptor) else work
+        if header.step_seq <= self._newest_seq.get(header.lane, 0):
+            error = f"{self.name}: step {header.step_seq} of lane {header.lane} is not newer than its last step"
+            self._around.emit(StepEnded(header.lane, header.step_seq, error=error, fatal=True))
+            return
+        self._newest_seq[header.lane] = header.step_seq
+        self._drop(header.lane)  # a newer step supersedes a stale one
+        half: HalfStep[Outcome]
+        try:
+            if isinstance(work, StepDescriptor):
+                links = self._links(header, self._peers.get(header.model, ()))
+                half = self._worker.attention.run(work, links)
+            else:
+                links = self._links(header, (header.kv_rank,))
+                half = self._worker.ffn.run(work, links)
+        except Exception as failure:  # as in _run_segment: it ends this step only
+            self._fail(header, failure)
+            return
+        self._runs[header.lane] = LaneRun(header, half, links, self._around.clock(), self._deadline_s)
+
+    def _links(self, header: StepHeader, peers: Sequence[str]) -> LaneLinks:
+        missing = [peer for peer in peers if (header.lane, peer) not in self._outlets]
+        if missing or not peers:
+            raise ValueError(
+                f"lane {header.lane} has no channels for {header.model} to {', '.join(missing) or 'any rank'}"
+            )
+        return LaneLinks(
+            outlets={peer: self._outlets[header.lane, peer] for peer in peers},
+            inlets={peer: self._inlets[header.lane, peer] for peer in peers},
+        )
+
+    def _run_segment(self, run: LaneRun, now_s: float) -> None:
+        lane = run.header.lane
+        try:
+            run.advance()
+        except StopIteration as end:
+            del self._runs[lane]
+            run.compute_s += self._around.clock() - now_s
+            if self._worker.is_kv:
+                self._around.emit(StepFinished(_result(run, end.value)))
+            return
+        except Exception as failure:  # a bug or bad input ends this step; other lanes and the loop go on
+            del self._runs[lane]
+            self._fail(run.header, failure)
+            return
+        ended_s = self._around.clock()
+        run.compute_s += ended_s - now_s
+        run.waits_since(ended_s)
+
+    def _fail(self, header: StepHeader, failure: Exception) -> None:
+        logger.error("%s: step %d of %s failed", self.name, header.step_seq, header.model, exc_info=failure)
+        error = f"{self.name}: {one_line(failure)}"
+        self._around.emit(StepEnded(header.lane, header.step_seq, error=error, fatal=True))
+
+    def _expire(self, run: LaneRun) -> None:
+        header = run.header
+        waiting_on = run.missing()
+        error = (
+            f"{self.name}: no answer from {', '.join(waiting_on)} within {self._deadline_s:g} s"
+            f" in step {header.step_seq} of lane {header.lane} ({header.model})"
+        )
+        self._drop(header.lane)
+        self._around.emit(StepEnded(header.lane, header.step_seq, waiting_on, error))
+
+    def _abort(self, lane: int, step_seq: int) -> None:
+        run = self._runs.get(lane)
+        if run is None or run.header.step_seq != step_seq:
+            return
+        self._drop(lane)
+        if self._worker.is_kv:
+            self._around.emit(StepEnded(lane, step_seq))
+
+    def _drop(self, lane: int) -> None:
+        run = self._runs.pop(lane, None)
+        if run is None:
+            return
+        try:
+            run.close()
+        except Exception as failure:  # raised by the worker while it let go of a step that is given up anyway
+            logger.error("%s: closing step %d failed", self.name, run.header.step_seq, exc_info=failure)
+
+    def _open(self, message: messages.OpenChannels) -> None:
+        memory = message.region.map()
+        message.region.close()
+        a2f, f2a = a2f_part(memory, message.capacity), f2a_part(memory, message.capacity)
+        key = (message.lane, message.peer)
+        out, into = (a2f, f2a) if self._worker.is_kv else (f2a, a2f)
+        self._outlets[key] = ChannelOutlet(out, message.capacity, self._around.ring(message.peer))
+        self._inlets[key] = ChannelInlet(into, message.capacity)
+
+    def _remove(self, model: str) -> None:
+        for lane, run in tuple(self._runs.items()):
+            if run.header.model == model:
+                self._abort(lane, run.header.step_seq)
+        self._peers.pop(model, None)
+        self._loader.cancel(model)
+        if model in self._loaded:
+            self._loaded.discard(model)
+            self._worker.loads.remove_model(model)
+            self._report_memory()
+
+    def _tell_loads(self) -> None:
+        for outcome in self._loader.outcomes():
+            if not isinstance(outcome, messages.Loading):
+                self._report_memory()
+            if isinstance(outcome, messages.Loaded):
+                self._loaded.add(outcome.model)
+            self._around.emit(outcome)
+
+    def _report_memory(self) -> None:
+        self._around.emit(messages.MemoryReport(dict(self._worker.loads.memory_bytes())))
+
+
+def _result(run: LaneRun, sampled: tuple[SampledToken, ...]) -> StepResult:
+    return StepResult(
+        lane=run.header.lane,
+        step_seq=run.header.step_seq,
+        sampled=sampled,
+        attention_s=run.compute_s,
+        wait_s=run.wait_s,
+    )

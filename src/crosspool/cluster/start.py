@@ -1,0 +1,42 @@
+"""Start a cluster: doorbells and board first, then the hosts of the layout."""
+
+from crosspool.cluster.config import ClusterConfig
+from crosspool.cluster.doorbell import Board, Doorbell
+from crosspool.cluster.local import ThreadHost
+from crosspool.cluster.processes import ProcessHost, Spawner
+from crosspool.cluster.rank_cluster import RankCluster
+from crosspool.cluster.region import ArrayRegion, FileRegion
+
+
+def start_cluster(config: ClusterConfig) -> RankCluster:
+    """The ranks of `config`, starting; a RankReady tells of each. The caller closes the cluster."""
+    return _start_threads(config) if config.layout == "inprocess" else _start_processes(config)
+
+
+def _start_threads(config: ClusterConfig) -> RankCluster:
+    doorbells = [Doorbell.create() for _ in config.all_hosts]
+    parent = Doorbell.create()
+    board = Board(ArrayRegion(Board.num_bytes(len(doorbells))))
+    hosts = [ThreadHost(config, number, doorbells, board, parent) for number in range(len(doorbells))]
+
+    def release() -> None:
+        for doorbell in (*doorbells, parent):
+            doorbell.close()
+
+    return RankCluster(config, hosts, parent, board, ArrayRegion, release)
+
+
+def _start_processes(config: ClusterConfig) -> RankCluster:
+    doorbells = [Doorbell.create() for _ in config.all_hosts]
+    parent = Doorbell.create()
+    board_file = FileRegion.create(Board.num_bytes(len(doorbells)))
+    spawner = Spawner()
+    hosts = [ProcessHost(config, number, doorbells, board_file, spawner) for number in range(len(doorbells))]
+
+    def release() -> None:
+        spawner.close()
+        board_file.close()
+        for doorbell in (*doorbells, parent):
+            doorbell.close()
+
+    return RankCluster(config, hosts, parent, Board(board_file), FileRegion.create, release)
