@@ -80,11 +80,12 @@ class SchedulingConfig:
     """How much runs at once, how much may wait, and how requests are admitted to the KV pool."""
 
     max_num_seqs: int = 32  # running sequences per model
-    max_num_batched_tokens: int = 256  # tokens of one prefill chunk
-    max_queue: int = 256  # waiting sequences per model; one more is refused with 429
+    max_num_batched_tokens: int = 512  # tokens of one prefill chunk
+    max_queue: int = 64  # waiting sequences per model; one more is refused with 429
     num_decode_lanes: int = 2
     num_prefill_lanes: int = 1
     admission: AdmissionPolicy = "reserve"
+    queue_timeout_s: float | None = None  # longest time in the queue, after which a request ends with 408
     recovery_timeout_s: float = 60.0  # how long requests wait for a lost worker; 0: they end with an error at once
     seed: int | None = None  # of requests without one; None: a fresh one for each
 
@@ -92,6 +93,8 @@ class SchedulingConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "num_decode_lanes", "num_prefill_lanes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.queue_timeout_s is not None and self.queue_timeout_s <= 0:
+            raise ValueError(f"queue_timeout is {self.queue_timeout_s}; it must be above 0 seconds, or left out")
         if self.recovery_timeout_s < 0:
             raise ValueError(f"recovery_timeout is {self.recovery_timeout_s}; it must be 0 or more seconds")
 

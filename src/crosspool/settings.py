@@ -25,6 +25,7 @@ from crosspool.config import (
     ServerConfig,
     parse_size,
 )
+from crosspool.model_source import is_hub_id
 
 ENV_PREFIX = "CROSSPOOL_"
 
@@ -67,11 +68,12 @@ class Settings(BaseSettings):
     frame_bytes: Size = Field("2MiB", description="granularity of KV memory")
     weights_ranks: int = Field(1, description="ranks that every FFN is sliced over")
     max_num_seqs: int = Field(32, description="sequences of a model that run at once")
-    max_num_batched_tokens: int = Field(256, description="prompt tokens of one prefill step")
-    max_queue: int = Field(256, description="sequences of a model that may wait; one more is a 429")
+    max_num_batched_tokens: int = Field(512, description="prompt tokens of one prefill step")
+    max_queue: int = Field(64, description="sequences of a model that may wait; one more is a 429")
     decode_lanes: int = Field(2, description="decode batches in flight at once")
     prefill_lanes: int = Field(1, description="prefill chunks in flight at once")
     admission: AdmissionPolicy = Field("reserve", description="reserve pages for the whole answer, or forecast them")
+    queue_timeout: float | None = Field(None, description="seconds a request may wait; then it is a 408")
     recovery_timeout: float = Field(60.0, description="seconds that requests wait for a lost worker")
     seed: int | None = Field(None, description="seed of requests that give none; default: a fresh one for each")
     max_model_len: int | None = Field(None, description="context limit of every model that sets none itself")
@@ -163,7 +165,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
     models = tuple(
         ModelConfig(
             source=model.path,
-            name=model.name,
+            name=model.name or (model.path if is_hub_id(model.path) else None),
             aliases=tuple(model.aliases),
             revision=model.revision,
             max_model_len=model.max_model_len or settings.max_model_len,
@@ -187,6 +189,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             num_decode_lanes=settings.decode_lanes,
             num_prefill_lanes=settings.prefill_lanes,
             admission=settings.admission,
+            queue_timeout_s=settings.queue_timeout,
             recovery_timeout_s=settings.recovery_timeout,
             seed=settings.seed,
         ),

@@ -28,9 +28,7 @@ logger = logging.getLogger(__name__)
 CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
-def create_app(
-    engine: EngineClient, catalogue: Catalogue, config: ServerConfig | None = None, *, default_seed: int | None = None
-) -> FastAPI:
+def create_app(engine: EngineClient, catalogue: Catalogue, config: ServerConfig | None = None) -> FastAPI:
     """The server of `catalogue`'s models on `engine`. Setting `app.state.draining` makes it refuse new requests."""
     config = config or ServerConfig()
     app = FastAPI(
@@ -44,7 +42,6 @@ def create_app(
     app.state.engine = engine
     app.state.catalogue = catalogue
     app.state.config = config
-    app.state.default_seed = default_seed
     app.state.draining = False
     app.state.metrics = RequestMetrics()
     app.state.metrics.registry.register(EngineCollector(engine))
@@ -94,6 +91,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     detail = str(error.detail)
     if error.status_code == 404:
         detail = f"no route {request.method} {ascii(request.url.path)[1:-1][:200]}; GET /openapi.json lists them"
+    if error.status_code == 400:
+        detail = "the body is not JSON in UTF-8, or is nested too deeply"
     code = CODES.get(error.status_code, "invalid_request")
     return await _api_error(request, APIError(error.status_code, detail, code=code, headers=dict(error.headers or {})))
 

@@ -76,7 +76,10 @@ class ChatShape:
         if logprobs is None:
             return None
         content = [
-            {**self._token(item.token_id, item.logprob), "top_logprobs": [self._token(*_pair(top)) for top in item.top]}
+            {
+                **self._token(item.token_id, item.logprob),
+                "top_logprobs": [self._token(top.token_id, top.logprob) for top in item.top],
+            }
             for item in logprobs
         ]
         return {"content": content, "refusal": None}
@@ -130,12 +133,16 @@ class CompletionShape:
         return {
             "tokens": tokens,
             "token_logprobs": [floored(item.logprob) for item in logprobs],
-            "top_logprobs": [
-                {self._tokenizer.token_text(top.token_id): floored(top.logprob) for top in reversed(item.top)}
-                for item in logprobs
-            ],
+            "top_logprobs": [self._top(item) for item in logprobs],
             "text_offset": offsets,
         }
+
+    def _top(self, item: TokenLogprobs) -> dict[str, float]:
+        """By token text; of tokens with the same text the likeliest stays."""
+        found: dict[str, float] = {}
+        for top in item.top:
+            found.setdefault(self._tokenizer.token_text(top.token_id), floored(top.logprob))
+        return found
 
 
 def floored(logprob: float) -> float:
@@ -154,10 +161,6 @@ def usage_json(prompts: Sequence[Sequence[RequestOutput]]) -> Json:
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-def _pair(top: Any) -> tuple[int, float]:
-    return top.token_id, top.logprob
 
 
 def _joined(outputs: Sequence[RequestOutput]) -> list[TokenLogprobs] | None:

@@ -1,15 +1,18 @@
 """What the server needs of an engine. `engine.async_engine.AsyncEngine` is the real one; tests script a fake."""
 
-from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Protocol, Self
 
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.stats import EngineStats, ModelInfo
 
 
-class OutputStream(AsyncIterator[RequestOutput], Protocol):
+class OutputStream(Protocol):
     """Outputs of one accepted request; ends after the last of its n sequences. Left early, it must be closed."""
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> RequestOutput: ...
 
     async def aclose(self) -> None:
         """Abort the request unless it has ended."""

@@ -103,11 +103,11 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
     lines = [_describe(item) for item in errors[:MAX_REPORTED]]
     if len(errors) > MAX_REPORTED:
         lines.append(f"and {len(errors) - MAX_REPORTED} more")
-    first = errors[0] if errors else {"loc": (), "type": "value_error"}
+    first = errors[0]
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
     if first["type"] == "json_invalid":
         code = "invalid_json"
-    return bad_request("; ".join(lines), param=_field(first["loc"]), code=code)
+    return bad_request("; ".join(lines), param=_field(first), code=code)
 
 
 def shorten(text: str, limit: int = MAX_ECHO) -> str:
@@ -120,7 +120,7 @@ def encodable(text: str) -> str:
 
 
 def _describe(item: Mapping[str, Any]) -> str:
-    field = _field(item["loc"])
+    field = _field(item)
     if item["type"] == "json_invalid":
         return f"the body is not valid JSON: {shorten(str(item.get('ctx', {}).get('error', '')))}"
     if item["type"] == "missing":
@@ -133,8 +133,10 @@ def _describe(item: Mapping[str, Any]) -> str:
     return f"{field}: {message}{echo}" if field else message
 
 
-def _field(loc: Sequence[str | int]) -> str | None:
+def _field(item: Mapping[str, Any]) -> str | None:
     """`messages.0.content` from pydantic's location, without the body and the names of union branches."""
-    parts = [str(part) for part in loc if part != "body"]
-    parts = [part for part in parts if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", part)]
+    if item["type"] == "json_invalid":
+        return None
+    loc = [part for part in item["loc"] if part != "body"] or [item.get("ctx", {}).get("field", "")]
+    parts = [str(part) for part in loc if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", str(part))]
     return ".".join(parts) or None

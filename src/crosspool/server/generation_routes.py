@@ -68,9 +68,8 @@ async def _answer(
     state = request.app.state
     answer_id = shape.id_prefix + uuid.uuid4().hex
     limit = state.engine.model(model.name).context_limit
-    seed = state.default_seed if body.wrapped_seed is None else body.wrapped_seed
     requests: list[GenerationRequest] = [
-        generation_request(body, model, prompt, request_id=f"{answer_id}-{index}", context_limit=limit, seed=seed)
+        generation_request(body, model, prompt, request_id=f"{answer_id}-{index}", context_limit=limit)
         for index, prompt in enumerate(prompts)
     ]
     head: Json = {

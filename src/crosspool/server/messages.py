@@ -23,28 +23,7 @@ def parse_messages(value: Any) -> list[Message]:
         raise ValueError("is an empty list; send at least one message")
     if len(value) > MAX_MESSAGES:
         raise ValueError(f"has {len(value)} entries; at most {MAX_MESSAGES} are taken")
-    return [_message(checked_text(item), index) for index, item in enumerate(value)]
-
-
-def checked_text(value: Any) -> Any:
-    """`value` unchanged, once every string in it is known to be whole Unicode. Raises ValueError otherwise.
-
-    A client that cuts a string in the middle of an emoji sends half of a surrogate pair, which no tokenizer takes.
-    """
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, dict):
-            pending.extend(item)
-            pending.extend(item.values())
-        elif isinstance(item, list):
-            pending.extend(item)
-        elif isinstance(item, str):
-            try:
-                item.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise ValueError(f"holds half of a surrogate pair at character {error.start} of a string") from None
-    return value
+    return [_message(item, index) for index, item in enumerate(value)]
 
 
 Messages = Annotated[

@@ -8,8 +8,9 @@ import math
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
-from crosspool.server.messages import Messages, checked_text
+from crosspool.server.messages import Messages
 
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -159,8 +160,15 @@ class GenerationBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        """SDKs send null for "not set"."""
+    def _prepare(cls, data: Any) -> Any:
+        """SDKs send null for "not set". No string anywhere may hold half of a surrogate pair."""
+        for key, value in data.items() if isinstance(data, dict) else ():
+            if has_lone_surrogate([key, value]):
+                raise PydanticCustomError(
+                    "lone_surrogate",
+                    "holds half of a surrogate pair; send whole characters",
+                    {"field": key.encode("utf-8", "replace").decode()},
+                )
         return _without_nulls(data)
 
     @property
@@ -218,9 +226,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: Count | None = Field(None, description="the newer name of max_tokens; wins over it")
     logprobs: Flag = False
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(checked_text)] = Field(
-        {}, description="variables for the model's chat template"
-    )
+    chat_template_kwargs: dict[str, Any] = Field({}, description="variables for the model's chat template")
     add_generation_prompt: Flag = True
     tools: list[Any] = []
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
@@ -241,3 +247,21 @@ class ChatBody(GenerationBody):
 
 def _without_nulls(data: Any) -> Any:
     return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+def has_lone_surrogate(value: Any) -> bool:
+    """Whether a string in `value` holds half of a surrogate pair, as left by cutting text within an emoji."""
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending.extend(item)
+            pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)
+        elif isinstance(item, str) and not item.isascii():
+            try:
+                item.encode("utf-8")
+            except UnicodeEncodeError:
+                return True
+    return False

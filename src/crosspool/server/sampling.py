@@ -16,7 +16,6 @@ def generation_request(
     *,
     request_id: str,
     context_limit: int,
-    seed: int | None,
 ) -> GenerationRequest:
     """The engine's request for one prompt.
 
@@ -49,7 +48,7 @@ def generation_request(
             ignore_eos=body.ignore_eos,
             num_logprobs=body.num_logprobs,
         ),
-        seed=seed,
+        seed=body.wrapped_seed,
         n=body.n,
         stop=tuple(body.stop),
         include_stop_str_in_output=body.include_stop_str_in_output,

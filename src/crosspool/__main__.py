@@ -1,0 +1,5 @@
+"""`python -m crosspool` is `crosspool`."""
+
+from crosspool.cli import main
+
+main()

@@ -1,0 +1,165 @@
+"""The command line. Each command imports what it needs when it is called, so that `crosspool --help` is quick."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from crosspool.errors import CrossPoolError
+
+app = typer.Typer(
+    name="crosspool",
+    help="Serve many Mixture-of-Experts models from two memory pools: one for weights, one for KV cache.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+BaseUrl = Annotated[str, typer.Option(help="where the server is", envvar="CROSSPOOL_BASE_URL")]
+ClientKey = Annotated[str | None, typer.Option("--api-key", help="the server's key", envvar="CROSSPOOL_API_KEY")]
+Words = list[str] | None
+LOCAL = "http://localhost:8000"
+
+
+def main() -> None:
+    """Entry point of `crosspool`. What a user can fix is one line on standard error and exit code 1."""
+    try:
+        app()
+    except CrossPoolError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+@app.command()
+def serve(
+    models: Annotated[Words, typer.Argument(metavar="[MODEL_DIR | HF_ID | NAME=DIR]...", show_default=False)] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with any of these settings and `models:`")] = None,
+    host: Annotated[str | None, typer.Option(help="address to listen on  [127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="port to listen on; 0: any free one  [8000]")] = None,
+    api_key: Annotated[
+        Words, typer.Option(help="key that requests must carry; repeat for more", show_default=False)
+    ] = None,
+    served_model_name: Annotated[Words, typer.Option(help="name (and aliases) of the model, or one for each")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="context limit: tokens of prompt + output")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="sequences of a model that run at once  [32]")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="prompt tokens of one prefill step  [512]")] = None,
+    max_queue: Annotated[int | None, typer.Option(help="sequences of a model that may wait  [64]")] = None,
+    queue_timeout: Annotated[float | None, typer.Option(help="seconds a request may wait; then 408")] = None,
+    kv_pool_bytes: Annotated[str | None, typer.Option(help="KV pool of all models, such as 4GiB  [256MiB]")] = None,
+    frame_bytes: Annotated[str | None, typer.Option(help="granularity of KV memory  [2MiB]")] = None,
+    weights_ranks: Annotated[int | None, typer.Option(help="ranks that every FFN is sliced over  [1]")] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="processes (one a rank) or inprocess (threads)  [processes]")
+    ] = None,
+    admission: Annotated[str | None, typer.Option(help="reserve or forecast  [reserve]")] = None,
+    recovery_timeout: Annotated[float | None, typer.Option(help="seconds to wait for a lost worker  [60]")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16  [auto]")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of requests that give none")] = None,
+    chat_template: Annotated[str | None, typer.Option(help="file with a Jinja chat template")] = None,
+    download_dir: Annotated[str | None, typer.Option(help="where Hugging Face ids are stored")] = None,
+    allowed_origins: Annotated[Words, typer.Option(help="origin that browsers may call from; repeat for more")] = None,
+    root_path: Annotated[str | None, typer.Option(help="path prefix that a proxy in front strips")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error or critical  [info]")] = None,
+    disable_access_log_for_endpoints: Annotated[
+        str | None, typer.Option(help="paths left out of the access log, separated by commas")
+    ] = None,
+    sse_keep_alive_interval: Annotated[
+        float | None, typer.Option(help="seconds between SSE comment lines  [10]")
+    ] = None,
+    shutdown_timeout: Annotated[float | None, typer.Option(help="seconds to drain in after SIGTERM  [30]")] = None,
+) -> None:
+    """Serve models behind the OpenAI API; with no model named, the demo models.
+
+    Every option may also stand in the YAML file, or in the environment as CROSSPOOL_NAME.
+    """
+    given = dict(locals())
+    flags = {key: value for key, value in given.items() if key not in SERVE_ARGUMENTS and value not in (None, [])}
+
+    from crosspool.commands.serve import run
+
+    run(models or [], served_model_name or [], config, flags)
+
+
+SERVE_ARGUMENTS = ("models", "served_model_name", "config")
+
+
+@app.command()
+def generate(
+    directories: Annotated[list[str], typer.Argument(metavar="DIR...", help="model directories (or NAME=DIR)")],
+    prompts: Annotated[Path, typer.Option(help="JSON lines, or lines of model<TAB>prompt; - reads standard input")],
+    max_tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt")] = 64,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own")] = None,
+    seed: Annotated[int | None, typer.Option(help="the same seed gives the same answers")] = None,
+    layout: Annotated[str, typer.Option(help="processes or inprocess")] = "processes",
+    kv_pool_bytes: Annotated[str, typer.Option(help="KV pool of all models")] = "256MiB",
+    frame_bytes: Annotated[str, typer.Option(help="granularity of KV memory")] = "2MiB",
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON line for each answer, as it ends")] = False,
+) -> None:
+    """Answer prompts with several models at once, from two pools, without HTTP."""
+    from crosspool.commands.generate import run
+
+    fields: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    flags = {"layout": layout, "kv_pool_bytes": kv_pool_bytes, "frame_bytes": frame_bytes}
+    run(directories, prompts, fields, flags, as_json=as_json)
+
+
+@app.command()
+def chat(
+    model: Annotated[str | None, typer.Argument(help="a served name; may be left out where one is served")] = None,
+    quick: Annotated[str | None, typer.Option("--quick", "-q", help="ask this once and leave")] = None,
+    system: Annotated[str | None, typer.Option(help="system message")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="tokens to generate at most")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
+    base_url: BaseUrl = LOCAL,
+    api_key: ClientKey = None,
+) -> None:
+    """Talk to a model of a running server."""
+    from crosspool.commands.chat import run
+    from crosspool.commands.http import ServerClient
+
+    options = {"max_tokens": max_tokens, "temperature": temperature}
+    run(ServerClient(base_url, api_key), model, quick=quick, system=system, options=options)
+
+
+@app.command()
+def ps(
+    base_url: BaseUrl = LOCAL,
+    api_key: ClientKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
+) -> None:
+    """List the models of a running server and what they hold."""
+    from rich.console import Console
+
+    from crosspool.commands.http import ServerClient
+    from crosspool.commands.ps import run
+
+    run(ServerClient(base_url, api_key), as_json=as_json, console=Console())
+
+
+@app.command()
+def top(
+    base_url: BaseUrl = LOCAL,
+    api_key: ClientKey = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="show the present moment and leave")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="the present moment as JSON")] = False,
+) -> None:
+    """Watch both pools, the lanes and the queues of a running server."""
+    from rich.console import Console
+
+    from crosspool.commands.http import ServerClient
+    from crosspool.commands.top import run
+
+    client = ServerClient(base_url, api_key)
+    run(client, interval_s=interval, once=once, as_json=as_json, console=Console())
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from crosspool import __version__
+
+    print(__version__)

@@ -1,0 +1,1 @@
+"""What the commands of `crosspool` do. `cli.py` imports each only when it is called."""

@@ -1,0 +1,60 @@
+"""A small HTTP client of a running server, on the standard library: for `chat`, `ps` and `top`."""
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+from crosspool.errors import CrossPoolError
+
+TIMEOUT_S = 10.0
+STREAM_TIMEOUT_S = 600.0
+
+
+class ServerClient:
+    """Talks to one server. Every failure is a CrossPoolError in one line."""
+
+    def __init__(self, base_url: str, api_key: str | None = None) -> None:
+        self._base_url = base_url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    def get(self, path: str) -> Any:
+        with self._open(path, None, TIMEOUT_S) as response:
+            return json.load(response)
+
+    def post_events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Data of the server-sent events that answer `body`, until `[DONE]`. An error event is raised."""
+        with self._open(path, json.dumps({**body, "stream": True}).encode(), STREAM_TIMEOUT_S) as response:
+            for line in response:
+                data = line.decode("utf-8").strip().removeprefix("data: ")
+                if data == "[DONE]":
+                    return
+                if not data or data.startswith(":"):
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise CrossPoolError(str(event["error"]["message"]))
+                yield event
+
+    def _open(self, path: str, data: bytes | None, timeout_s: float) -> Any:
+        request = urllib.request.Request(self._base_url + path, data=data, headers=self._headers)
+        try:
+            return urllib.request.urlopen(request, timeout=timeout_s)
+        except urllib.error.HTTPError as error:
+            raise CrossPoolError(_message(error)) from None
+        except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise CrossPoolError(
+                f"no server answers at {self._base_url} ({reason}); run `crosspool serve`, or give --base-url"
+            ) from None
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return f"{json.load(error)['error']['message']} (HTTP {error.code})"
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered HTTP {error.code}"

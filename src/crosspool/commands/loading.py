@@ -1,0 +1,55 @@
+"""Progress of loading models: bars on a terminal, a line for each model elsewhere."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from crosspool.engine.async_engine import AsyncEngine
+from crosspool.units import format_bytes
+
+REFRESH_S = 0.1
+
+
+@contextlib.contextmanager
+def shown_while_loading(engine: AsyncEngine, console: Console) -> Iterator[None]:
+    """Shows the engine's models as their bytes arrive; must be entered on a running event loop."""
+    progress = Progress(
+        TextColumn("loading {task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with progress:
+        watching = asyncio.create_task(_watch(engine, progress, console), name="loading progress")
+        try:
+            yield
+            _report(engine, console)
+        finally:
+            watching.cancel()
+
+
+async def _watch(engine: AsyncEngine, progress: Progress, console: Console) -> None:
+    tasks: dict[str, TaskID] = {}
+    while True:
+        for model in engine.models():
+            if model.name not in tasks:
+                tasks[model.name] = progress.add_task(model.name, total=None)
+            progress.update(tasks[model.name], completed=model.loaded_bytes, total=model.total_bytes or None)
+        await asyncio.sleep(REFRESH_S)
+
+
+def _report(engine: AsyncEngine, console: Console) -> None:
+    for model in engine.models():
+        size = format_bytes(sum(model.bytes_by_rank.values()))
+        where = ", ".join(f"{rank} {format_bytes(part)}" for rank, part in sorted(model.bytes_by_rank.items()))
+        console.print(
+            f"loaded {model.name}: {size} ({where}) in {model.load_s or 0:.2f} s, context {model.context_limit} tokens",
+            highlight=False,
+            soft_wrap=True,
+        )

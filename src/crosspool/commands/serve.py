@@ -1,0 +1,109 @@
+"""`crosspool serve`: settings to a running server."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from crosspool.commands.loading import shown_while_loading
+from crosspool.config import DeploymentConfig
+from crosspool.errors import CrossPoolError
+from crosspool.launch import catalogue, demo_models, load_models, prepare_models, start_engine
+from crosspool.server.app import create_app
+from crosspool.server.run import listen, serve
+from crosspool.settings import load_deployment
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def run(
+    sources: Sequence[str], served_names: Sequence[str], config_file: Path | None, flags: Mapping[str, Any]
+) -> None:
+    """Serve until a signal. Raises CrossPoolError, in one line, for whatever keeps the server from starting."""
+    config = deployment(sources, served_names, config_file, flags)
+    set_up_logging(config.server.log_level)
+    asyncio.run(_serve(config))
+
+
+def deployment(
+    sources: Sequence[str], served_names: Sequence[str], config_file: Path | None, flags: Mapping[str, Any]
+) -> DeploymentConfig:
+    """The deployment that the command line and what lies below it describe. Raises CrossPoolError for a wrong value."""
+    given = dict(flags)
+    if sources:
+        given["models"] = model_entries(sources, served_names)
+    elif served_names:
+        raise CrossPoolError("--served-model-name needs a model on the command line; name it or use `name:` in YAML")
+    try:
+        config = load_deployment(given, config_file=config_file, default_models=demo_models())
+    except ValueError as error:
+        raise CrossPoolError(str(error)) from None
+    if not config.models:
+        raise CrossPoolError("no model to serve; give a model directory, a Hugging Face id, or --config FILE")
+    return config
+
+
+def model_entries(sources: Sequence[str], served_names: Sequence[str]) -> list[dict[str, Any]]:
+    """`models:` entries of the command line: DIR, ID or NAME=DIR.
+
+    One model takes every served name, the first as its own and the rest as aliases; several take one each, in order.
+    """
+    entries: list[dict[str, Any]] = []
+    for source in sources:
+        name, found, path = source.partition("=")
+        entries.append({"path": path, "name": name} if found and not Path(source).exists() else {"path": source})
+    if not served_names:
+        return entries
+    if len(entries) == 1:
+        return [{**entries[0], "name": served_names[0], "aliases": list(served_names[1:])}]
+    if len(served_names) != len(entries):
+        raise CrossPoolError(
+            f"{len(entries)} models and {len(served_names)} served names; give one --served-model-name for each model"
+        )
+    return [{**entry, "name": name} for entry, name in zip(entries, served_names, strict=True)]
+
+
+async def _serve(config: DeploymentConfig) -> None:
+    console = Console(stderr=True)
+    bound = listen(config.server)  # before anything is loaded: a taken port is told at once
+    with bound:
+        models = prepare_models(config)
+        engine = start_engine(config)
+        host, port = bound.getsockname()[:2]
+
+        async def load() -> None:
+            with shown_while_loading(engine, console):
+                await load_models(engine, models)
+            names = ", ".join(model.served.name for model in models)
+            console.print(
+                f"serving {names} on http://{_shown_host(host)}:{port}  (Ctrl-C ends it)",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+        app = create_app(engine, catalogue(models), config.server)
+        await serve(app, engine, load, bound, config.server)
+
+
+def _shown_host(host: str) -> str:
+    if host in ("127.0.0.1", "0.0.0.0", "::", "::1"):
+        return "localhost"
+    return f"[{host}]" if ":" in host else host
+
+
+def set_up_logging(level: str) -> None:
+    """Log lines on standard error: coloured on a terminal, plain lines elsewhere."""
+    handler: logging.Handler
+    if sys.stderr.isatty():
+        from rich.logging import RichHandler
+
+        handler = RichHandler(console=Console(stderr=True), show_path=False)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

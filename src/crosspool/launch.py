@@ -1,0 +1,131 @@
+"""From a deployment's configuration to a running engine and the front ends of its models.
+
+This is the one place that knows engine, cluster and server front ends at once.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosspool.cluster.config import ClusterConfig
+from crosspool.cluster.start import start_cluster
+from crosspool.config import DeploymentConfig, ModelConfig
+from crosspool.engine.async_engine import AsyncEngine
+from crosspool.engine.config import EngineConfig
+from crosspool.engine.engine import Engine
+from crosspool.engine.serve_directory import served_model
+from crosspool.engine.served_model import ServedModel
+from crosspool.errors import CheckpointError, UnsupportedModelError
+from crosspool.model_source import model_directory
+from crosspool.models.directory import read_model_dir
+from crosspool.server.catalogue import Catalogue, ModelFrontend, SamplingDefaults
+from crosspool.server.chat import load_chat_template
+from crosspool.server.tokenizer import TextTokenizer
+
+DEMO_MODELS = Path(__file__).parent / "demo_models"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedModel:
+    """A model whose small files are read and whose weights are not."""
+
+    served: ServedModel
+    frontend: ModelFrontend
+
+
+def demo_models() -> tuple[ModelConfig, ...]:
+    """The models inside the package, which `crosspool serve` serves when it is given none."""
+    directories = sorted(path.parent for path in DEMO_MODELS.glob("*/config.json"))
+    return tuple(ModelConfig(source=str(directory)) for directory in directories)
+
+
+def prepare_models(config: DeploymentConfig) -> list[PreparedModel]:
+    """Find (or download) every model and read its small files.
+
+    Raises CheckpointError or UnsupportedModelError, naming the model, for the first that cannot be served.
+    """
+    return [_prepare(model, config) for model in config.models]
+
+
+def engine_config(config: DeploymentConfig) -> EngineConfig:
+    scheduling = config.scheduling
+    return EngineConfig(
+        kv_budget_bytes=config.pools.kv_pool_bytes,
+        frame_bytes=config.pools.frame_bytes,
+        num_decode_lanes=scheduling.num_decode_lanes,
+        num_prefill_lanes=scheduling.num_prefill_lanes,
+        max_num_seqs=scheduling.max_num_seqs,
+        max_num_batched_tokens=scheduling.max_num_batched_tokens,
+        max_queue=scheduling.max_queue,
+        admission=scheduling.admission,
+        default_deadline_s=scheduling.queue_timeout_s,
+        recovery_timeout_s=scheduling.recovery_timeout_s,
+        seed=scheduling.seed,
+    )
+
+
+def cluster_config(config: DeploymentConfig) -> ClusterConfig:
+    engine = engine_config(config)
+    return ClusterConfig(
+        layout=config.pools.layout,
+        weights_ranks=weights_ranks(config),
+        num_frames=engine.num_frames,
+        frame_bytes=engine.frame_bytes,
+        max_tokens_per_step=max(engine.max_num_batched_tokens, engine.max_num_seqs),
+        num_lanes=engine.num_lanes,
+    )
+
+
+def weights_ranks(config: DeploymentConfig) -> tuple[str, ...]:
+    return tuple(f"w{index}" for index in range(config.pools.num_weights_ranks))
+
+
+def start_engine(config: DeploymentConfig) -> AsyncEngine:
+    """The two pools and the engine, running, with no models yet. The caller closes it."""
+    return AsyncEngine(Engine(engine_config(config), start_cluster(cluster_config(config))).start())
+
+
+async def load_models(
+    engine: AsyncEngine, models: Sequence[PreparedModel], on_loaded: Callable[[str], None] = lambda name: None
+) -> None:
+    """Load every model, one after another, and wait until the last is ready. Raises what the first failure raises."""
+    for model in models:
+        await engine.add_model(model.served)
+        on_loaded(model.served.name)
+
+
+def _prepare(model: ModelConfig, config: DeploymentConfig) -> PreparedModel:
+    name = model.served_name
+    try:
+        directory = model_directory(model.source, revision=model.revision, download_dir=config.download_dir)
+        served = served_model(
+            directory,
+            weights_ranks=weights_ranks(config),
+            frame_bytes=config.pools.frame_bytes,
+            name=name,
+            page_tokens=model.page_tokens,
+            max_context=model.max_model_len,
+        )
+        return PreparedModel(served, _frontend(model, served, directory))
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"model {name}: {error}") from None
+    except (CheckpointError, ValueError) as error:
+        raise CheckpointError(f"model {name}: {error}") from None
+
+
+def _frontend(model: ModelConfig, served: ServedModel, directory: Path) -> ModelFrontend:
+    tokenizer = TextTokenizer.from_directory(directory)
+    override = Path(model.chat_template) if model.chat_template is not None else None
+    return ModelFrontend(
+        name=served.name,
+        vocab_size=served.spec.vocab_size,
+        tokenizer=tokenizer,
+        template=load_chat_template(directory, tokenizer, override),
+        defaults=SamplingDefaults.of(read_model_dir(directory).generation),
+        aliases=model.aliases,
+        source=model.source,
+    )
+
+
+def catalogue(models: Sequence[PreparedModel]) -> Catalogue:
+    return Catalogue(model.frontend for model in models)

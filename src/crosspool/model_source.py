@@ -1,0 +1,62 @@
+"""Where a served model's files are: a directory on this machine, or a Hugging Face id that is fetched once."""
+
+import re
+from pathlib import Path
+
+from crosspool.errors import CheckpointError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+"""No pickles and no code: what CrossPool reads and nothing else."""
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether `source` names a repository of the Hugging Face hub rather than a directory here."""
+    return HUB_ID.fullmatch(source) is not None and not Path(source).exists()
+
+
+def model_directory(source: str, *, revision: str | None = None, download_dir: str | None = None) -> Path:
+    """The directory of `source`; a Hugging Face id is downloaded first, with a progress bar, unless it is cached.
+
+    Raises CheckpointError, in one line, where there is no such directory or repository, or no network.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{source} is a file; a model is a directory with config.json and its weights")
+    if not is_hub_id(source):
+        raise CheckpointError(f"{source}: no such directory, and not a Hugging Face id such as Qwen/Qwen3-30B-A3B")
+    return _download(source, revision, download_dir)
+
+
+def _download(repository: str, revision: str | None, download_dir: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(
+            snapshot_download(repository, revision=revision, cache_dir=download_dir, allow_patterns=list(WANTED))
+        )
+    except GatedRepoError:
+        raise CheckpointError(
+            f"{repository} is gated on Hugging Face; accept its terms there and set HF_TOKEN, or give a directory"
+        ) from None
+    except RevisionNotFoundError:
+        raise CheckpointError(f"{repository} has no revision {revision!r} on Hugging Face") from None
+    except RepositoryNotFoundError:
+        raise CheckpointError(
+            f"{repository} is neither a directory here nor a repository on Hugging Face that HF_TOKEN may read"
+        ) from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        cause = str(error.__cause__ or error).split("\n", 1)[0][:80]
+        raise CheckpointError(
+            f"cannot fetch {repository} from Hugging Face and it is not in the cache ({cause}); "
+            "check the network, or give a model directory"
+        ) from None

@@ -1,0 +1,128 @@
+"""Serving until a signal: listen, load, drain, end.
+
+The first SIGTERM or Ctrl-C turns readiness to 503 and refuses new requests; running ones may finish within
+shutdown_timeout; what is left ends with an error event and `[DONE]`, and the process exits with 0. A second signal
+skips the wait.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from types import FrameType
+from typing import Any, Protocol
+
+import uvicorn
+from fastapi import FastAPI
+
+from crosspool.config import ServerConfig
+from crosspool.engine.stats import EngineStats
+from crosspool.errors import CrossPoolError
+
+logger = logging.getLogger(__name__)
+
+DRAIN_POLL_S = 0.05
+LAST_WORDS_S = 5
+"""How long connections may take to send what is left once the engine has ended every request."""
+
+
+class ClosableEngine(Protocol):
+    """What ending needs of an engine."""
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self, *, drain_s: float = 0.0) -> None: ...
+
+
+class SignalledServer(uvicorn.Server):
+    """uvicorn, but a signal asks for an orderly end instead of cutting streams and the exit code."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stop_asked = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._loop.call_soon_threadsafe(self.ask_to_stop)
+
+    def ask_to_stop(self) -> None:
+        """Begin to drain; when asked again, stop waiting."""
+        if self.stop_asked.is_set():
+            self.hurry.set()
+        self.stop_asked.set()
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """A bound socket. Raises CrossPoolError, naming address and remedy, where it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CrossPoolError(
+            f"cannot listen on {config.host}:{config.port}: {reason}; choose another --host or --port"
+        ) from None
+    return bound
+
+
+async def serve(
+    app: FastAPI,
+    engine: ClosableEngine,
+    load: Callable[[], Awaitable[None]],
+    bound: socket.socket,
+    config: ServerConfig,
+) -> None:
+    """Serve `app` on `bound` while `load` brings the models up, until a signal or until loading fails.
+
+    Raises what `load` raises. The engine is closed however this ends.
+    """
+    server = SignalledServer(_uvicorn_config(app, config))
+    serving = asyncio.create_task(server.serve(sockets=[bound]), name="http server")
+    loading = asyncio.ensure_future(load())
+    stopping = asyncio.create_task(server.stop_asked.wait(), name="wait for a signal")
+    try:
+        await asyncio.wait({serving, loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            loading.result()
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        app.state.draining = True
+        if server.stop_asked.is_set():
+            logger.info("stopping: running requests have up to %.0f s", config.shutdown_timeout_s)
+            await _drain(engine, server.hurry, config.shutdown_timeout_s)
+    finally:
+        app.state.draining = True
+        loading.cancel()
+        stopping.cancel()
+        await asyncio.gather(loading, stopping, return_exceptions=True)
+        await engine.close()
+        server.should_exit = True
+        await serving
+
+
+async def _drain(engine: ClosableEngine, hurry: asyncio.Event, timeout_s: float) -> None:
+    """Wait until nothing runs, `hurry` is set, or the time is over."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while loop.time() < deadline and not hurry.is_set() and num_unfinished(engine.stats()):
+        await asyncio.sleep(DRAIN_POLL_S)
+    if left := num_unfinished(engine.stats()):
+        logger.warning("%d unfinished sequence(s) end with an error", left)
+
+
+def num_unfinished(stats: EngineStats) -> int:
+    """Sequences that wait, run or are parked."""
+    return sum(
+        model.num_queued + model.num_prefilling + model.num_decoding + model.num_parked for model in stats.models
+    )
+
+
+def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    options: dict[str, Any] = {"lifespan": "off", "access_log": False, "log_config": None}
+    return uvicorn.Config(
+        app, log_level="warning", timeout_graceful_shutdown=LAST_WORDS_S, server_header=False, **options
+    )
