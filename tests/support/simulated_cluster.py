@@ -152,14 +152,12 @@ class SimulatedCluster:
         self.check_frames(header.kv_rank)
 
     def check_frames(self, kv_rank: str) -> None:
-        """No frame has two owners among the sequences of steps in flight, and none is frame 0."""
+        """No frame has two owners among the sequences that live on the rank, and none is frame 0."""
         owners: dict[int, int] = {}
-        in_flight = {row.sequence_id for step in self.running.values() for row in step.rows}
         for sequence_id, sequence in self.known.get(kv_rank, {}).items():
-            if sequence_id in in_flight:
-                for frame in (frame for page in sequence.pages for frame in page):
-                    assert 0 < frame < self.num_frames
-                    assert owners.setdefault(frame, sequence_id) == sequence_id, f"frame {frame} is owned twice"
+            for frame in (frame for page in sequence.pages for frame in page):
+                assert 0 < frame < self.num_frames
+                assert owners.setdefault(frame, sequence_id) == sequence_id, f"frame {frame} is owned twice"
 
     def _result(self, step: StepDescriptor) -> StepResult:
         known = self.known[step.header.kv_rank]

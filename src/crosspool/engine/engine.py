@@ -1,0 +1,400 @@
+"""Engine: one thread that drives the pure core and a cluster, and the thread-safe calls around it.
+
+Callers' threads only accept and refuse (`submit`) and leave notes (`abort`, `add_model`, ...); every call to the
+cluster but `wake` is made by the engine thread.
+"""
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from crosspool.cluster.base import (
+    Cluster,
+    Event,
+    LoadProgress,
+    ModelFailed,
+    ModelReady,
+    RankFailed,
+    RankLost,
+    RankReady,
+)
+from crosspool.core import FinishReason, Request
+from crosspool.engine.config import EngineConfig
+from crosspool.engine.detokenizer import Detokenizer
+from crosspool.engine.output import RequestOutput
+from crosspool.engine.output_builder import OutputBuilder
+from crosspool.engine.registry import ModelRegistry, outcome
+from crosspool.engine.request import MAX_SEED, GenerationRequest
+from crosspool.engine.scheduler_core import EngineCore
+from crosspool.engine.seeds import sequence_seed
+from crosspool.engine.sequence import SequenceUpdate
+from crosspool.engine.served_model import ServedModel
+from crosspool.engine.stats import EngineStats, ModelInfo
+from crosspool.errors import CheckpointError, CrossPoolError, ShuttingDownError, UnknownModelError, WorkerLostError
+
+logger = logging.getLogger(__name__)
+
+IDLE_POLL_S = 60.0
+"""Longest sleep of an idle engine; events and calls wake it sooner."""
+
+Sink = Callable[[list[RequestOutput]], None]
+"""Takes a request's outputs on the engine thread: it must return at once and not raise."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """One sequence's way back to its caller."""
+
+    request_id: str
+    sink: Sink
+    builder: OutputBuilder
+
+
+class Engine:
+    """Serves models from a cluster until closed. `start` is called once, before anything else."""
+
+    def __init__(self, config: EngineConfig, cluster: Cluster, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self._cluster = cluster
+        self._clock = clock
+        self._core = EngineCore(config)
+        self._registry = ModelRegistry()
+        self._running: dict[int, _Running] = {}
+        self._by_request: dict[str, list[int]] = {}
+        self._lock = threading.Lock()
+        self._calls: deque[Callable[[float], list[SequenceUpdate]]] = deque()  # run on the engine thread
+        self._closing = False
+        self._stopped = False
+        self._failure: CrossPoolError | None = None
+        self._ended = threading.Condition(self._lock)
+        self._thread = threading.Thread(target=self._run, name="crosspool-engine", daemon=True)
+
+    def start(self) -> "Engine":
+        self._thread.start()
+        return self
+
+    # requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        """Accept or refuse a request at once, in the caller's thread; outputs then come to `sink`.
+
+        Raises what `EngineCore.add_requests` raises, and ValueError for token ids that the model does not have or a
+        request id that is running.
+        """
+        with self._lock:
+            self._check_open()
+            registered = self._registry.get(request.model)
+            if registered.info.state == "loading":
+                raise UnknownModelError(f"model {request.model} is still loading; try again when it is ready")
+            if registered.info.state == "failed":
+                raise UnknownModelError(f"model {request.model} failed to load: {registered.info.error}")
+            if request.request_id in self._by_request:
+                raise ValueError(f"a request with id {request.request_id!r} is already running; give each its own id")
+            model = registered.model
+            _check_ids(request, model.spec.vocab_size)
+            now = self._clock()
+            ids = self._core.add_requests(self._sequences(request, model, now), now)
+            self._by_request[request.request_id] = ids
+            for index, sequence_id in enumerate(ids):
+                builder = OutputBuilder(request, index, _detokenizer(request, model), now)
+                self._running[sequence_id] = _Running(request.request_id, sink, builder)
+        self._cluster.wake()
+
+    def abort(self, request_id: str) -> bool:
+        """End every sequence of the request with ABORT, from any thread; False if it is not running."""
+        if request_id not in self._by_request:
+            return False
+        self._calls.append(lambda now: self._end_request(request_id, now))
+        self._cluster.wake()
+        return True
+
+    # models -----------------------------------------------------------------------------------------------------
+
+    def add_model(self, model: ServedModel) -> Future[ModelInfo]:
+        """Start to load a model. The future ends with its info, or with CheckpointError if it cannot be loaded.
+
+        Raises ValueError for a taken name and CapacityError where the KV pool cannot hold a page of it.
+        """
+        with self._lock:
+            self._check_open()
+            registered = self._registry.add(
+                model, self._core.context_limit(model), serving=model.name in self._core.loads
+            )
+            self._calls.append(lambda now: self._load(model))
+        self._cluster.wake()
+        return registered.added
+
+    def remove_model(self, name: str, *, drain: bool = True) -> Future[None]:
+        """Refuse new requests to a model and free it once the accepted ones have ended.
+
+        Without `drain` they end now, with ShuttingDownError. Raises UnknownModelError; ValueError while it loads.
+        """
+        with self._lock:
+            registered = self._registry.get(name)
+            if registered.info.state == "loading":
+                raise ValueError(f"model {name} is still loading; wait for it before removing it")
+            if registered.removed is None:
+                registered.removed = outcome()
+            if registered.info.state == "ready":
+                self._registry.update(name, state="draining")
+                self._core.drain_model(name)
+            if not drain:
+                error = ShuttingDownError(f"model {name} was removed while this request was running")
+                self._calls.append(lambda now: self._end_model(name, error, now))
+        self._cluster.wake()
+        return registered.removed
+
+    def models(self) -> list[ModelInfo]:
+        with self._lock:
+            return self._registry.infos()
+
+    def model(self, name: str) -> ModelInfo:
+        with self._lock:
+            return self._registry.get(name).info
+
+    def stats(self) -> EngineStats:
+        with self._lock:
+            return self._core.stats(self._clock())
+
+    def memory_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes by rank and kind, as the workers last reported them."""
+        return self._cluster.memory_bytes()
+
+    def check(self) -> None:
+        """Raises WorkerLostError if the engine thread has failed and ShuttingDownError if it is closing."""
+        with self._lock:
+            self._check_open()
+
+    # end --------------------------------------------------------------------------------------------------------
+
+    def close(self, *, drain_s: float = 0.0) -> None:
+        """Refuse new requests, wait `drain_s` for the accepted ones, end the rest with an error, stop the workers."""
+        with self._lock:
+            self._closing = True
+            self._ended.wait_for(lambda: not self._running or self._failure is not None, timeout=drain_s)
+            if self._stopped:
+                return
+            self._stopped = True
+        self._cluster.wake()
+        self._thread.join()
+        self._cluster.close()
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closing:
+            raise ShuttingDownError("the engine is shutting down and takes no new requests")
+
+    # the engine thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                self._step(self._cluster.poll(self._poll_timeout_s()))
+            error: CrossPoolError = ShuttingDownError("the engine was shut down while this request was running")
+        except Exception as cause:  # a bug: nobody may wait for ever because of it
+            logger.exception("the engine thread failed")
+            error = WorkerLostError(f"the engine failed: {type(cause).__name__}: {cause}")
+            with self._lock:
+                self._failure = error
+        self._end_all(error)
+
+    def _poll_timeout_s(self) -> float:
+        with self._lock:
+            now = self._clock()
+            deadline = self._core.next_deadline(now)
+        if self._calls or self._stopped:
+            return 0.0
+        return IDLE_POLL_S if deadline is None else min(IDLE_POLL_S, max(0.0, deadline - now))
+
+    def _step(self, events: list[Event]) -> None:
+        """Take in what has happened, hand out what can run, then tell callers."""
+        outputs: list[tuple[Sink, RequestOutput]] = []
+        with self._lock:
+            now = self._clock()
+            while self._calls:
+                outputs += self._outputs(self._calls.popleft()(now), now)
+            for event in events:
+                self._on_model_event(event, now)
+                outputs += self._outputs(self._core.on_event(event, now), now)
+            outputs += self._outputs(self._core.on_time(now), now)
+            self._remove_drained()
+            for kv_rank, sequence_ids in self._core.take_forgotten().items():
+                self._cluster.forget(kv_rank, sequence_ids)
+            for step in self._core.schedule(now):
+                self._cluster.submit(step)
+            if not self._running:
+                self._ended.notify_all()
+        self._deliver(outputs)
+
+    def _outputs(self, updates: list[SequenceUpdate], now: float) -> list[tuple[Sink, RequestOutput]]:
+        outputs = []
+        for update in updates:
+            running = self._running[update.sequence_id]
+            output = running.builder.on_update(update)
+            if output is not None:
+                outputs.append((running.sink, output))
+                if output.finish_reason is not None:
+                    if update.finish_reason is None:  # a stop string, which the core does not know of
+                        self._core.end_sequence(update.sequence_id, FinishReason.STOP, now)
+                    self._forget(update.sequence_id)
+        return outputs
+
+    def _forget(self, sequence_id: int) -> None:
+        request_id = self._running.pop(sequence_id).request_id
+        ids = self._by_request[request_id]
+        ids.remove(sequence_id)
+        if not ids:
+            del self._by_request[request_id]
+
+    def _end_request(self, request_id: str, now: float) -> list[SequenceUpdate]:
+        ids = list(self._by_request.get(request_id, ()))
+        updates = [self._core.end_sequence(sequence_id, FinishReason.ABORT, now) for sequence_id in ids]
+        return [update for update in updates if update is not None]
+
+    def _end_all(self, error: CrossPoolError) -> None:
+        """The thread's last act: everybody who waits gets `error`."""
+        outputs: list[tuple[Sink, RequestOutput]] = []
+        with self._lock:
+            now = self._clock()
+            for sequence_id, running in self._running.items():
+                ended = SequenceUpdate(
+                    sequence_id=sequence_id, time_s=now, scheduled_s=None, finish_reason=FinishReason.ERROR, error=error
+                )
+                output = running.builder.on_update(ended)
+                assert output is not None
+                outputs.append((running.sink, output))
+            self._running.clear()
+            self._by_request.clear()
+            self._ended.notify_all()
+            waiting = [future for model in self._registry for future in (model.added, model.removed)]
+        for future in waiting:
+            if future is not None and not future.done():
+                future.set_exception(error)
+        self._deliver(outputs)
+
+    def _deliver(self, outputs: list[tuple[Sink, RequestOutput]]) -> None:
+        for sink, output in outputs:
+            try:
+                sink([output])
+            except Exception:  # one caller's bug is not the others' end
+                logger.exception("the sink of request %s raised; the request is aborted", output.request_id)
+                self.abort(output.request_id)
+
+    # models, on the engine thread -------------------------------------------------------------------------------
+
+    def _load(self, model: ServedModel) -> list[SequenceUpdate]:
+        logger.info("loading model %s from %s", model.name, model.directory)
+        self._cluster.add_model(model.placement)
+        return []
+
+    def _end_model(self, name: str, error: CrossPoolError, now: float) -> list[SequenceUpdate]:
+        return self._core.end_model(name, error, now) if name in self._core.loads else []
+
+    def _on_model_event(self, event: Event, now: float) -> None:
+        match event:
+            case LoadProgress():
+                self._registry.progress(event)
+            case ModelReady(name=name) if name in self._registry:
+                self._model_ready(event)
+            case ModelFailed(name=name, error=error) if name in self._registry:
+                self._model_failed(name, error)
+            case RankLost(rank=rank, reason=reason):
+                logger.warning("rank %s was lost: %s", rank, reason)
+            case RankReady(rank=rank, seconds=seconds):
+                logger.info("rank %s is ready after %.2f s", rank, seconds)
+            case RankFailed(rank=rank, error=error):
+                logger.error("rank %s stays lost: %s", rank, error)
+            case _:
+                pass
+
+    def _model_ready(self, event: ModelReady) -> None:
+        registered = self._registry.get(event.name)
+        if registered.info.state != "loading":
+            return
+        self._core.add_model(registered.model)
+        total = sum(event.bytes_by_rank.values())
+        info = self._registry.update(
+            event.name,
+            state="ready",
+            load_s=event.seconds,
+            bytes_by_rank=dict(event.bytes_by_rank),
+            loaded_bytes=total,
+            total_bytes=total,
+        )
+        logger.info("model %s is ready after %.2f s: %d bytes", event.name, event.seconds, total)
+        registered.added.set_result(info)
+
+    def _model_failed(self, name: str, error: str) -> None:
+        """A model that did not load, or not again after a rank's return: then its requests end with the error."""
+        logger.error("model %s failed: %s", name, error)
+        registered = self._registry.get(name)
+        self._registry.update(name, state="failed", error=error)
+        if not registered.added.done():
+            registered.added.set_exception(CheckpointError(error))
+        if name in self._core.loads:
+            lost = WorkerLostError(f"model {name} was lost: {error}")
+            self._calls.append(lambda now: self._end_model(name, lost, now))
+
+    def _remove_drained(self) -> None:
+        """Free models that are to be removed, or were lost, once nothing of them is in flight."""
+        for registered in self._registry:
+            name, state = registered.model.name, registered.info.state
+            leaving = registered.removed is not None or state == "failed"
+            if leaving and name in self._core.loads and self._core.is_idle(name):
+                self._core.remove_model(name)
+                if state != "failed":  # nothing of a failed model is left on any rank
+                    self._cluster.remove_model(name)
+            if registered.removed is not None and name not in self._core.loads:
+                self._registry.remove(name)
+                registered.removed.set_result(None)
+
+    def _sequences(self, request: GenerationRequest, model: ServedModel, now: float) -> list[Request]:
+        """The request's n sequences, with seeds, end tokens and deadline filled in."""
+        seed = request.seed if request.seed is not None else self.config.seed
+        if seed is None:
+            seed = int.from_bytes(os.urandom(8), "little") & MAX_SEED
+        timeout_s = request.timeout_s if request.timeout_s is not None else self.config.default_deadline_s
+        ends = () if request.sampling.ignore_eos else model.spec.eos_token_ids
+        stops = tuple(dict.fromkeys((*request.sampling.stop_token_ids, *ends)))
+        return [
+            Request(
+                request_id=request.request_id,
+                model=request.model,
+                prompt_token_ids=list(request.prompt_token_ids),
+                sampling=replace(request.sampling, seed=sequence_seed(seed, index), stop_token_ids=stops),
+                priority=request.priority,
+                arrival_s=now,
+                deadline_s=None if timeout_s is None else now + timeout_s,
+            )
+            for index in range(request.n)
+        ]
+
+
+def _detokenizer(request: GenerationRequest, model: ServedModel) -> Detokenizer | None:
+    if model.tokenizer is None:
+        return None
+    return Detokenizer(
+        model.tokenizer,
+        stop=request.stop,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        min_tokens=request.sampling.min_tokens,
+    )
+
+
+def _check_ids(request: GenerationRequest, vocab_size: int) -> None:
+    """Raises ValueError for the first id outside the vocabulary: it would fail in the middle of a step."""
+    for what, ids in (
+        ("the prompt", request.prompt_token_ids),
+        ("logit_bias", [token_id for token_id, _ in request.sampling.logit_bias]),
+        ("stop_token_ids", request.sampling.stop_token_ids),
+    ):
+        for token_id in ids:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"{what} has token id {token_id}; {request.model} has ids 0 to {vocab_size - 1}")

@@ -1,0 +1,110 @@
+"""Random requests, aborts, failures and lost ranks against a simulated cluster: nothing accepted is lost.
+
+Every turn checks that no frame has two owners, that the budget adds up and holds, and that what lives can end.
+"""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from crosspool.core import FinishReason
+from crosspool.errors import CapacityError, DeadlineExceededError, QueueFullError, WorkerLostError
+from tests.support.core_drive import Drive, a_config, a_model
+
+MODELS = [
+    a_model("p", page_tokens=4, frames_per_page=1, max_context=64, weights_ranks=("w0",)),
+    a_model("q", page_tokens=3, frames_per_page=2, max_context=48, weights_ranks=("w0", "w1")),
+    a_model("r", page_tokens=8, frames_per_page=3, max_context=96, weights_ranks=("w1",)),
+]
+RANKS = ("kv0", "w0", "w1")
+
+
+def add_at_random(drive: Drive, rng: random.Random) -> None:
+    try:
+        drive.add(
+            rng.choice(MODELS).name,
+            prompt=rng.randint(1, 40),
+            max_tokens=rng.randint(1, 30),
+            n=rng.choice((1, 1, 1, 3)),
+            stops=rng.sample(range(64), 3),
+            priority=rng.randint(-2, 2),
+            deadline_s=drive.now + rng.uniform(0.0, 2.0) if rng.random() < 0.2 else None,
+        )
+    except (CapacityError, QueueFullError, WorkerLostError):
+        pass
+
+
+def chaos(seed: int, *, admission: str, fail_rate: float, num_losses: int, timeout_s: float, num_frames: int) -> Drive:
+    rng = random.Random(seed)
+    config = a_config(
+        num_frames,
+        admission=admission,
+        max_queue=6,
+        max_num_seqs=rng.randint(1, 6),
+        num_decode_lanes=rng.randint(1, 3),
+        num_prefill_lanes=rng.randint(1, 2),
+        ageing_s=rng.choice((0.0, 0.05, 2.0)),
+        bypass_window=rng.choice((0, 3)),
+        recovery_timeout_s=timeout_s,
+        forecast_quantile=0.5,
+    )
+    drive = Drive(config, MODELS, seed=seed, fail_rate=fail_rate)
+    for name in "pqr":  # so that a forecast has outputs to go by, and goes wrong
+        for length in rng.choices(range(1, 8), k=40):
+            drive.core._estimate.record(name, length)
+    for _ in range(rng.randint(5, 40)):
+        for _ in range(rng.randint(0, 4)):
+            add_at_random(drive, rng)
+        running = [sequence_id for sequence_id in drive.requests if sequence_id not in drive.ends]
+        if running and rng.random() < 0.2:
+            drive.end(rng.choice(running), rng.choice((FinishReason.ABORT, FinishReason.STOP)))
+        if num_losses and rng.random() < 0.2:
+            num_losses -= 1
+            rank = rng.choice([rank for rank in RANKS if rank not in drive.cluster.down] or [None])
+            if rank is not None:
+                drive.cluster.lose(rank, drive.now, rng.uniform(0.0, 0.5))
+        drive.run(until_s=drive.now + rng.uniform(0.0, 0.1))
+    drive.run()
+    return drive
+
+
+@pytest.mark.fuzz
+@given(
+    seed=st.integers(0, 10**6),
+    admission=st.sampled_from(["reserve", "forecast"]),
+    fail_rate=st.sampled_from([0.0, 0.05]),
+    num_losses=st.integers(0, 4),
+    num_frames=st.sampled_from([40, 64, 200]),
+)
+def test_every_accepted_request_ends_with_the_tokens_of_an_undisturbed_run(
+    seed, admission, fail_rate, num_losses, num_frames
+):
+    drive = chaos(
+        seed, admission=admission, fail_rate=fail_rate, num_losses=num_losses, timeout_s=60.0, num_frames=num_frames
+    )
+    drive.check_all_ended()
+    for end in drive.ends.values():
+        if end.error is not None:
+            assert isinstance(end.error, DeadlineExceededError), end.error
+    if admission == "reserve":
+        assert drive.core.num_stalls == 0
+
+
+@pytest.mark.fuzz
+@given(seed=st.integers(0, 10**6), timeout_s=st.sampled_from([0.0, 0.01, 0.3]), num_losses=st.integers(1, 5))
+def test_with_a_short_recovery_bound_every_request_still_ends_and_pages_return(seed, timeout_s, num_losses):
+    drive = chaos(seed, admission="reserve", fail_rate=0.02, num_losses=num_losses, timeout_s=timeout_s, num_frames=64)
+    drive.check_all_ended()
+
+
+def test_a_forecast_that_is_too_low_stalls_and_never_deadlocks():
+    """The chaos above must reach the case it is there for: sequences that outgrow what was set aside for them."""
+    drives = [
+        chaos(seed, admission="forecast", fail_rate=0.0, num_losses=0, timeout_s=60.0, num_frames=40)
+        for seed in range(25)
+    ]
+    for drive in drives:
+        drive.check_all_ended()
+    assert sum(drive.core.num_stalls for drive in drives) > 20

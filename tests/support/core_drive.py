@@ -1,0 +1,189 @@
+"""Drives an EngineCore and a simulated cluster through simulated time, and checks the core's promises at every turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from crosspool.core import FinishReason, Request, SamplingParams
+from crosspool.engine.admission import can_all_end
+from crosspool.engine.config import EngineConfig
+from crosspool.engine.scheduler_core import EngineCore
+from crosspool.engine.sequence import SequenceUpdate
+from crosspool.engine.served_model import ServedModel
+from crosspool.models.spec import DenseFFNSpec, GQASpec, LayerSpec, ModelSpec, RopeSpec, WeightFormat
+from tests.support.simulated_cluster import VOCAB_SIZE, SimulatedCluster, expected_tokens
+
+FRAME_BYTES = 4096
+
+
+def a_model(
+    name: str,
+    *,
+    page_tokens: int = 4,
+    frames_per_page: int = 1,
+    max_context: int = 1024,
+    weights_ranks: Sequence[str] = ("w0",),
+    eos: Sequence[int] = (),
+) -> ServedModel:
+    """A model without weights."""
+    rope = RopeSpec(theta=1e4, dim=8)
+    attention = GQASpec(num_heads=2, num_kv_heads=1, head_dim=8, rope=rope, softmax_scale=1.0)
+    spec = ModelSpec(
+        family="llama",
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        layers=(LayerSpec(attention=attention, ffn=DenseFFNSpec(intermediate_size=16)),),
+        norm_eps=1e-6,
+        tie_word_embeddings=True,
+        max_position_embeddings=max_context,
+        weight_format=WeightFormat(dtype="float32"),
+        eos_token_ids=tuple(eos),
+    )
+    return ServedModel(
+        name=name,
+        spec=spec,
+        directory=Path(name),
+        weights_ranks=tuple(weights_ranks),
+        page_tokens=page_tokens,
+        frames_per_page=frames_per_page,
+        frame_bytes=FRAME_BYTES,
+    )
+
+
+def a_config(num_frames: int = 64, **changes: object) -> EngineConfig:
+    """A pool of `num_frames` frames beside frame 0."""
+    return EngineConfig(
+        kv_budget_bytes=(num_frames + 1) * FRAME_BYTES,
+        frame_bytes=FRAME_BYTES,
+        **{"max_num_batched_tokens": 16, **changes},  # type: ignore[arg-type]
+    )
+
+
+class Drive:
+    """Core, cluster and the time they share."""
+
+    def __init__(
+        self, config: EngineConfig, models: Sequence[ServedModel], *, seed: int = 0, fail_rate: float = 0.0
+    ) -> None:
+        self.core = EngineCore(config)
+        for model in models:
+            self.core.add_model(model)
+        self.cluster = SimulatedCluster(models, num_frames=config.num_frames, seed=seed, fail_rate=fail_rate)
+        self.now = 0.0
+        self.requests: dict[int, Request] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, SequenceUpdate] = {}
+        self.first_token_s: dict[int, float] = {}
+        self.cut: set[int] = set()  # ended from outside
+
+    def add(
+        self,
+        model: str,
+        prompt: int = 5,
+        max_tokens: int = 5,
+        *,
+        n: int = 1,
+        stops: Sequence[int] = (),
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> list[int]:
+        """Add a request of `n` sequences; each one's seed tells it apart."""
+        first = len(self.requests)
+        requests = [
+            Request(
+                request_id=f"r{first}",
+                model=model,
+                prompt_token_ids=[(first + position) % VOCAB_SIZE for position in range(prompt)],
+                sampling=SamplingParams(max_tokens=max_tokens, seed=first + index, stop_token_ids=tuple(stops)),
+                priority=priority,
+                arrival_s=self.now,
+                deadline_s=deadline_s,
+            )
+            for index in range(n)
+        ]
+        ids = self.core.add_requests(requests, self.now)
+        for sequence_id, request in zip(ids, requests, strict=True):
+            self.requests[sequence_id] = request
+            self.tokens[sequence_id] = []
+        return ids
+
+    def end(self, sequence_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
+        update = self.core.end_sequence(sequence_id, reason, self.now)
+        self._take([] if update is None else [update])
+        self.cut.add(sequence_id)
+        return update is not None
+
+    def turn(self) -> None:
+        """All that happens at this moment."""
+        for event in self.cluster.due(self.now):
+            self._take(self.core.on_event(event, self.now))
+        self._take(self.core.on_time(self.now))
+        for rank, ids in self.core.take_forgotten().items():
+            self.cluster.forget(rank, ids)
+        for step in self.core.schedule(self.now):
+            self.cluster.submit(step, self.now)
+        self.check()
+
+    def next_moment(self) -> float | None:
+        moments = [self.cluster.next_event_s(), self.core.next_deadline(self.now)]
+        return min((moment for moment in moments if moment is not None), default=None)
+
+    def run(self, until_s: float | None = None, max_turns: int = 100_000) -> None:
+        """Run until nothing is left to happen, or until `until_s`."""
+        for _ in range(max_turns):
+            self.turn()
+            moment = self.next_moment()
+            if moment is None or (until_s is not None and moment > until_s):
+                self.now = self.now if until_s is None else until_s
+                return
+            self.now = max(self.now, moment)
+        raise AssertionError(f"still running after {max_turns} turns: {self.core.stats(self.now)}")
+
+    def check(self) -> None:
+        """The budget holds, the numbers add up, and everything live can end."""
+        stats = self.core.stats(self.now)
+        for pool in stats.pools:
+            pages = self.core.pages[pool.kv_rank]
+            assert min(pool.frames_used, pool.frames_reserved, pool.frames_free) >= 0
+            assert pool.frames_used + pool.frames_reserved + pool.frames_free == pool.frames_budget
+            assert pool.frames_used == pages.pool.budget - pages.pool.num_free
+            models = [m for m in stats.models if self.core.loads[m.name].model.kv_rank == pool.kv_rank]
+            assert sum(model.frames_used for model in models) == pool.frames_used
+            assert can_all_end(pages.pool.num_free, pages.budget.claims.values())
+        for model in stats.models:
+            assert model.num_queued <= self.core.config.max_queue + model.num_accepted * self.core.ranks.num_lost
+            assert model.num_prefilling + model.num_decoding <= self.core.config.max_num_seqs
+
+    def check_all_ended(self) -> None:
+        """Every accepted request has ended, those that ran to their end with the right tokens; nothing is held."""
+        assert set(self.ends) == set(self.requests)
+        for sequence_id, end in self.ends.items():
+            want = self.expected(sequence_id)
+            got = self.tokens[sequence_id]
+            assert got == want[: len(got)]
+            if end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and sequence_id not in self.cut:
+                assert got == want
+        for pages in self.core.pages.values():
+            assert pages.pool.num_free == pages.pool.budget
+            assert not pages.budget.claims
+            assert not pages.stalled
+        assert all(load.is_idle for load in self.core.loads.values())
+        assert not any(known for known in self.cluster.known.values())
+        assert self.core.num_unended() == 0
+
+    def expected(self, sequence_id: int) -> list[int]:
+        request = self.requests[sequence_id]
+        sampling = request.sampling
+        return expected_tokens(
+            sampling.seed, len(request.prompt_token_ids), sampling.max_tokens, sampling.stop_token_ids
+        )
+
+    def _take(self, updates: Sequence[SequenceUpdate]) -> None:
+        for update in updates:
+            assert update.sequence_id not in self.ends, "an update after the end"
+            if update.token is not None:
+                self.tokens[update.sequence_id].append(update.token.token_id)
+                self.first_token_s.setdefault(update.sequence_id, update.time_s)
+            if update.finish_reason is not None:
+                self.ends[update.sequence_id] = update
