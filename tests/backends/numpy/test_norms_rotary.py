@@ -1,0 +1,70 @@
+"""RMSNorm and rotary embedding against their definitions."""
+
+import numpy as np
+import pytest
+
+from crosspool.backends.numpy.norms import RMSNorm
+from crosspool.backends.numpy.rotary import FIRST_POSITIONS, RotaryTable, pair_order, rotate
+from crosspool.models.rope import inv_freq
+from crosspool.models.spec import RopeScaling, RopeSpec
+
+
+def random(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (5, 64), (3, 4, 16)])
+def test_rms_norm_is_its_definition(shape):
+    x, weight = random(0, *shape), random(1, *shape[1:])
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + 1e-2) * weight
+    assert RMSNorm(weight, 1e-2)(x) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_rms_norm_in_place_on_a_strided_part_leaves_the_rest_alone():
+    x = random(2, 3, 20)
+    part, rest = x[:, :8], x[:, 8:].copy()
+    expected = RMSNorm(random(3, 8), 1e-6)(part.copy())
+    RMSNorm(random(3, 8), 1e-6)(part, out=part)
+    assert (x[:, :8] == expected).all()
+    assert (x[:, 8:] == rest).all()
+
+
+def turned(x, position, rope):
+    """One head (width,) turned by the definition, in float64; pairs as the rope says."""
+    half = rope.dim // 2
+    pairs = [(2 * idx, 2 * idx + 1) if rope.interleaved else (idx, idx + half) for idx in range(half)]
+    result = x.astype(np.float64)
+    for (first, second), frequency in zip(pairs, inv_freq(rope), strict=True):
+        cos, sin = np.cos(position * frequency), np.sin(position * frequency)
+        result[first], result[second] = x[first] * cos - x[second] * sin, x[second] * cos + x[first] * sin
+    return result
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "width"), [(16, 16), (8, 16), (6, 16)])
+def test_rotating_reordered_heads_equals_the_definition(interleaved, dim, width):
+    rope = RopeSpec(theta=100.0, dim=dim, interleaved=interleaved)
+    order = pair_order(rope, width)
+    assert sorted(order.tolist()) == list(range(width))
+    x = random(4, 3, 2, width)
+    positions = np.array([0, 7, 1500])
+    moved = x[..., order].copy()
+    rotate(moved[..., :dim], RotaryTable(rope).turns(positions))
+    for token, position in enumerate(positions):
+        for head in range(2):
+            expected = turned(x[token, head], position, rope)[order]
+            assert moved[token, head] == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+
+def test_the_table_grows_and_keeps_its_values():
+    table = RotaryTable(RopeSpec(theta=1e4, dim=8))
+    before = table.turns(np.array([3]))
+    assert table.turns(np.array([5 * FIRST_POSITIONS])).shape == (1, 1, 4)
+    assert (table.turns(np.array([3])) == before).all()
+
+
+def test_yarns_attention_factor_lengthens_the_turned_part():
+    scaling = RopeScaling(kind="yarn", factor=4.0, original_max_positions=64, attention_factor=1.25)
+    turns = RotaryTable(RopeSpec(theta=1e4, dim=8, scaling=scaling)).turns(np.arange(50))
+    assert np.abs(turns) == pytest.approx(np.full(turns.shape, 1.25), rel=1e-6)
