@@ -56,6 +56,10 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
+    def check(self) -> None:
+        """Raises WorkerLostError if the engine thread has failed and ShuttingDownError if it is closing."""
+        self.engine.check()
+
     async def close(self, *, drain_s: float = 0.0) -> None:
         """Refuse new requests, give running ones `drain_s` to end, end the rest with an error, stop the workers."""
         await asyncio.get_running_loop().run_in_executor(None, lambda: self.engine.close(drain_s=drain_s))
