@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from crosspool.models.spec import DType
 from crosspool.scheduler.step import StepDescriptor, StepResult
 
 
@@ -13,6 +14,7 @@ class ModelPlacement:
     """One model and the ranks that hold it: its non-FFN weights on `kv_rank`, FFN slices on `weights_ranks` in order.
 
     hidden_size: elements of the rows that cross between the pools; the channels are sized by it.
+    kv_dtype: of the cache, as engine and worker both count it; a backend refuses what it cannot hold.
     """
 
     name: str
@@ -22,6 +24,7 @@ class ModelPlacement:
     weights_ranks: tuple[str, ...]
     page_tokens: int
     frame_bytes: int
+    kv_dtype: DType = "float32"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from crosspool.engine.served_model import ServedModel
 from crosspool.errors import CheckpointError
 from crosspool.kv_pool.geometry import choose_page_tokens, page_geometry
 from crosspool.models.directory import read_model_dir
+from crosspool.models.spec import DType
 
 
 def served_model(
@@ -20,15 +21,18 @@ def served_model(
     kv_rank: str = "kv0",
     page_tokens: int | None = None,
     max_context: int | None = None,
+    kv_dtype: DType = "float32",
 ) -> ServedModel:
-    """Read a directory's JSON files; no weights are touched.
+    """Read a directory's JSON files; no weights are touched. kv_dtype: what the backend's cache holds.
 
     Raises UnsupportedModelError, CheckpointError, and ValueError where no page fits a frame.
     """
     model_dir = read_model_dir(directory)
     served_name = name or model_dir.served_name
-    tokens = page_tokens or choose_page_tokens(model_dir.spec, frame_bytes)
-    geometry = page_geometry(model_dir.spec, page_tokens=tokens, frame_bytes=frame_bytes, model=served_name)
+    tokens = page_tokens or choose_page_tokens(model_dir.spec, frame_bytes, kv_dtype)
+    geometry = page_geometry(
+        model_dir.spec, page_tokens=tokens, frame_bytes=frame_bytes, kv_dtype=kv_dtype, model=served_name
+    )
     return ServedModel(
         name=served_name,
         spec=model_dir.spec,
@@ -38,6 +42,7 @@ def served_model(
         frames_per_page=geometry.frames_per_page,
         frame_bytes=frame_bytes,
         kv_rank=kv_rank,
+        kv_dtype=kv_dtype,
         max_context=max_context,
         tokenizer=_tokenizer(model_dir.path) if "tokenizer.json" in model_dir.tokenizer_files else None,
     )

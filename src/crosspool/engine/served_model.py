@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from crosspool.cluster.base import ModelPlacement
-from crosspool.models.spec import ModelSpec
+from crosspool.models.spec import DType, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,6 +26,7 @@ class ServedModel:
     frames_per_page: int
     frame_bytes: int
     kv_rank: str = "kv0"
+    kv_dtype: DType = "float32"
     max_context: int | None = None
     tokenizer: Tokenizer | None = None
 
@@ -56,4 +57,5 @@ class ServedModel:
             weights_ranks=self.weights_ranks,
             page_tokens=self.page_tokens,
             frame_bytes=self.frame_bytes,
+            kv_dtype=self.kv_dtype,
         )

@@ -31,6 +31,8 @@ class NumpyAttentionWorker:
         self._sequences: dict[int, Sequence] = {}
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
+        if placement.kv_dtype != "float32":
+            raise ValueError(f"kv_dtype is {placement.kv_dtype} for {placement.name}; the NumPy backend holds float32")
         directory = read_model_dir(placement.directory)
         weights = load_attention_weights(directory, np.float32, progress)
         self.add_weights(placement.name, directory.spec, weights, placement.page_tokens)
