@@ -113,7 +113,10 @@ class Cluster(Protocol):
         ...
 
     def submit(self, step: StepDescriptor) -> None:
-        """Hand one step to its lane's ranks. The lane's previous step has ended, done or failed."""
+        """Hand one step to its lane's ranks. The lane's previous step has ended, done or failed.
+
+        Each step ends with exactly one StepDone or StepFailed, also when its KV rank is lost (RankLost comes first).
+        """
         ...
 
     def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None: ...

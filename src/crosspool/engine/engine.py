@@ -220,8 +220,8 @@ class Engine:
             while self._calls:
                 outputs += self._outputs(self._calls.popleft()(now), now)
             for event in events:
-                self._on_model_event(event, now)
                 outputs += self._outputs(self._core.on_event(event, now), now)
+                outputs += self._outputs(self._on_model_event(event, now), now)
             outputs += self._outputs(self._core.on_time(now), now)
             self._remove_drained()
             for kv_rank, sequence_ids in self._core.take_forgotten().items():
@@ -290,20 +290,24 @@ class Engine:
 
     def _load(self, model: ServedModel) -> list[SequenceUpdate]:
         logger.info("loading model %s from %s", model.name, model.directory)
-        self._cluster.add_model(model.placement)
+        try:
+            self._cluster.add_model(model.placement)
+        except ValueError as error:  # it names a rank that there is not
+            self._registry.update(model.name, state="failed", error=str(error))
+            self._registry.get(model.name).added.set_exception(error)
         return []
 
     def _end_model(self, name: str, error: CrossPoolError, now: float) -> list[SequenceUpdate]:
         return self._core.end_model(name, error, now) if name in self._core.loads else []
 
-    def _on_model_event(self, event: Event, now: float) -> None:
+    def _on_model_event(self, event: Event, now: float) -> list[SequenceUpdate]:
         match event:
             case LoadProgress():
                 self._registry.progress(event)
             case ModelReady(name=name) if name in self._registry:
                 self._model_ready(event)
             case ModelFailed(name=name, error=error) if name in self._registry:
-                self._model_failed(name, error)
+                return self._model_failed(name, error, now)
             case RankLost(rank=rank, reason=reason):
                 logger.warning("rank %s was lost: %s", rank, reason)
             case RankReady(rank=rank, seconds=seconds):
@@ -312,6 +316,7 @@ class Engine:
                 logger.error("rank %s stays lost: %s", rank, error)
             case _:
                 pass
+        return []
 
     def _model_ready(self, event: ModelReady) -> None:
         registered = self._registry.get(event.name)
@@ -330,16 +335,14 @@ class Engine:
         logger.info("model %s is ready after %.2f s: %d bytes", event.name, event.seconds, total)
         registered.added.set_result(info)
 
-    def _model_failed(self, name: str, error: str) -> None:
+    def _model_failed(self, name: str, error: str, now: float) -> list[SequenceUpdate]:
         """A model that did not load, or not again after a rank's return: then its requests end with the error."""
         logger.error("model %s failed: %s", name, error)
         registered = self._registry.get(name)
         self._registry.update(name, state="failed", error=error)
         if not registered.added.done():
             registered.added.set_exception(CheckpointError(error))
-        if name in self._core.loads:
-            lost = WorkerLostError(f"model {name} was lost: {error}")
-            self._calls.append(lambda now: self._end_model(name, lost, now))
+        return self._end_model(name, WorkerLostError(f"model {name} was lost: {error}"), now)
 
     def _remove_drained(self) -> None:
         """Free models that are to be removed, or were lost, once nothing of them is in flight."""

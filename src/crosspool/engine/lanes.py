@@ -30,7 +30,11 @@ class Trouble:
 
 @dataclass(slots=True)
 class Lane:
-    """One lane: idle, or running `step`. `step_seq` starts at 1 and is never reused."""
+    """One lane: idle, or running `step`. `step_seq` starts at 1 and is never reused.
+
+    is_abandoned: the step's KV rank was lost and its sequences have left; the lane stays taken until the step's end
+    is told, as the contract of `Cluster.submit` asks.
+    """
 
     index: int
     phase: Phase
@@ -39,6 +43,7 @@ class Lane:
     sequences: tuple[Sequence, ...] = ()
     started_s: float = 0.0
     trouble: Trouble | None = None
+    is_abandoned: bool = False
 
     def next_seq(self) -> int:
         self.step_seq += 1
@@ -55,10 +60,15 @@ class Lane:
         """Make the lane idle; its sequences are in no step any more."""
         assert self.step is not None
         step, sequences = self.step, self.sequences
-        self.step, self.sequences, self.trouble = None, (), None
-        for sequence in sequences:
-            sequence.in_step = False
+        self.abandon()
+        self.step, self.trouble, self.is_abandoned = None, None, False
         return step, sequences
+
+    def abandon(self) -> None:
+        """Let the sequences go; what the step does is of no interest any more."""
+        for sequence in self.sequences:
+            sequence.in_step = False
+        self.sequences, self.is_abandoned = (), True
 
     def stats(self) -> LaneStats:
         header = None if self.step is None else self.step.header

@@ -60,7 +60,7 @@ class ModelRegistry:
             created_s=time.time(),
             kv_rank=model.kv_rank,
             weights_ranks=model.weights_ranks,
-            kv_bytes_per_token=model.spec.kv_bytes_per_token(),
+            kv_bytes_per_token=model.spec.kv_bytes_per_token(model.kv_dtype),
         )
         self._models[model.name] = registered = RegisteredModel(model, info, outcome())
         self._loaded_by_rank[model.name] = {}

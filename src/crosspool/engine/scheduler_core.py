@@ -228,6 +228,9 @@ class EngineCore:
         lane = self.lanes[result.lane]
         if lane.step is None or lane.step.header.step_seq != result.step_seq:
             return []
+        if lane.is_abandoned:
+            lane.finish()
+            return []
         step, sequences = lane.finish()
         self.num_steps += 1
         self.last_step_s = now
@@ -258,6 +261,9 @@ class EngineCore:
     def _step_failed(self, event: StepFailed, now: float) -> list[SequenceUpdate]:
         lane = self.lanes[event.lane]
         if lane.step is None or lane.step.header.step_seq != event.step_seq:
+            return []
+        if lane.is_abandoned:
+            lane.finish()
             return []
         trouble = lane.trouble or Trouble(now, 0, event.error)
         trouble.num_failures += 1
@@ -302,7 +308,7 @@ class EngineCore:
         """The rank's sequences go back to the head of their queues, to be prefilled from all tokens they have."""
         for lane in self.lanes:
             if lane.step is not None and lane.step.header.kv_rank == rank:
-                lane.finish()
+                lane.abandon()
         self.parked = [parked for parked in self.parked if parked.step.header.kv_rank != rank]
         updates = []
         for load in self.loads.values():
