@@ -29,20 +29,21 @@ class GQAAttention:
         if spec.qkv_bias:
             biases = [_reorder(weights["q_bias"], order) * q_scale, _reorder(weights["k_bias"], order)]
             self._qkv_bias = np.concatenate([*biases, weights["v_bias"]])
+        self._norms: tuple[RMSNorm, ...] = ()
         if spec.qk_norm == "head":
             q_norm = np.tile(weights["q_norm"][order] * scale, (spec.num_heads, 1))
             k_norm = np.tile(weights["k_norm"][order], (spec.num_kv_heads, 1))
-            self._head_norm = RMSNorm(np.concatenate([q_norm, k_norm]), norm_eps)
+            self._norms = (RMSNorm(np.concatenate([q_norm, k_norm]), norm_eps),)
         elif spec.qk_norm == "full":
-            self._q_norm = RMSNorm(_reorder(weights["q_norm"], order) * scale, norm_eps)
-            self._k_norm = RMSNorm(_reorder(weights["k_norm"], order), norm_eps)
+            q_norm = _reorder(weights["q_norm"], order) * scale
+            self._norms = (RMSNorm(q_norm, norm_eps), RMSNorm(_reorder(weights["k_norm"], order), norm_eps))
         self._o = np.ascontiguousarray(weights["o"]).T
         self._o_bias = weights["o_bias"] if spec.o_bias else None
         self._sinks = weights["sinks"].reshape(spec.num_kv_heads, -1) if spec.sinks else None
 
     @property
     def nbytes(self) -> int:
-        arrays = (self._qkv, self._qkv_bias, self._o, self._o_bias, self._sinks)
+        arrays = (self._qkv, self._qkv_bias, self._o, self._o_bias, self._sinks, *self._norms)
         return sum(array.nbytes for array in arrays if array is not None)
 
     def __call__(self, x: FloatArray, turns: ComplexArray, cache: LayerCache, slots: StepSlots) -> FloatArray:
@@ -55,11 +56,10 @@ class GQAAttention:
         qk_width = self._q_width + self._kv_width
         heads = qkv[:, :qk_width].reshape(num_tokens, -1, spec.head_dim)
         if spec.qk_norm == "head":
-            self._head_norm(heads, out=heads)
+            self._norms[0](heads, out=heads)
         elif spec.qk_norm == "full":
-            query, key = qkv[:, : self._q_width], qkv[:, self._q_width : qk_width]
-            self._q_norm(query, out=query)
-            self._k_norm(key, out=key)
+            for norm, part in zip(self._norms, np.split(qkv[:, :qk_width], [self._q_width], axis=1), strict=True):
+                norm(part, out=part)
         rotate(heads[..., : spec.rope.dim], turns)
         cache.write(qkv[:, self._q_width :], slots)
         query = heads[:, : spec.num_heads].reshape(num_tokens, spec.num_kv_heads, -1, spec.head_dim)

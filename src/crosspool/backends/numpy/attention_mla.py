@@ -46,8 +46,9 @@ class MLAAttention:
 
     @property
     def nbytes(self) -> int:
-        arrays = (self._down, self._down_bias, self._q_b, self._key_up, self._value_up, self._o, self._o_bias)
-        return sum(array.nbytes for array in arrays if array is not None)
+        matrices = (self._down, self._q_b, self._key_up, self._value_up, self._o)
+        vectors = (self._down_bias, self._o_bias, self._q_a_norm, self._kv_a_norm)
+        return sum(part.nbytes for part in (*matrices, *vectors) if part is not None)
 
     def __call__(self, x: FloatArray, turns: ComplexArray, cache: LayerCache, slots: StepSlots) -> FloatArray:
         """(num_tokens, hidden) attention output of the normed `x`; the tokens' latents are written to the cache."""

@@ -1,0 +1,255 @@
+"""The two workers: split equals whole bit for bit, replays change nothing, memory lies where it belongs."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+
+from crosspool.backends.numpy.ffn_worker import NumpyFFNWorker
+from crosspool.backends.numpy.kv_worker import NumpyAttentionWorker
+from crosspool.backends.numpy.monolithic import MonolithicModel
+from crosspool.core import SamplingParams
+from crosspool.kv_pool.geometry import page_geometry
+from crosspool.models.directory import read_model_dir
+from crosspool.models.tensors import num_parameters
+from crosspool.weights_pool.loader import load_attention_weights, load_ffn_weights
+from tests.support.direct_lanes import SplitModel, ignore_progress
+from tests.support.step_script import Script
+from tests.support.tiny_models import CONFIGS, write_tiny_model
+
+PAGE_TOKENS = 8
+FRAME_BYTES = 32 * 1024
+NUM_FRAMES = 200
+GREEDY = SamplingParams(max_tokens=50, temperature=0.0)
+SEEDED = SamplingParams(max_tokens=50, temperature=1.2, seed=5, top_p=0.95, presence_penalty=0.5, num_logprobs=3)
+
+_directories = TemporaryDirectory()
+
+
+@cache
+def model_dir(family):
+    return read_model_dir(write_tiny_model(Path(_directories.name) / family, family, tokenizer=False))
+
+
+def split(family, num_weights=1):
+    directory = model_dir(family)
+    return SplitModel(directory, num_weights, page_tokens=PAGE_TOKENS, num_frames=NUM_FRAMES, frame_bytes=FRAME_BYTES)
+
+
+def whole(family, num_slices=1):
+    directory = model_dir(family)
+    return MonolithicModel(
+        directory.spec,
+        load_attention_weights(directory),
+        [load_ffn_weights(directory, idx, num_slices) for idx in range(num_slices)],
+        page_tokens=PAGE_TOKENS,
+        num_frames=NUM_FRAMES,
+        frame_bytes=FRAME_BYTES,
+    )
+
+
+def script(family, seed=0, lengths=(5, 17, 11), num_output=10):
+    spec = model_dir(family).spec
+    rng = np.random.default_rng(seed)
+    return Script(
+        family,
+        page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=FRAME_BYTES, kv_dtype="float32"),
+        [rng.integers(0, spec.vocab_size, length).tolist() for length in lengths],
+        [GREEDY, SEEDED, replace(SEEDED, seed=6)],
+        num_output=num_output,
+        num_frames=NUM_FRAMES,
+        seed=seed,
+    ).steps()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("num_weights", [1, 2, 3])
+def test_split_equals_whole_bit_for_bit(family, num_weights):
+    pools, model = split(family, num_weights), whole(family, num_weights)
+    rng = np.random.default_rng(num_weights)
+    num_sampled = 0
+    for step in script(family, seed=num_weights):
+        expected = model.run(step)
+        assert pools.run(step, rng) == expected
+        num_sampled += len(expected)
+    assert num_sampled == 30
+    assert (pools.attention._arena == model._worker._arena).all()
+
+
+def test_swapped_slices_add_up_in_another_order():
+    """Negative control: the comparison above sees the order of the sums."""
+    model = whole("qwen3_moe", 3)
+    reference = whole("qwen3_moe", 3)
+    model._ffn.reverse()
+    for step in script("qwen3_moe", num_output=2):
+        model.run(step)
+        reference.run(step)
+    assert not (model._worker._arena == reference._worker._arena).all()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_a_step_that_fails_anywhere_and_is_replayed_changes_nothing(family):
+    pools, undisturbed = split(family, 2), split(family, 2)
+    rng = np.random.default_rng(1)
+    for number, step in enumerate(script(family, seed=3)):
+        expected = undisturbed.run(step)
+        for attempt in range(int(rng.integers(0, 3))):
+            # Anywhere: before the first segment, between two, or at the end without a report.
+            pools.run(step.replayed(step.header.step_seq + attempt), rng, max_segments=int(rng.integers(0, 16)))
+        assert pools.run(step.replayed(step.header.step_seq + 5), rng) == expected, f"step {number}"
+
+
+def test_a_replay_may_come_without_joining_once_the_step_has_run():
+    pools = split("qwen3_moe")
+    first = next(script("qwen3_moe", lengths=(5,)))
+    expected = pools.run(first)
+    again = replace(first.replayed(first.header.step_seq + 1), joining=())
+    assert pools.run(again) == expected
+
+
+def test_a_lost_sequence_prefilled_with_its_tokens_so_far_goes_on_the_same():
+    family = "qwen3_moe"
+    spec = model_dir(family).spec
+    prompt = list(range(20, 29))
+    params = [replace(SEEDED, frequency_penalty=0.7, min_tokens=6, stop_token_ids=tuple(range(50)))]
+    geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=FRAME_BYTES, kv_dtype="float32")
+
+    def steps(prompt, num_output, seed):
+        return Script(family, geometry, [prompt], params, num_output=num_output, num_frames=99, seed=seed).steps()
+
+    undisturbed = split(family)
+    tokens = [sampled.token_id for step in steps(prompt, 12, 0) for sampled in undisturbed.run(step)]
+    restarted = split(family)
+    resumed = []
+    for step in steps([*prompt, *tokens[:5]], 7, 1):
+        joining = tuple(
+            replace(new, prompt_token_ids=tuple(prompt), output_token_ids=tuple(tokens[:5])) for new in step.joining
+        )
+        resumed += [sampled.token_id for sampled in restarted.run(replace(step, joining=joining))]
+    assert resumed == tokens[5:]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_row_alone_and_in_company_agree(family):
+    spec = model_dir(family).spec
+    rng = np.random.default_rng(7)
+    prompts = [rng.integers(0, spec.vocab_size, length).tolist() for length in (9, 3, 14)]
+    model = whole(family)
+    alone = [model.trace(prompt)[1][-1] for prompt in prompts]
+    steps = list(script(family, lengths=(9, 3, 14)))
+    joining = {new.sequence_id: new for step in steps for new in step.joining}
+    geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=FRAME_BYTES, kv_dtype="float32")
+    frames = iter(range(1, NUM_FRAMES))
+    rows = tuple(
+        replace(
+            steps[0].rows[0],
+            sequence_id=idx,
+            token_ids=tuple(prompt),
+            num_cached_tokens=0,
+            num_new_tokens=len(prompt),
+            first_new_page=0,
+            new_pages=tuple(
+                tuple(next(frames) for _ in range(geometry.frames_per_page))
+                for _ in range(geometry.num_pages(len(prompt)))
+            ),
+            sample=True,
+        )
+        for idx, prompt in enumerate(prompts)
+    )
+    header = replace(steps[0].header, num_tokens=26)
+    step = replace(steps[0], header=header, rows=rows, joining=tuple(joining[idx] for idx in range(3)))
+    attention = model._begin(step)
+    for _ in model._layers(attention):
+        pass
+    for logits, expected in zip(attention.logits(), alone, strict=True):
+        assert np.abs(logits - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_pools_hold_their_own_bytes_and_give_them_back():
+    family = "deepseek_v2"
+    spec = model_dir(family).spec
+    pools = split(family)
+    attention = pools.attention.memory_bytes()
+    assert attention["ffn_weights"] == 0
+    assert attention["kv_cache"] == NUM_FRAMES * FRAME_BYTES
+    assert attention["attention_weights"] == 4 * num_parameters(spec, "kv")
+    assert pools.ffn["w0"].memory_bytes() == {"ffn_weights": 4 * num_parameters(spec, "weights"), "kv_cache": 0}
+    pools.run(next(script(family)))
+    pools.attention.remove_model(family)
+    pools.ffn["w0"].remove_model(family)
+    assert pools.attention.memory_bytes()["attention_weights"] == 0
+    assert pools.ffn["w0"].memory_bytes()["ffn_weights"] == 0
+    assert not pools.attention._sequences
+
+
+def test_forgotten_and_unknown_sequences_are_named():
+    pools = split("qwen3_moe")
+    steps = script("qwen3_moe", lengths=(5,))
+    first, second = next(steps), next(steps)
+    pools.run(first)
+    pools.attention.forget([0, 12345])
+    with pytest.raises(ValueError, match="sequence 0 is not known here"):
+        pools.run(second)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"new_pages": ()}, "needs 5 slots and has 0 pages of 8"),
+        ({"new_pages": ((0, 0),)}, "a page of qwen3_moe is 1 frames, and frame 0 is reserved"),
+        ({"new_pages": ((0,),)}, "frame 0 is reserved"),
+        ({"num_new_tokens": 4, "token_ids": (1, 2, 3, 4)}, "rows hold 4 tokens, its header says 5"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(change, message):
+    pools = split("qwen3_moe")
+    (row,) = (step := next(script("qwen3_moe", lengths=(5,), num_output=1))).rows
+    row = replace(row, token_ids=(1,) * 5, num_new_tokens=5, new_pages=((1,),))
+    step = replace(step, header=replace(step.header, num_tokens=5), rows=(replace(row, **change),))
+    with pytest.raises(ValueError, match=message):
+        pools.run(step)
+
+
+def test_a_prompt_outside_the_vocabulary_is_refused():
+    pools = split("qwen3_moe")
+    step = next(script("qwen3_moe", lengths=(5,)))
+    (new,) = step.joining
+    for wrong in (-1, 512):
+        step = replace(step, joining=(replace(new, prompt_token_ids=(1, wrong)),))
+        with pytest.raises(ValueError, match=f"token id {wrong} is not in the vocabulary of qwen3_moe; .* 0..511"):
+            pools.run(step)
+
+
+def test_unknown_models_and_misplaced_shares_are_named():
+    step = next(script("qwen3_moe", lengths=(5,)))
+    pools = split("qwen3_moe")
+    unknown = replace(step, header=replace(step.header, model="gone"))
+    with pytest.raises(ValueError, match=r"model 'gone' is not on (this KV|rank w0)"):
+        pools.run(unknown)
+
+
+def test_a_model_whose_layer_does_not_fit_a_frame_leaves_nothing_behind():
+    worker = NumpyAttentionWorker(4, 1024)
+    directory = model_dir("qwen3_moe")
+    with pytest.raises(ValueError, match=r"more than a 1\.0 KiB frame; set page_tokens <= "):
+        worker.add_weights("q", directory.spec, load_attention_weights(directory), 64)
+    assert worker.memory_bytes()["attention_weights"] == 0
+
+
+def test_an_ffn_worker_refuses_a_placement_without_it():
+    from crosspool.cluster.base import ModelPlacement
+
+    placement = ModelPlacement(
+        name="m",
+        directory=model_dir("qwen3_moe").path,
+        hidden_size=64,
+        kv_rank="kv0",
+        weights_ranks=("w0", "w1"),
+        page_tokens=8,
+        frame_bytes=FRAME_BYTES,
+    )
+    with pytest.raises(ValueError, match="not on rank w7"):
+        NumpyFFNWorker("w7").add_model(placement, ignore_progress)
