@@ -45,6 +45,7 @@ class LaneDriver:
     model: str
     sequences: Sequence[Sequence_]
     kv_rank: str = "kv0"
+    weights_ranks: Sequence[str] | None = None  # those its model needs; None: all
     priority: int = 0
     step_seq: int = 0
     num_replays: int = 0
@@ -119,14 +120,18 @@ class Run:
 
     def turn(self, timeout_s: float = 1.0) -> None:
         """Submit what can be submitted, then take the events of one poll."""
-        if not self.away:
-            for number in sorted(self.to_submit):
+        for number in sorted(self.to_submit):
+            if not self.waits_for_rank(self.lanes[number]):
                 self.cluster.submit(self.lanes[number].next_step())
                 self.num_in_flight += 1
-            self.to_submit.clear()
+                self.to_submit.discard(number)
         for event in self.cluster.poll(timeout_s):
             self.events.append(event)
             self._take(event)
+
+    def waits_for_rank(self, lane: LaneDriver) -> bool:
+        needed = self.away if lane.weights_ranks is None else {lane.kv_rank, *lane.weights_ranks}
+        return not self.away.isdisjoint(needed)
 
     def to_end(self, limit_s: float = 60.0, between: Callable[[], None] = lambda: None) -> None:
         until_s = time.monotonic() + limit_s

@@ -1,5 +1,6 @@
 """HostLoop: the thread or process of one or more ranks. It turns their loops, and sleeps when none has work."""
 
+import os
 import select
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,10 @@ from crosspool.cluster.rank_loop import RankLoop
 
 BUSY_NAP_S = 0.05
 """Longest sleep while something is in flight, so that the host's beat goes on and no lost ring costs more."""
+
+
+_yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
+"""Lets another process of this core run: without it a look around keeps the very peer from working that is waited for."""
 
 
 class Inbox(Protocol):
@@ -89,6 +94,7 @@ class HostLoop:
             while time.perf_counter() < until_s:
                 if self._has_work():
                     return
+                _yield_core()
         self._board.set_asleep(self._host, True)
         self._fence.full()  # see `doorbell.ringer`: marked first, looked at last
         readable = [] if self._has_work() else self._poll.poll(1000 * BUSY_NAP_S if is_busy else None)

@@ -58,6 +58,7 @@ class RankCluster:
         board: Board,
         open_region: Callable[[int], Region],
         release: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._hosts = hosts
@@ -66,6 +67,7 @@ class RankCluster:
         self._board = board
         self._open_region = open_region
         self._release = release
+        self._clock = clock
         self._supervisor = Supervisor(
             [host.ranks for host in hosts],
             start_timeout_s=config.start_timeout_s,
@@ -79,7 +81,7 @@ class RankCluster:
         self._events: list[Event] = []
         self._is_woken = False
         self._is_closed = False
-        self._launch_due(time.monotonic())
+        self._launch_due(clock())
 
     def add_model(self, placement: ModelPlacement) -> None:
         """Begin to load the model everywhere. Raises ValueError for a taken name or an unknown rank."""
@@ -89,7 +91,7 @@ class RankCluster:
                 raise ValueError(f"model {placement.name} is placed on {rank!r}, which is none of {', '.join(pool)}")
         if not placement.weights_ranks or len(set(placement.weights_ranks)) < len(placement.weights_ranks):
             raise ValueError(f"weights ranks of {placement.name} are {placement.weights_ranks}; name each rank once")
-        self._roster.add(placement, time.monotonic())
+        self._roster.add(placement, self._clock())
         for rank in self._roster.ranks(placement.name):
             if self._supervisor.state(rank) is RankState.FAILED:
                 self._drop_model(placement.name, f"{rank} could not be brought back; restart the server")
@@ -145,10 +147,10 @@ class RankCluster:
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Events since the last call; waits up to `timeout_s` for the first, without spinning."""
-        until_s = time.monotonic() + timeout_s
+        until_s = self._clock() + timeout_s
         while True:
             self._receive()
-            now_s = time.monotonic()
+            now_s = self._clock()
             self._watch(now_s)
             if self._events or self._is_woken or now_s >= until_s:
                 break
@@ -232,7 +234,7 @@ class RankCluster:
                     self._events.append(progress)
             case messages.Loaded(model, load_id, num_bytes):
                 if self._roster.is_current(model, rank, load_id):
-                    ready = self._roster.has_loaded(model, rank, num_bytes, time.monotonic())
+                    ready = self._roster.has_loaded(model, rank, num_bytes, self._clock())
                     self._settle_loads((rank,))
                     if ready is not None:
                         self._events.append(ready)
@@ -244,7 +246,7 @@ class RankCluster:
         """A rank that came (back) up is ready once none of its models is left to load."""
         for rank in ranks:
             if self._supervisor.state(rank) is RankState.LOADING and not self._roster.is_loading(rank):
-                seconds = self._supervisor.has_loaded(rank, time.monotonic())
+                seconds = self._supervisor.has_loaded(rank, self._clock())
                 logger.info("%s is ready after %.2f s", rank, seconds)
                 self._events.append(RankReady(rank=rank, seconds=seconds))
 
@@ -286,7 +288,7 @@ class RankCluster:
 
     def _judge(self, rank: str) -> None:
         """A KV rank waited for `rank` in vain: is it hung, or only busy with others' work?"""
-        host, now_s = self._host_of[rank], time.monotonic()
+        host, now_s = self._host_of[rank], self._clock()
         self._supervisor.overdue(host, now_s, self._board.beat(host), owes_work=True)
         silent_s = self._supervisor.silent_s(host, now_s)
         if self._supervisor.is_up(rank) and silent_s >= ACCUSED_FACTOR * self._config.step_deadline_s:
@@ -309,7 +311,7 @@ class RankCluster:
         if reason is not None and not can_restart:
             return  # a thread that hangs: its steps end by their deadlines
         reason = reason or host.last_words()
-        will_restart = self._supervisor.has_ended(number, time.monotonic()) and can_restart
+        will_restart = self._supervisor.has_ended(number, self._clock()) and can_restart
         if not will_restart:
             self._supervisor.give_up(number)
         blamed = []

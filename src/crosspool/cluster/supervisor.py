@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 BACKOFF_S = 0.2
-"""Wait before the second start in a row that follows a failed one; it doubles from there."""
+"""Wait before the start that follows a failed one; it doubles with each further failure."""
+MAX_BACKOFF_S = 10.0
 
 
 class RankState(StrEnum):
@@ -84,8 +85,7 @@ class Supervisor:
         if entry.num_failed_starts >= self._max_failed_starts:
             self._set(host, RankState.FAILED)
             return False
-        late = entry.num_failed_starts - 1
-        entry.restart_s = now_s + (BACKOFF_S * 2**late if late >= 0 else 0.0)
+        entry.restart_s = now_s + backoff_s(entry.num_failed_starts)
         self._set(host, RankState.LOST)
         return True
 
@@ -137,3 +137,8 @@ class Supervisor:
     def _set(self, host: int, state: RankState) -> None:
         for rank in self._hosts[host].ranks:
             self._states[rank] = state
+
+
+def backoff_s(num_failed_starts: int) -> float:
+    """Seconds to wait after so many failed starts in a row."""
+    return min(MAX_BACKOFF_S, BACKOFF_S * 2.0 ** min(num_failed_starts - 1, 20)) if num_failed_starts else 0.0
