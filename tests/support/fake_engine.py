@@ -45,6 +45,7 @@ class FakeEngine:
         self.running: dict[str, FakeStream] = {}
         self.aborted: list[str] = []
         self.finished: dict[str, dict[str, int]] = {name: {} for name in models}
+        self.failure: CrossPoolError | None = None
         self.busy_for_s: float | None = None
         self.ranks_down: dict[str, float] = {}
 
@@ -80,6 +81,10 @@ class FakeEngine:
             bytes_by_rank={"kv0": 100, "w0": 200},
             load_s=0.5,
         )
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
     def stats(self) -> EngineStats:
         now = time.monotonic()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx2
 from fastapi import FastAPI
 
 from crosspool.config import ServerConfig
@@ -58,3 +59,9 @@ def events(text: str) -> list[Any]:
     """The data of every server-sent event, parsed; `[DONE]` stays a string."""
     found = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     return [item if item == "[DONE]" else json.loads(item) for item in found]
+
+
+def connect(app: FastAPI) -> httpx2.AsyncClient:
+    """A client of `app` in this process. NOTE: it hands over whole answers; streams need `live_server`."""
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx2.AsyncClient(transport=transport, base_url="http://server")

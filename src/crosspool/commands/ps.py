@@ -23,7 +23,7 @@ def models_table(stats: dict[str, Any]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("MODEL", "STATE"):
         table.add_column(column, no_wrap=True)
-    for column in ("WEIGHTS", "KV USED", "KV RESERVED", "CONTEXT", "RUNNING", "WAITING", "TBT p50/p99"):
+    for column in ("WEIGHTS", "KV USED", "RESERVED", "CONTEXT", "RUN", "WAIT", "TBT P50/P99"):
         table.add_column(column, justify="right", no_wrap=True)
     loads = {load["name"]: load for load in stats["models"]}
     frame_bytes = {pool["kv_rank"]: pool["frame_bytes"] for pool in stats["pools"]}

@@ -8,26 +8,19 @@ template runs and encoded as ordinary characters. Only the template's own marks 
 """
 
 import json
-import re
-import secrets
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, ContextReference, Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from crosspool.errors import CheckpointError
+from crosspool.server.hidden_marks import HiddenMarks
 from crosspool.server.messages import Message
+from crosspool.server.template_environment import template_environment
 from crosspool.server.tokenizer import TextTokenizer, special_token, tokenizer_config
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-REASONING_MARKS = ("<think>", "</think>")
-"""Templates split these off assistant turns themselves, so there they stay what they are."""
 
 
 class TemplateError(ValueError):
@@ -39,7 +32,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, tokenizer: TextTokenizer, variables: dict[str, str]) -> None:
         try:
-            self._template = _environment().from_string(source)
+            self._template = template_environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template does not compile: line {error.lineno}: {error.message}") from None
         self._knows_developer = "developer" in source
@@ -53,10 +46,13 @@ class ChatTemplate:
 
         Raises TemplateError with the template's own words where it refuses, or where it would drop a message's text.
         """
-        hidden = _HiddenMarks(self._tokenizer.special_tokens)
+        hidden = HiddenMarks(self._tokenizer.special_tokens)
         shown = [hidden.hide_message(self._named(message)) for message in messages]
-        text = self.render(shown, add_generation_prompt=add_generation_prompt, kwargs=hidden.hide(kwargs))
-        _require_whole(text, shown)
+        try:
+            text = self.render(shown, add_generation_prompt=add_generation_prompt, kwargs=hidden.hide(kwargs))
+            _require_whole(text, shown)
+        except TemplateError as error:
+            raise TemplateError(hidden.reveal(str(error))) from None
         if not hidden.used:
             return self._tokenizer.encode(text, add_special_tokens=False)
         ids: list[int] = []
@@ -117,58 +113,22 @@ def _read(path: Path) -> str:
         raise CheckpointError(f"cannot read the chat template {path}: {error}") from None
 
 
-class _HiddenMarks:
-    """Swaps special tokens in a client's text for placeholders that no client can guess, and back."""
-
-    def __init__(self, special_tokens: dict[str, int]) -> None:
-        ordered = sorted(special_tokens, key=len, reverse=True)
-        self._marks = ordered
-        self._pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
-        self._nonce = secrets.token_hex(8)
-        self._index = {mark: index for index, mark in enumerate(ordered)}
-        self.used = False
-
-    def hide_message(self, message: Message) -> Message:
-        keep = REASONING_MARKS if message["role"] == "assistant" else ()
-        return {key: item if key == "role" else self.hide(item, keep) for key, item in message.items()}
-
-    def hide(self, value: Any, keep: tuple[str, ...] = ()) -> Any:
-        """`value` with the marks in its strings (and those of dicts and lists in it) hidden, but for `keep`."""
-        if isinstance(value, str) and self._pattern is not None:
-            return self._pattern.sub(lambda match: self._placeholder(match[0], keep), value)
-        if isinstance(value, dict):
-            return {self.hide(key, keep): self.hide(item, keep) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.hide(item, keep) for item in value]
-        return value
-
-    def split_at_marks(self, text: str) -> list[str]:
-        """`text` cut into the marks that the template wrote and what lies between them."""
-        assert self._pattern is not None, "marks were hidden, so there is a pattern"
-        return [piece for piece in re.split(f"({self._pattern.pattern})", text) if piece]
-
-    def reveal(self, text: str) -> str:
-        return re.sub(f"\ue000{self._nonce}:(\\d+)\ue001", lambda match: self._marks[int(match[1])], text)
-
-    def _placeholder(self, mark: str, keep: tuple[str, ...]) -> str:
-        if mark in keep:
-            return mark
-        self.used = True
-        return f"\ue000{self._nonce}:{self._index[mark]}\ue001"
-
-
 def _require_whole(text: str, messages: Sequence[Message]) -> None:
     """Raise TemplateError where a message's text is not in the prompt: an answer to half a conversation is worse.
 
     Templates may trim and re-indent, write text as JSON, and leave the reasoning of earlier turns out.
     """
     flat = _flat(text)
+    position = 0  # turns come in order nearly always, so that each is looked for once
     for index, message in enumerate(messages):
         content = message.get("content") or ""
         if message["role"] == "assistant":
             content = content.rsplit("</think>", 1)[-1]
         wanted = _flat(content)
-        if wanted not in flat and _flat(json.dumps(content, ensure_ascii=False)[1:-1]) not in flat:
+        found = flat.find(wanted, position)
+        if found >= 0:
+            position = found + len(wanted)
+        elif wanted not in flat and _flat(json.dumps(content, ensure_ascii=False)[1:-1]) not in flat:
             raise TemplateError(
                 f"the model's chat template leaves out messages[{index}] (role {message['role']}); "
                 "merge it with a neighbour or drop it"
@@ -177,42 +137,3 @@ def _require_whole(text: str, messages: Sequence[Message]) -> None:
 
 def _flat(text: str) -> str:
     return " ".join(text.split())
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks assistant text for training; here it only shows its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2's own type)
-
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_show", [ContextReference()]), [], [], body).set_lineno(line)
-
-    def _show(self, context: Any, caller: Any) -> str:
-        return str(caller())
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is, where jinja2's own filter would escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -11,6 +11,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
 from crosspool.engine.stats import EngineStats, ModelInfo
+from crosspool.errors import CrossPoolError
+from crosspool.server.engine_client import EngineClient
 
 STUCK_AFTER_S = 30.0
 
@@ -34,8 +36,17 @@ class Health:
         return {key: value for key, value in given.items() if value is not None}
 
 
+def health_of(engine: EngineClient) -> Health:
+    """The engine's state now."""
+    try:
+        engine.check()
+    except CrossPoolError as error:
+        return Health("stopped", detail=str(error))
+    return judge(engine.stats())
+
+
 def judge(stats: EngineStats) -> Health:
-    """The state of the engine at the moment of the snapshot."""
+    """The state of a running engine at the moment of the snapshot."""
     if stats.ranks_down:
         rank, since = min(stats.ranks_down.items(), key=lambda item: item[1])
         down_s = stats.now_s - since
@@ -64,7 +75,7 @@ UNHEALTHY: dict[int | str, dict[str, Any]] = {503: {"description": "not healthy;
 
 @router.get("/health", summary="Liveness: is there forward progress?", responses=UNHEALTHY)
 async def health(request: Request) -> JSONResponse:
-    found = judge(request.app.state.engine.stats())
+    found = health_of(request.app.state.engine)
     return JSONResponse(found.body(), 200 if found.is_live else 503)
 
 
@@ -73,7 +84,7 @@ async def ready(request: Request) -> JSONResponse:
     state = request.app.state
     if state.draining:
         return JSONResponse({"status": "draining"}, 503)
-    found = judge(state.engine.stats())
+    found = health_of(state.engine)
     reason = not_ready(state.engine.models())
     if found.is_live and reason is not None:
         return JSONResponse({"status": "loading", "detail": reason}, 503)

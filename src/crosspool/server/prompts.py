@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.chat import TemplateError
-from crosspool.server.errors import bad_request
+from crosspool.server.errors import bad_request, shorten
 from crosspool.server.protocol import ChatBody, CompletionBody
 from crosspool.server.tokenizer import LONG_TEXT
 
@@ -32,7 +32,9 @@ async def chat_prompt(body: ChatBody, model: ModelFrontend) -> list[int]:
     try:
         ids = await _off_loop(build, length)
     except TemplateError as error:
-        raise bad_request(str(error), param="messages", code="chat_template_error") from None
+        raise bad_request(shorten(str(error), 1000), param="messages", code="chat_template_error") from None
+    except RecursionError:
+        raise bad_request("messages are nested too deeply", param="messages") from None
     return _not_empty(ids, model, "messages")
 
 

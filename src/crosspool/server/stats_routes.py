@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse, Response
 
 from crosspool import __version__
-from crosspool.server.health import judge
+from crosspool.server.health import health_of
 from crosspool.server.models_routes import ERRORS, model_card
 
 router = APIRouter(tags=["numbers"])
@@ -28,7 +28,7 @@ async def stats(request: Request) -> dict[str, Any]:
     return {
         "schema_version": 1,
         "version": __version__,
-        "health": judge(snapshot).body(),
+        "health": health_of(state.engine).body(),
         "draining": state.draining,
         "cards": [model_card(frontend, state.engine.model(frontend.name)) for frontend in state.catalogue],
         "tbt_s": state.metrics.recent_tbt(),
