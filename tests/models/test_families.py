@@ -122,6 +122,18 @@ def test_partial_rope_turns_a_part_of_the_head():
     assert spec_from_config(tiny_config("qwen3_moe", head_dim=32)).layers[0].attention.rope.dim == 32
 
 
+def test_rope_pairs_are_neighbours_in_latent_attention_only():
+    def is_interleaved(family: str, **overrides) -> bool:
+        return spec_from_config(tiny_config(family, **overrides)).layers[0].attention.rope.interleaved
+
+    assert is_interleaved("deepseek_v2")
+    for family in ("deepseek_v3", "glm4_moe_lite"):
+        assert is_interleaved(family, rope_interleave=...)
+        assert not is_interleaved(family, rope_interleave=False)
+    for family in ("qwen3_moe", "glm4_moe", "gpt_oss", "llama"):
+        assert not is_interleaved(family)
+
+
 def test_an_explicit_null_is_not_an_absent_field():
     with_null = spec_from_config(tiny_config("deepseek_v3", q_lora_rank=None)).layers[0].attention
     absent = spec_from_config(tiny_config("deepseek_v3", q_lora_rank=...)).layers[0].attention

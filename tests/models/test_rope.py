@@ -48,6 +48,14 @@ def test_yarn_ramps_between_fast_and_slow_pairs(truncate, low, high):
     np.testing.assert_allclose(inv_freq(rope), plain * (1 - ramp) + plain / 40 * ramp, rtol=1e-3)
 
 
+def test_a_yarn_ramp_of_no_width_is_a_step():
+    fields = {"original_max_positions": 32000, "beta_fast": 32, "beta_slow": 32, "truncate": False}
+    plain = inv_freq(PLAIN)
+    # The pair with 32 turns is 2.2: pairs 0 to 2 stay, pair 3 is stretched.
+    expected = [*plain[:3], plain[3] / 40]
+    np.testing.assert_allclose(inv_freq(scaled(kind="yarn", factor=40.0, **fields)), expected, rtol=1e-12)
+
+
 def test_yarn_attention_factor_from_each_of_its_sources():
     base = {"kind": "yarn", "factor": 40.0, "original_max_positions": 4096}
     assert attention_factor(scaled(**base)) == pytest.approx(0.1 * math.log(40) + 1)
