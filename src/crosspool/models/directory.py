@@ -123,7 +123,7 @@ def _token_id(path: Path, token: str) -> int | None:
     if (path / "tokenizer.json").exists():
         tokenizer = read_json(path / "tokenizer.json")
         for entry in tokenizer.get("added_tokens") or ():
-            if entry["content"] == token:
+            if _token_text(entry) == token:
                 return int(entry["id"])
         vocabulary = (tokenizer.get("model") or {}).get("vocab")
         if isinstance(vocabulary, Mapping) and token in vocabulary:
