@@ -61,7 +61,7 @@ def events(text: str) -> list[Any]:
     return [item if item == "[DONE]" else json.loads(item) for item in found]
 
 
-def connect(app: FastAPI) -> httpx2.AsyncClient:
+def connect(app: FastAPI, root_path: str = "") -> httpx2.AsyncClient:
     """A client of `app` in this process. NOTE: it hands over whole answers; streams need `live_server`."""
-    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+    transport = httpx2.ASGITransport(app=app, root_path=root_path, raise_app_exceptions=False)
     return httpx2.AsyncClient(transport=transport, base_url="http://server")

@@ -35,7 +35,6 @@ def create_app(engine: EngineClient, catalogue: Catalogue, config: ServerConfig 
         title="CrossPool",
         version=__version__,
         description="Many Mixture-of-Experts models from two memory pools, behind the OpenAI API.",
-        root_path=config.root_path,
         middleware=_middleware(config),
         strict_content_type=False,
     )

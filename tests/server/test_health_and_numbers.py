@@ -1,0 +1,124 @@
+"""Health by forward progress, readiness, /stats, /version and the metrics' names and sums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx2
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from crosspool import __version__
+from crosspool.errors import WorkerLostError
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.server_fixtures import connect, fake_app
+
+PROMPT = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("busy_for_s", "down_for_s", "status", "state"),
+    [
+        (None, None, 200, "idle"),
+        (2.0, None, 200, "busy"),
+        (31.0, None, 503, "stuck"),
+        (None, 5.0, 200, "recovering"),
+        (31.0, 5.0, 200, "recovering"),
+        (None, 31.0, 503, "stuck"),
+    ],
+)
+async def test_health_tells_progress(
+    http: httpx2.AsyncClient,
+    engine: FakeEngine,
+    busy_for_s: float | None,
+    down_for_s: float | None,
+    status: int,
+    state: str,
+) -> None:
+    engine.busy_for_s = busy_for_s
+    engine.ranks_down = {} if down_for_s is None else {"w0": down_for_s}
+    for path in ("/health", "/health/ready"):
+        response = await http.get(path)
+        assert (response.status_code, response.json()["status"]) == (status, state)
+    if state != "idle":
+        assert response.json()["for_s"] == pytest.approx(down_for_s or busy_for_s, abs=1)
+
+
+async def test_a_dead_engine_is_not_healthy(http: httpx2.AsyncClient, engine: FakeEngine) -> None:
+    engine.failure = WorkerLostError("the engine failed: KeyError")
+    response = await http.get("/health")
+    assert (response.status_code, response.json()["status"]) == (503, "stopped")
+    assert "KeyError" in response.json()["detail"]
+
+
+async def test_readiness_waits_for_every_model(http: httpx2.AsyncClient, engine: FakeEngine) -> None:
+    engine.states["other"] = "loading"
+    response = await http.get("/health/ready")
+    assert (response.status_code, response.json()) == (503, {"status": "loading", "detail": "loading other"})
+    assert (await http.get("/health")).status_code == 200
+    refused = await http.post("/v1/completions", json={**PROMPT, "model": "other"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_not_ready")
+    engine.states["other"] = "failed"
+    assert (await http.get("/health/ready")).status_code == 200
+    engine.states["tiny"] = "failed"
+    assert (await http.get("/health/ready")).status_code == 503
+
+
+async def test_draining_is_not_ready_and_refuses(engine: FakeEngine, tmp_path: Path) -> None:
+    app = fake_app(engine, tmp_path)
+    app.state.draining = True
+    async with connect(app) as http:
+        assert (await http.get("/health/ready")).json() == {"status": "draining"}
+        assert (await http.get("/health")).status_code == 200
+        refused = await http.post("/v1/completions", json=PROMPT)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+
+
+async def test_metrics_have_vllms_suffixes_and_add_up(http: httpx2.AsyncClient, engine: FakeEngine) -> None:
+    await http.post("/v1/completions", json={**PROMPT, "n": 2})
+    engine.max_queue = 0
+    await http.post("/v1/completions", json=PROMPT)
+    response = await http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    samples = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    tiny = ("model_name", "tiny")
+    for suffix, value in {
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
+        "kv_cache_usage_perc": 0.04,
+        "prompt_tokens_total": 7,
+        "generation_tokens_total": 9,
+        "time_to_first_token_seconds_count": 2,
+        "inter_token_latency_seconds_count": 6,
+        "request_time_per_output_token_seconds_count": 2,
+        "e2e_request_latency_seconds_count": 2,
+        "request_queue_time_seconds_count": 2,
+        "request_prefill_time_seconds_count": 2,
+        "request_decode_time_seconds_count": 2,
+        "request_prompt_tokens_sum": 4,
+        "request_generation_tokens_sum": 8,
+    }.items():
+        assert samples[(f"crosspool:{suffix}", tiny)] == value, suffix
+    assert samples[("crosspool:request_success_total", ("finished_reason", "length"), tiny)] == 2
+    assert samples[("crosspool:admission_rejections_total", tiny, ("reason", "queue_full"))] == 1
+    kv = {key: value for key, value in samples.items() if key[0] == "crosspool:pool_bytes" and ("pool", "kv") in key}
+    assert len(kv) == 3
+    assert sum(kv.values()) == 100 * 4096
+    assert all(key[0].startswith("crosspool:") for key in samples)
+
+
+async def test_stats_show_pools_models_and_time_between_tokens(http: httpx2.AsyncClient, engine: FakeEngine) -> None:
+    engine.scripts["tiny"] = Script(delay_s=0.01)
+    await http.post("/v1/completions", json=PROMPT)
+    stats = (await http.get("/stats")).json()
+    assert stats["version"] == __version__
+    assert stats["health"] == {"status": "idle"}
+    assert [card["id"] for card in stats["cards"]] == ["tiny", "other"]
+    assert stats["pools"][0]["frames_budget"] == 100
+    assert stats["tbt_s"]["tiny"]["p50"] >= 0.009
+    assert "other" not in stats["tbt_s"]
+    assert (await http.get("/version")).json() == {"version": __version__}

@@ -1,0 +1,83 @@
+"""Text and ids: exact token bytes, ids the tokenizer has not, special tokens, begin tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from crosspool.errors import CheckpointError
+from crosspool.server.tokenizer import TextTokenizer
+from tests.support.tiny_tokenizer import END_OF_TEXT, write_tiny_tokenizer
+
+TEXT = "žluťoučký 🧑🏽‍🚀🇺🇳 မြို့ 𠮷野家 ﷽ \u200d the end"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> TextTokenizer:
+    write_tiny_tokenizer(tmp_path)
+    return TextTokenizer.from_directory(tmp_path)
+
+
+def test_token_bytes_join_to_the_text(tokenizer: TextTokenizer) -> None:
+    ids = tokenizer.encode(TEXT)
+    assert b"".join(tokenizer.token_bytes(token) for token in ids) == TEXT.encode()
+    assert tokenizer.decode(ids) == TEXT
+    assert "\ufffd" in tokenizer.token_text(tokenizer.encode("é")[0])  # half a character
+
+
+@pytest.mark.parametrize("decoder", ["metaspace", "byte fallback"])
+def test_token_bytes_of_sentencepiece_styles(decoder: str) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {"<0xE2>": 0, "▁hello": 1, "!": 2, "▁": 3}
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    tokenizer = TextTokenizer(raw.to_str())
+    expected = {"metaspace": [(1, b" hello"), (3, b" "), (2, b"!")], "byte fallback": [(0, b"\xe2")]}
+    for token, data in expected[decoder]:
+        assert tokenizer.token_bytes(token) == data
+
+
+def test_ids_beyond_the_tokenizer_decode_to_nothing(tokenizer: TextTokenizer) -> None:
+    known = tokenizer.encode("ab")
+    padded = [known[0], tokenizer.size, 10**9, -1, known[1]]
+    assert tokenizer.decode(padded) == "ab"
+    assert tokenizer.token_bytes(tokenizer.size) == tokenizer.token_bytes(-1) == b""
+    assert tokenizer.token_text(10**9) == ""
+
+
+def test_special_tokens_are_read_or_plain(tokenizer: TextTokenizer) -> None:
+    assert tokenizer.encode(END_OF_TEXT) == [0]
+    plain = tokenizer.encode_plain(END_OF_TEXT)
+    assert 0 not in plain
+    assert tokenizer.decode(plain) == END_OF_TEXT
+    assert tokenizer.decode([0, *plain]) == END_OF_TEXT
+    assert tokenizer.decode([0], skip_special_tokens=False) == END_OF_TEXT
+
+
+def test_a_begin_token_is_never_doubled(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, processors
+
+    write_tiny_tokenizer(tmp_path)
+    raw = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    raw.post_processor = processors.TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)])
+    tokenizer = TextTokenizer(raw.to_str(), END_OF_TEXT)
+    assert tokenizer.encode("hi")[0] == 0
+    assert tokenizer.encode("hi", add_special_tokens=False)[0] != 0
+    assert tokenizer.encode(f"{END_OF_TEXT}hi") == tokenizer.encode("hi")
+    assert tokenizer.encode(f"{END_OF_TEXT}{END_OF_TEXT}hi").count(0) == 2  # the client's own second one stays
+
+
+def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        TextTokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        TextTokenizer.from_directory(tmp_path)
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps([1]))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
+        TextTokenizer.from_directory(tmp_path)
