@@ -1,0 +1,167 @@
+"""The KV pool's half of one decode step, kernel by kernel; it knows no peer.
+
+    half.embed(token_ids)
+    for layer in range(num_layers):
+        rows = half.attend(layer)      # what the FFN ranks get
+        half.add(layer, partials)      # what they gave back
+    logits = half.logits()
+
+Everything works on buffers of a fixed number of tokens, so that a step can be captured in a graph.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from crosspool.backends.cuda.attention import AttentionScratch, attention_decode, num_splits
+from crosspool.backends.cuda.attention_weights import AttentionLayerWeights, GQAWeights, MLAWeights
+from crosspool.backends.cuda.cache import PagedCache
+from crosspool.backends.cuda.gemv import gemv
+from crosspool.backends.cuda.launch import Launcher
+from crosspool.backends.cuda.norm import residual_norm
+from crosspool.backends.cuda.rope import Rope, gqa_rope_cache, mla_rope_cache
+from crosspool.backends.cuda.weights import AttentionWeights
+from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
+
+MAX_TOKENS = 32
+
+
+class AttentionHalf:
+    """One model's decode of exactly `tokens` rows, one token each.
+
+    token_ids, positions, lengths: (tokens) int32, set before each step; lengths = positions + 1. A row that is not in
+    use has position 0, length 1 and a frame table of zeros.
+    """
+
+    def __init__(
+        self,
+        kernels: Launcher,
+        spec: ModelSpec,
+        weights: AttentionWeights,
+        cache: PagedCache,
+        tokens: int,
+        num_sms: int,
+    ) -> None:
+        if not 1 <= tokens <= MAX_TOKENS:
+            raise ValueError(f"a decode step of {tokens} rows; these kernels take 1 to {MAX_TOKENS}")
+        self._kernels, self.spec, self._weights, self.cache = kernels, spec, weights, cache
+        device = weights.embed.device
+        specs = {layer.attention for layer in spec.layers}
+        self._splits = {attention: num_splits(attention, tokens, num_sms) for attention in specs}
+        self._ropes = {attention.rope: Rope.on(attention.rope, device) for attention in specs}
+        self._scratch = AttentionScratch.for_specs(specs, tokens, num_sms, device)
+        self.token_ids, self.positions = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
+        self.lengths = torch.ones(tokens, dtype=torch.int32, device=device)
+        self.residual = torch.empty(tokens, spec.hidden_size, dtype=torch.float32, device=device)
+        self.normed = torch.empty(tokens, spec.hidden_size, dtype=torch.bfloat16, device=device)
+        self.logits_out = torch.empty(tokens, spec.vocab_size, dtype=torch.float32, device=device)
+        self._buffers: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def embed(self) -> None:
+        """Residual stream from `token_ids`; the first kernel of a step, so it waits for all before it."""
+        residual_norm(
+            self._kernels,
+            self.residual,
+            self._weights.layers[0].input_norm,
+            self.normed,
+            eps=self.spec.norm_eps,
+            token_ids=self.token_ids,
+            embed=self._weights.embed,
+            overlap=False,
+        )
+
+    def attend(self, layer: int) -> torch.Tensor:
+        """Attention of one layer onto the residual stream; returns the FFN's rows, normed: (tokens, hidden) bf16."""
+        weights = self._weights.layers[layer]
+        attention = weights.attention
+        if isinstance(attention, GQAWeights):
+            attended = self._gqa(layer, weights, attention)
+        else:
+            attended = self._mla(layer, weights, attention)
+        gemv(self._kernels, attention.o, attended, self.residual, bias=attention.o_bias, residual=self.residual)
+        residual_norm(self._kernels, self.residual, weights.post_attention_norm, self.normed, eps=self.spec.norm_eps)
+        return self.normed
+
+    def add(self, layer: int, partials: Sequence[torch.Tensor]) -> None:
+        """Add the FFN's partial outputs in rank order, and norm for the next layer or the head."""
+        layers = self._weights.layers
+        norm = layers[layer + 1].input_norm if layer + 1 < len(layers) else self._weights.final_norm
+        residual_norm(self._kernels, self.residual, norm, self.normed, eps=self.spec.norm_eps, partials=partials)
+
+    def logits(self) -> torch.Tensor:
+        """(tokens, vocabulary) fp32, after the last `add`."""
+        gemv(self._kernels, self._weights.head, self.normed, self.logits_out)
+        return self.logits_out
+
+    def _gqa(self, layer: int, weights: AttentionLayerWeights, attention: GQAWeights) -> torch.Tensor:
+        spec = weights.spec
+        assert isinstance(spec, GQASpec)
+        tokens = len(self.normed)
+        qkv = self._buffer(1, tokens, attention.qkv.shape[0])
+        q = self._buffer(2, tokens, spec.num_heads, spec.head_dim)
+        attended = self._buffer(3, tokens, spec.num_heads, spec.head_dim)
+        gemv(self._kernels, attention.qkv, self.normed, qkv, bias=attention.qkv_bias)
+        gqa_rope_cache(
+            self._kernels,
+            spec,
+            self._ropes[spec.rope],
+            self.cache,
+            layer,
+            qkv,
+            self.positions,
+            q,
+            q_norm=attention.q_norm,
+            k_norm=attention.k_norm,
+            eps=self.spec.norm_eps,
+        )
+        self._attention(spec, layer, q, attended, attention.sinks)
+        return attended.view(tokens, -1)
+
+    def _mla(self, layer: int, weights: AttentionLayerWeights, attention: MLAWeights) -> torch.Tensor:
+        spec = weights.spec
+        assert isinstance(spec, MLASpec)
+        tokens, heads, lora = len(self.normed), spec.num_heads, spec.kv_lora_rank
+        down = self._buffer(1, tokens, attention.down.shape[0])
+        first = attention.down.shape[0] - lora - spec.qk_rope_head_dim
+        gemv(self._kernels, attention.down, self.normed, down, bias=attention.down_bias)
+        q = down[:, :first]
+        if attention.q_b is not None:
+            query = self._buffer(2, tokens, heads * spec.qk_head_dim)
+            gemv(self._kernels, attention.q_b, q, query, norm_weight=attention.q_a_norm, norm_eps=spec.lora_norm_eps)
+            q = query
+        q_latent = self._buffer(3, tokens, heads, lora + spec.qk_rope_head_dim)
+        by_head = q.unflatten(1, (heads, spec.qk_head_dim))
+        gemv(self._kernels, attention.key_up, by_head[:, :, : spec.qk_nope_head_dim], q_latent[:, :, :lora])
+        mla_rope_cache(
+            self._kernels,
+            spec,
+            self._ropes[spec.rope],
+            self.cache,
+            layer,
+            down[:, first:],
+            q,
+            self.positions,
+            q_latent,
+            kv_a_norm=attention.kv_a_norm,
+        )
+        latent = self._buffer(4, tokens, heads, lora)
+        self._attention(spec, layer, q_latent, latent, None)
+        attended = self._buffer(5, tokens, heads, spec.v_head_dim)
+        gemv(self._kernels, attention.value_up, latent, attended)
+        return attended.view(tokens, -1)
+
+    def _attention(
+        self, spec: GQASpec | MLASpec, layer: int, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None
+    ) -> None:
+        splits = self._splits[spec]
+        attention_decode(
+            self._kernels, spec, self.cache, layer, q, self.lengths, out, self._scratch, splits=splits, sinks=sinks
+        )
+
+    def _buffer(self, role: int, *shape: int) -> torch.Tensor:
+        """A bf16 buffer that every layer with the same shape shares."""
+        buffer = self._buffers.get((role, *shape))
+        if buffer is None:
+            buffer = torch.empty(shape, dtype=torch.bfloat16, device=self.normed.device)
+            self._buffers[(role, *shape)] = buffer
+        return buffer

@@ -1,0 +1,333 @@
+// One block: one token, one group of up to 8 * NT query heads of one KV head, one split of the slots.
+//
+// Scores are computed transposed (slots x heads): a group of 8 heads fills the matrix unit's 8 columns. Tiles of slots
+// come through shared memory, STAGES - 1 ahead. Slots written by earlier steps do not depend on the kernel before, so
+// splits without the newest slot start to load before they wait for it.
+#include "attention.cuh"
+
+constexpr int ATT_WARPS = 4;
+constexpr int ATT_THREADS = ATT_WARPS * 32;
+
+template <int KD, int VD, bool SEPARATE, int NT, int TILE, int STAGES>
+struct Attention {
+  static constexpr int COLS = NT * 8;
+  static constexpr int K_ROW = KD * 2 + 16;                  // bytes; 16 of padding against bank conflicts
+  static constexpr int V_ROW = SEPARATE ? VD * 2 + 16 : 0;
+  static constexpr int STAGE = TILE * (K_ROW + V_ROW);
+  static constexpr int P_ROW = TILE * 2 + 16;
+  static constexpr int S_STRIDE = TILE + 4;                  // floats
+  static constexpr int GROUPS = TILE / 16, K_PARTS = ATT_WARPS / GROUPS;
+  static constexpr int K_STEPS = KD / 16 / K_PARTS;
+  static constexpr int V_TILES = VD / 16 / ATT_WARPS;
+  static constexpr int OFF_Q = STAGES * STAGE;
+  static constexpr int OFF_S = OFF_Q + COLS * K_ROW;
+  static constexpr int OFF_P = OFF_S + K_PARTS * COLS * S_STRIDE * 4;
+  static constexpr int OFF_ALPHA = OFF_P + COLS * P_ROW;
+  static constexpr int SMEM = OFF_ALPHA + COLS * 4;
+  static_assert(GROUPS * K_PARTS == ATT_WARPS && K_STEPS * K_PARTS * 16 == KD && V_TILES * ATT_WARPS * 16 == VD, "shape");
+  static_assert(STAGE % 16 == 0 && OFF_P % 16 == 0 && SMEM <= 227 * 1024, "shared memory");
+
+  const AttentionParams& p;
+  u8* smem;
+  i64 table_row;
+  int kv_head, begin, end;
+
+  // Start loading the tile of slots that begins at `tile`. A warp takes TILE / 4 slots; a lane computes one address.
+  DEVICE void load_tile(int tile, int stage) const {
+    constexpr int PER_WARP = TILE / ATT_WARPS;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int my_slot = min_int(tile + warp * PER_WARP + lane % PER_WARP, end - 1);
+    const u64 mine = reinterpret_cast<u64>(slot_address(p.cache, table_row, my_slot));
+    u8* rows = smem + stage * STAGE;
+#pragma unroll 4
+    for (int r = 0; r < PER_WARP; ++r) {
+      const u8* slot = reinterpret_cast<const u8*>(shfl(mine, r));
+      const int at = warp * PER_WARP + r;
+      const bool valid = tile + at < end;
+      for (int c = lane; c < (KD + (SEPARATE ? VD : 0)) / 8; c += 32) {
+        if (!SEPARATE || c < KD / 8)
+          copy_async16(rows + at * K_ROW + c * 16, slot + kv_head * p.key_head_bytes + c * 16, valid);
+        else
+          copy_async16(rows + TILE * K_ROW + at * V_ROW + (c - KD / 8) * 16,
+                       slot + p.value_offset_bytes + kv_head * p.value_head_bytes + (c - KD / 8) * 16, valid);
+      }
+    }
+  }
+
+  DEVICE void load_q(i64 token, int head0, int heads_here) const {
+    u8* rows = smem + OFF_Q;
+    for (int i = threadIdx.x; i < COLS * (KD / 8); i += ATT_THREADS) {
+      const int h = i / (KD / 8), c = i % (KD / 8);
+      uint4 v = uint4{0, 0, 0, 0};
+      if (h < heads_here) v = load16(p.q + (token * p.heads + head0 + h) * KD + c * 8);
+      *reinterpret_cast<uint4*>(rows + h * K_ROW + c * 16) = v;
+    }
+  }
+
+  // Scores of 16 slots (this warp's group) over this warp's part of k, to S[part][head][slot].
+  DEVICE void scores(int stage) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp % GROUPS, part = warp / GROUPS;
+    float acc[NT][4];
+#pragma unroll
+    for (int n = 0; n < NT; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
+    const u8* a_row = smem + stage * STAGE + (group * 16 + lane % 16) * K_ROW + (part * K_STEPS * 16 + lane / 16 * 8) * 2;
+    // One x4 load of q covers two steps of k for 8 heads.
+    const u8* b_row = smem + OFF_Q + (lane % 8) * K_ROW + (part * K_STEPS * 16 + lane / 8 * 8) * 2;
+#pragma unroll 2
+    for (int step = 0; step < K_STEPS; step += 2) {
+      u32 a0[4], a1[4];
+      ldmatrix_x4(a0, a_row + step * 32);
+      if (K_STEPS % 2 == 0 || step + 1 < K_STEPS) ldmatrix_x4(a1, a_row + step * 32 + 32);
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        u32 b[4];
+        ldmatrix_x4(b, b_row + n * 8 * K_ROW + step * 32);
+        mma_bf16(acc[n], a0[0], a0[1], a0[2], a0[3], b[0], b[1]);
+        if (K_STEPS % 2 == 0 || step + 1 < K_STEPS) mma_bf16(acc[n], a1[0], a1[1], a1[2], a1[3], b[2], b[3]);
+      }
+    }
+    float* s = reinterpret_cast<float*>(smem + OFF_S) + part * COLS * S_STRIDE;
+    const int g = lane / 4, q = lane % 4, slot = group * 16 + g;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      s[(n * 8 + 2 * q) * S_STRIDE + slot] = acc[n][0];
+      s[(n * 8 + 2 * q + 1) * S_STRIDE + slot] = acc[n][1];
+      s[(n * 8 + 2 * q) * S_STRIDE + slot + 8] = acc[n][2];
+      s[(n * 8 + 2 * q + 1) * S_STRIDE + slot + 8] = acc[n][3];
+    }
+  }
+
+  // Running softmax; a warp owns heads warp, warp + 4, ... and keeps their maximum and sum in registers.
+  DEVICE void softmax(int tile, int window_begin, float (&m)[COLS / ATT_WARPS], float (&l)[COLS / ATT_WARPS]) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const float* s = reinterpret_cast<const float*>(smem + OFF_S);
+    float* alpha = reinterpret_cast<float*>(smem + OFF_ALPHA);
+#pragma unroll
+    for (int j = 0; j < COLS / ATT_WARPS; ++j) {
+      const int h = warp + j * ATT_WARPS;
+      float v[TILE / 32], top = NEG_INF;
+#pragma unroll
+      for (int i = 0; i < TILE / 32; ++i) {
+        const int slot = lane + i * 32;
+        float x = s[h * S_STRIDE + slot];
+#pragma unroll
+        for (int part = 1; part < K_PARTS; ++part) x += s[(part * COLS + h) * S_STRIDE + slot];
+        v[i] = tile + slot < end && tile + slot >= window_begin ? x * p.scale_log2 : NEG_INF;
+        top = fmaxf(top, v[i]);
+      }
+      const float next = fmaxf(m[j], warp_max(top));
+      const float base = next == NEG_INF ? 0.0f : next;  // a tile outside the window
+      const float shrink = exp2_fast(m[j] - base);
+      float sum = 0.0f;
+      u16* probabilities = reinterpret_cast<u16*>(smem + OFF_P + h * P_ROW);
+#pragma unroll
+      for (int i = 0; i < TILE / 32; ++i) {
+        const float e = exp2_fast(v[i] - base);
+        sum += e;
+        probabilities[lane + i * 32] = bf16_bits(e);
+      }
+      l[j] = l[j] * shrink + warp_sum(sum);
+      m[j] = next;
+      if (lane == 0) alpha[h] = shrink;
+    }
+  }
+
+  // o (value_dim x heads) = o * alpha + v^T p; a warp owns VD / 4 rows.
+  DEVICE void values(int stage, float (&o)[V_TILES][NT][4]) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, q = lane % 4;
+    const float* alpha = reinterpret_cast<const float*>(smem + OFF_ALPHA);
+    const u8* v = smem + stage * STAGE + (SEPARATE ? TILE * K_ROW : 0);
+    constexpr int ROW = SEPARATE ? V_ROW : K_ROW;
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      const float first = alpha[n * 8 + 2 * q], second = alpha[n * 8 + 2 * q + 1];
+#pragma unroll
+      for (int i = 0; i < V_TILES; ++i) {
+        o[i][n][0] *= first;
+        o[i][n][1] *= second;
+        o[i][n][2] *= first;
+        o[i][n][3] *= second;
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < TILE / 32; ++step) {  // 32 slots: two products
+      u32 b[NT][4];
+#pragma unroll
+      for (int n = 0; n < NT; ++n)
+        ldmatrix_x4(b[n], smem + OFF_P + (n * 8 + lane % 8) * P_ROW + step * 64 + lane / 8 * 16);
+#pragma unroll
+      for (int i = 0; i < V_TILES; ++i) {
+        // Matrices 0..3: slots 0-7 rows d 0-7, slots 0-7 rows d 8-15, slots 8-15 rows d 0-7, slots 8-15 rows d 8-15.
+        const u8* at = v + (step * 32 + lane % 8 + lane / 16 * 8) * ROW + ((warp * V_TILES + i) * 16 + lane / 8 % 2 * 8) * 2;
+        u32 a0[4], a1[4];
+        ldmatrix_x4_trans(a0, at);
+        ldmatrix_x4_trans(a1, at + 16 * ROW);
+#pragma unroll
+        for (int n = 0; n < NT; ++n) {
+          mma_bf16(o[i][n], a0[0], a0[1], a0[2], a0[3], b[n][0], b[n][1]);
+          mma_bf16(o[i][n], a1[0], a1[1], a1[2], a1[3], b[n][2], b[n][3]);
+        }
+      }
+    }
+  }
+
+  static DEVICE void run(const AttentionParams& p) {
+    const int group = p.heads / p.kv_heads, groups_per_kv = ceil_div(group, COLS);
+    const int kv_head = blockIdx.y / groups_per_kv, head0 = kv_head * group + blockIdx.y % groups_per_kv * COLS;
+    const int heads_here = min_int((kv_head + 1) * group - head0, COLS);
+    const i64 token = blockIdx.z;
+    const int split = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int length = p.lengths[token];
+    const SplitRange range = split_range(p, length, split, TILE);
+    const int window_begin = p.window > 0 ? max_int(length - p.window, 0) : 0;
+    const Attention self{p, dynamic_smem(), p.table_rows != nullptr ? p.table_rows[token] : token, kv_head, range.begin,
+                         range.end};
+    const bool newest_elsewhere = range.end < length;
+    grid_launch_dependents();
+    if (!newest_elsewhere) grid_wait();
+    const int tiles = range.end > range.begin ? ceil_div(range.end - range.begin, TILE) : 0;
+#pragma unroll
+    for (int s = 0; s < STAGES - 1; ++s) {
+      if (s < tiles) self.load_tile(range.begin + s * TILE, s);
+      copy_async_commit();
+    }
+    if (newest_elsewhere) grid_wait();
+    self.load_q(token, head0, heads_here);
+
+    float m[COLS / ATT_WARPS], l[COLS / ATT_WARPS], o[V_TILES][NT][4];
+#pragma unroll
+    for (int j = 0; j < COLS / ATT_WARPS; ++j) m[j] = NEG_INF, l[j] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < V_TILES; ++i)
+#pragma unroll
+      for (int n = 0; n < NT; ++n) o[i][n][0] = o[i][n][1] = o[i][n][2] = o[i][n][3] = 0.0f;
+
+    for (int i = 0; i < tiles; ++i) {
+      const int tile = range.begin + i * TILE;
+      copy_async_wait<STAGES - 2>();
+      block_sync();  // the tile has arrived for all; the stage of tile i - 1 is free
+      if (i + STAGES - 1 < tiles) self.load_tile(tile + (STAGES - 1) * TILE, (i + STAGES - 1) % STAGES);
+      copy_async_commit();
+      self.scores(i % STAGES);
+      block_sync();
+      self.softmax(tile, window_begin, m, l);
+      block_sync();
+      self.values(i % STAGES, o);
+    }
+
+    const i64 part = (token * p.splits + split) * p.heads + head0;
+#pragma unroll
+    for (int j = 0; j < COLS / ATT_WARPS; ++j) {
+      const int h = warp + j * ATT_WARPS;
+      if (h < heads_here && lane == 0) {
+        p.partial_ml[(part + h) * 2] = m[j];
+        p.partial_ml[(part + h) * 2 + 1] = l[j];
+      }
+    }
+    if (tiles == 0) return;
+    const int g = lane / 4, q = lane % 4;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int i = 0; i < V_TILES; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int h = n * 8 + 2 * q + c % 2, d = (warp * V_TILES + i) * 16 + g + c / 2 * 8;
+          if (h < heads_here) p.partial_o[(part + h) * VD + d] = o[i][n][c];
+        }
+  }
+};
+
+// gqa_d<head_dim>_h<heads of a block>, mla_l<latent>_r<rope>_h<heads of a block>
+KERNEL(attention_gqa_d64_h8, AttentionParams, ATT_THREADS, 1) { Attention<64, 64, true, 1, 64, 4>::run(p); }
+KERNEL(attention_gqa_d128_h8, AttentionParams, ATT_THREADS, 1) { Attention<128, 128, true, 1, 64, 3>::run(p); }
+KERNEL(attention_gqa_d128_h16, AttentionParams, ATT_THREADS, 1) { Attention<128, 128, true, 2, 64, 3>::run(p); }
+KERNEL(attention_gqa_d256_h8, AttentionParams, ATT_THREADS, 1) { Attention<256, 256, true, 1, 64, 3>::run(p); }
+KERNEL(attention_mla_l512_r64_h16, AttentionParams, ATT_THREADS, 1) { Attention<576, 512, false, 2, 32, 4>::run(p); }
+KERNEL(attention_mla_l512_r64_h24, AttentionParams, ATT_THREADS, 1) { Attention<576, 512, false, 3, 32, 4>::run(p); }
+
+// Any shape, on plain arithmetic: one warp a (token, head, split). Slow; small models and checks use it.
+KERNEL(attention_any, AttentionParams, 32, 1) {
+  const i64 token = blockIdx.z;
+  const int head = blockIdx.y, split = blockIdx.x, lane = threadIdx.x % 32;
+  grid_launch_dependents();
+  grid_wait();
+  const int kv_head = head / (p.heads / p.kv_heads), length = p.lengths[token];
+  const i64 row = p.table_rows != nullptr ? p.table_rows[token] : token;
+  const SplitRange range = split_range(p, length, split, 32);
+  const int window_begin = p.window > 0 ? max_int(length - p.window, 0) : 0;
+  const u16* q = p.q + (token * p.heads + head) * p.key_dim;
+  const i64 part = (token * p.splits + split) * p.heads + head;
+  float* o = reinterpret_cast<float*>(dynamic_smem());  // value_dim
+  for (int d = lane; d < p.value_dim; d += 32) o[d] = 0.0f;
+  float m = NEG_INF, l = 0.0f;
+  for (int slot = max_int(range.begin, window_begin); slot < range.end; ++slot) {
+    const u8* at = slot_address(p.cache, row, slot);
+    const u16* key = reinterpret_cast<const u16*>(at + kv_head * p.key_head_bytes);
+    const u16* value = reinterpret_cast<const u16*>(at + p.value_offset_bytes + kv_head * p.value_head_bytes);
+    float dot = 0.0f;
+    for (int d = lane; d < p.key_dim; d += 32) dot += bf16_value(q[d]) * bf16_value(key[d]);
+    const float score = warp_sum(dot) * p.scale_log2, next = fmaxf(m, score);
+    const float shrink = exp2_fast(m - next), e = exp2_fast(score - next);
+    for (int d = lane; d < p.value_dim; d += 32) o[d] = o[d] * shrink + e * bf16_value(value[d]);
+    l = l * shrink + e;
+    m = next;
+  }
+  for (int d = lane; d < p.value_dim; d += 32) p.partial_o[part * p.value_dim + d] = o[d];
+  if (lane == 0) p.partial_ml[part * 2] = m, p.partial_ml[part * 2 + 1] = l;
+}
+
+constexpr int COMBINE_THREADS = 256;
+constexpr int COMBINE_COLS = 32;  // float4 columns of a block: 128 values of one head
+
+// Merge the splits of one (token, head) for 128 values: eight groups of threads take every eighth split.
+KERNEL(attention_combine, CombineParams, COMBINE_THREADS, 1) {
+  float* weights = reinterpret_cast<float*>(dynamic_smem());  // splits
+  float* scratch = weights + p.splits;                        // 32
+  float* sums = scratch + 32 + (4 - p.splits % 4) % 4;        // 8 * 128, 16-byte aligned
+  constexpr int GROUPS = COMBINE_THREADS / COMBINE_COLS;
+  const i64 token = blockIdx.z;
+  const int head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  grid_launch_dependents();
+  grid_wait();
+  float top = p.sinks != nullptr ? bf16_value(p.sinks[head]) * 1.4426950408889634f : NEG_INF;
+  const float sink = top;
+  const float* ml = p.partial_ml + (token * p.splits * p.heads + head) * 2;
+  for (int s = lane; s < p.splits; s += 32) top = fmaxf(top, ml[static_cast<i64>(s) * p.heads * 2]);
+  top = warp_max(top);  // every warp for itself
+  float sum = 0.0f;
+  for (int s = lane; s < p.splits; s += 32) {
+    const float m = ml[static_cast<i64>(s) * p.heads * 2], l = ml[static_cast<i64>(s) * p.heads * 2 + 1];
+    const float w = l > 0.0f ? exp2_fast(m - top) : 0.0f;
+    sum += w * l;
+    if (warp == 0) weights[s] = w;
+  }
+  sum = warp_sum(sum);
+  if (p.sinks != nullptr) sum += exp2_fast(sink - top);
+  block_sync();
+  const int d = blockIdx.x * COMBINE_COLS * 4 + lane * 4;
+  float4 acc = float4{0.0f, 0.0f, 0.0f, 0.0f};
+  if (d < p.value_dim) {
+    const float* o = p.partial_o + (token * p.splits * p.heads + head) * p.value_dim + d;
+#pragma unroll 8
+    for (int s = warp; s < p.splits; s += GROUPS) {
+      const float w = weights[s];
+      if (w == 0.0f) continue;  // an empty split wrote nothing
+      const float4 v = load_float4(o + static_cast<i64>(s) * p.heads * p.value_dim);
+      acc.x += w * v.x;
+      acc.y += w * v.y;
+      acc.z += w * v.z;
+      acc.w += w * v.w;
+    }
+  }
+  *reinterpret_cast<float4*>(sums + warp * 128 + lane * 4) = acc;
+  block_sync();
+  for (int i = threadIdx.x; i < 128; i += COMBINE_THREADS) {
+    const int at = blockIdx.x * 128 + i;
+    if (at >= p.value_dim) continue;
+    float v = 0.0f;
+#pragma unroll
+    for (int w = 0; w < GROUPS; ++w) v += sums[w * 128 + i];
+    p.out[(token * p.heads + head) * p.value_dim + at] = bf16_bits(sum > 0.0f ? v / sum : 0.0f);
+  }
+}

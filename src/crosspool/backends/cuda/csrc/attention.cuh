@@ -1,0 +1,38 @@
+// Decode attention over a paged cache, split along the tokens; a second kernel merges the splits.
+#pragma once
+#include "cache.cuh"
+
+struct AttentionParams {
+  const u16* q;           // (tokens, heads, key_dim) bf16, rotated, not scaled
+  CacheView cache;
+  const int* lengths;     // (tokens): slots to attend to, the token's own included
+  const int* table_rows;  // (tokens): row of the frame table, or null for the token's own index
+  float* partial_o;       // (tokens, splits, heads, value_dim) fp32, not divided by the sum
+  float* partial_ml;      // (tokens, splits, heads, 2) fp32: maximum (log2 domain) and sum
+  i64 key_head_bytes;     // from one KV head's key to the next, within a slot
+  i64 value_offset_bytes; // from a slot's start to the first value
+  i64 value_head_bytes;
+  int heads, kv_heads, splits, window;  // window 0: all slots; else the last `window`
+  int key_dim, value_dim;
+  float scale_log2;       // softmax scale * log2(e)
+};
+
+struct CombineParams {
+  const float* partial_o;
+  const float* partial_ml;
+  const u16* sinks;  // (heads) bf16 or null: a logit that joins the sum alone
+  u16* out;          // (tokens, heads, value_dim) bf16
+  int heads, splits, value_dim;
+};
+
+constexpr float NEG_INF = -__builtin_huge_valf();
+
+// The slots this split reads: whole tiles, as even as tiles allow.
+struct SplitRange { int begin, end; };
+DEVICE SplitRange split_range(const AttentionParams& p, int length, int split, int tile) {
+  const int first = p.window > 0 ? max_int(length - p.window, 0) / tile * tile : 0;
+  const int tiles = ceil_div(length - first, tile);
+  const int per_split = ceil_div(tiles, p.splits);
+  const int begin = first + split * per_split * tile;
+  return SplitRange{begin, min_int(begin + per_split * tile, length)};
+}

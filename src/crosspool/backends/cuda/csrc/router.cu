@@ -1,0 +1,235 @@
+// Which experts each of few tokens goes to, and for each expert the (token, choice) pairs that it serves.
+//
+// One block an expert computes its logit for every token; the last block to finish chooses. Expert lists are in token
+// order, so later sums have a fixed order. Router arithmetic is fp32 throughout.
+#include "common.cuh"
+
+constexpr int ROUTER_WARPS = 4;
+constexpr int ROUTER_THREADS = ROUTER_WARPS * 32;
+constexpr int MAX_TOKENS = 32;
+constexpr int MAX_EXPERTS = 512;
+constexpr int MAX_GROUPS = 32;
+constexpr int LANE_EXPERTS = MAX_EXPERTS / 32;
+constexpr int HELD = 8;  // float4 of a weight row a lane keeps in registers: 4,096 elements over the block's warps
+
+enum Score { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_OF_TOPK = 2 };
+
+struct RouterParams {
+  const float* weight;       // (rows, hidden) fp32: experts, then the shared expert's gate where shared_scale is given
+  const float* logit_bias;   // (experts) or null
+  const float* choice_bias;  // (experts) or null
+  const u16* x;              // (tokens, hidden) bf16
+  float* logits;             // (tokens, rows) fp32
+  int* ticket;               // one int, zero before the first launch; every launch leaves it zero
+  float* shared_scale;       // (tokens) fp32 or null: sigmoid of the shared expert's gate
+  int* topk_ids;             // (tokens, top_k)
+  float* topk_weights;       // (tokens, top_k) fp32
+  int* num_unique;           // one int
+  int* unique_ids;           // (experts): the chosen experts, ascending
+  int* expert_counts;        // (experts): pairs of each expert; only chosen ones are written
+  int* expert_pairs;         // (experts, tokens): token * top_k + choice, ascending
+  int tokens, experts, hidden, top_k;
+  int score, num_groups, topk_groups, group_top2, renormalise;
+  float renormalise_eps, scale;
+};
+
+// The best `v` of the warp, the lowest id among equals.
+DEVICE void warp_best(float& v, int& id) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) {
+    const float other = shfl_xor(v, mask);
+    const int other_id = shfl_xor(id, mask);
+    if (other > v || (other == v && other_id < id)) v = other, id = other_id;
+  }
+}
+
+// Experts outside the best groups get -inf. `choice`: this warp's scores in shared memory.
+DEVICE void mask_groups(const RouterParams& p, float* choice) {
+  const int lane = threadIdx.x % 32, size = p.experts / p.num_groups;
+  float mine = -__builtin_huge_valf();
+  if (lane < p.num_groups) {
+    float best = -__builtin_huge_valf(), second = best;
+    for (int e = lane * size; e < (lane + 1) * size; ++e) {
+      if (choice[e] > best) second = best, best = choice[e];
+      else if (choice[e] > second) second = choice[e];
+    }
+    mine = p.group_top2 ? best + second : best;
+  }
+  bool kept = false;
+  for (int round = 0; round < p.topk_groups; ++round) {
+    float v = kept ? -__builtin_huge_valf() : mine;
+    int id = kept || lane >= p.num_groups ? MAX_GROUPS : lane;
+    warp_best(v, id);
+    if (lane == id) kept = true;
+  }
+  if (lane < p.num_groups && !kept)
+    for (int e = lane * size; e < (lane + 1) * size; ++e) choice[e] = -__builtin_huge_valf();
+  warp_sync();
+}
+
+// One warp, one token: scores, choice, weights. `choice` and `scores` are this warp's rows of shared memory.
+DEVICE void choose(const RouterParams& p, const float* logits, int token, float* choice, float* scores, int* chosen) {
+  const int lane = threadIdx.x % 32;
+  float top = -__builtin_huge_valf();
+  for (int e = lane; e < p.experts; e += 32) {
+    const float logit = load_float_l2(logits + e) + (p.logit_bias != nullptr ? p.logit_bias[e] : 0.0f);
+    scores[e] = logit;
+    top = fmaxf(top, logit);
+  }
+  top = warp_max(top);
+  if (p.score == SOFTMAX) {
+    float sum = 0.0f;
+    for (int e = lane; e < p.experts; e += 32) sum += exp_full(scores[e] - top);
+    sum = warp_sum(sum);
+    for (int e = lane; e < p.experts; e += 32) scores[e] = exp_full(scores[e] - top) / sum;
+  } else if (p.score == SIGMOID) {
+    for (int e = lane; e < p.experts; e += 32) scores[e] = 1.0f / (1.0f + exp_full(-scores[e]));
+  }
+  for (int e = lane; e < p.experts; e += 32) choice[e] = scores[e] + (p.choice_bias != nullptr ? p.choice_bias[e] : 0.0f);
+  warp_sync();
+  if (p.num_groups > 1) mask_groups(p, choice);
+
+  float held[LANE_EXPERTS];
+#pragma unroll
+  for (int i = 0; i < LANE_EXPERTS; ++i) held[i] = lane + i * 32 < p.experts ? choice[lane + i * 32] : -__builtin_huge_valf();
+  float weight = 0.0f;  // of choice `lane`
+  int id = 0;
+  for (int k = 0; k < p.top_k; ++k) {
+    float best = -__builtin_huge_valf();
+    int best_id = p.experts;
+#pragma unroll
+    for (int i = 0; i < LANE_EXPERTS; ++i)
+      if (held[i] > best) best = held[i], best_id = lane + i * 32;
+    warp_best(best, best_id);
+    best_id = min_int(best_id, p.experts - 1);  // scores of NaN choose nothing; stay in bounds
+    if (lane == k) id = best_id, weight = scores[best_id];
+#pragma unroll
+    for (int i = 0; i < LANE_EXPERTS; ++i)
+      if (lane + i * 32 == best_id) held[i] = -__builtin_huge_valf();
+  }
+  if (p.score == SOFTMAX_OF_TOPK) {
+    const float most = warp_max(lane < p.top_k ? weight : -__builtin_huge_valf());
+    weight = lane < p.top_k ? exp_full(weight - most) : 0.0f;
+    weight /= warp_sum(weight);
+  }
+  if (p.renormalise) {
+    const float sum = warp_sum(lane < p.top_k ? weight : 0.0f);
+    weight /= fmaxf(sum + p.renormalise_eps, 1e-37f);
+  }
+  if (lane < p.top_k) {
+    chosen[token * p.top_k + lane] = id;
+    p.topk_ids[token * p.top_k + lane] = id;
+    p.topk_weights[token * p.top_k + lane] = weight * p.scale;
+  }
+  warp_sync();  // the next token overwrites the scores
+}
+
+// `chosen`: (tokens, top_k) in shared memory. Lists by expert, and the ascending list of experts that have any pair.
+DEVICE void list_experts(const RouterParams& p, const int* chosen, int* counts) {
+  const int lane = threadIdx.x % 32, pairs = p.tokens * p.top_k;
+  for (int e = threadIdx.x; e < p.experts; e += ROUTER_THREADS) {
+    int count = 0;
+    for (int pair = 0; pair < pairs; ++pair)
+      if (chosen[pair] == e) p.expert_pairs[static_cast<i64>(e) * p.tokens + count++] = pair;
+    counts[e] = count;
+    if (count > 0) p.expert_counts[e] = count;
+  }
+  block_sync();
+  if (threadIdx.x >= 32) return;
+  int unique = 0;
+  for (int e0 = 0; e0 < p.experts; e0 += 32) {
+    int before = e0 + lane < p.experts && counts[e0 + lane] > 0 ? 1 : 0;
+    const int mine = before;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {  // inclusive sum over the lanes
+      const int other = shfl(before, lane >= step ? lane - step : lane);
+      if (lane >= step) before += other;
+    }
+    if (mine) p.unique_ids[unique + before - 1] = e0 + lane;
+    unique += shfl(before, 31);
+  }
+  if (lane == 0) *p.num_unique = unique;
+}
+
+struct RouterSmem {
+  float* choice;  // ROUTER_WARPS * MAX_EXPERTS
+  float* scores;  // ROUTER_WARPS * MAX_EXPERTS
+  float* sums;    // MAX_TOKENS * ROUTER_WARPS
+  int* chosen;    // MAX_TOKENS * 32
+  int* counts;    // MAX_EXPERTS
+  int* last;      // 1
+};
+DEVICE RouterSmem router_smem() {
+  float* f = reinterpret_cast<float*>(dynamic_smem());
+  RouterSmem s;
+  s.choice = f;
+  s.scores = s.choice + ROUTER_WARPS * MAX_EXPERTS;
+  s.sums = s.scores + ROUTER_WARPS * MAX_EXPERTS;
+  s.chosen = reinterpret_cast<int*>(s.sums + MAX_TOKENS * ROUTER_WARPS);
+  s.counts = s.chosen + MAX_TOKENS * 32;
+  s.last = s.counts + MAX_EXPERTS;
+  return s;
+}
+
+KERNEL(route, RouterParams, ROUTER_THREADS, 1) {
+  const RouterSmem s = router_smem();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rows = gridDim.x, row = blockIdx.x;
+  constexpr int STEP = ROUTER_THREADS * 4;
+  const float* weight = p.weight + static_cast<i64>(row) * p.hidden;
+  float4 held[HELD];
+#pragma unroll
+  for (int c = 0; c < HELD; ++c) {
+    const int i = c * STEP + threadIdx.x * 4;
+    held[c] = i < p.hidden ? load_float4(weight + i) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+  }
+  grid_launch_dependents();
+  grid_wait();
+  for (int t = 0; t < p.tokens; ++t) {
+    const u16* x = p.x + static_cast<i64>(t) * p.hidden;
+    float sum = 0.0f;
+#pragma unroll
+    for (int c = 0; c < HELD; ++c) {
+      const int i = c * STEP + threadIdx.x * 4;
+      if (i >= p.hidden) break;
+      const uint2 v = load8(x + i);
+      sum += held[c].x * bf16_low(v.x) + held[c].y * bf16_high(v.x) + held[c].z * bf16_low(v.y) + held[c].w * bf16_high(v.y);
+    }
+    for (int i = HELD * STEP + threadIdx.x * 4; i < p.hidden; i += STEP) {
+      const float4 w = load_float4(weight + i);
+      const uint2 v = load8(x + i);
+      sum += w.x * bf16_low(v.x) + w.y * bf16_high(v.x) + w.z * bf16_low(v.y) + w.w * bf16_high(v.y);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) s.sums[t * ROUTER_WARPS + warp] = sum;
+  }
+  block_sync();
+  for (int t = threadIdx.x; t < p.tokens; t += ROUTER_THREADS) {
+    float sum = 0.0f;
+    for (int w = 0; w < ROUTER_WARPS; ++w) sum += s.sums[t * ROUTER_WARPS + w];
+    if (row < p.experts) p.logits[t * rows + row] = sum;
+    else p.shared_scale[t] = 1.0f / (1.0f + exp_full(-sum));
+    device_fence();
+  }
+  block_sync();
+  if (threadIdx.x == 0) {
+    *s.last = atomic_add(p.ticket, 1) == rows - 1;
+    device_fence();
+  }
+  block_sync();
+  if (!*s.last) return;
+  if (threadIdx.x == 0) *p.ticket = 0;
+  for (int t = warp; t < p.tokens; t += ROUTER_WARPS)
+    choose(p, p.logits + t * rows, t, s.choice + warp * MAX_EXPERTS, s.scores + warp * MAX_EXPERTS, s.chosen);
+  block_sync();
+  list_experts(p, s.chosen, s.counts);
+}
+
+// The lists alone, where ids and weights came from elsewhere (a router on the attention side).
+KERNEL(route_lists, RouterParams, ROUTER_THREADS, 1) {
+  const RouterSmem s = router_smem();
+  grid_launch_dependents();
+  grid_wait();
+  for (int i = threadIdx.x; i < p.tokens * p.top_k; i += ROUTER_THREADS) s.chosen[i] = p.topk_ids[i];
+  block_sync();
+  list_experts(p, s.chosen, s.counts);
+}

@@ -1,0 +1,23 @@
+"""The weights pool's half of one decode step: each layer's FFN on this rank's slice; it knows no peer."""
+
+from collections.abc import Sequence
+
+import torch
+
+from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.launch import Launcher
+from crosspool.backends.cuda.moe import FFNScratch, ffn
+
+
+class FFNHalf:
+    """One model's FFN layers on one rank, for up to `max_tokens` rows."""
+
+    def __init__(self, kernels: Launcher, layers: Sequence[FFNLayerWeights], max_tokens: int) -> None:
+        self._kernels, self.layers = kernels, tuple(layers)
+        first = self.layers[0].shared_down if self.layers[0].down is None else self.layers[0].down
+        assert first is not None
+        self.scratch = FFNScratch.for_layers(list(self.layers), max_tokens, first.device)
+
+    def run(self, layer: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        """out (tokens, hidden), fp32 or bf16 = this slice's part of the layer's FFN of x (tokens, hidden) bf16."""
+        ffn(self._kernels, self.layers[layer], x, out, self.scratch)

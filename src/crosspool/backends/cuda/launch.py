@@ -1,0 +1,105 @@
+"""Loads compiled kernels onto one device and launches them on torch's current stream."""
+
+import ctypes
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from crosspool.backends.cuda.compile import architecture, cubin
+
+SOURCES = ("gemv", "norm", "rope", "attention", "router", "moe")
+
+
+class Launcher(Protocol):
+    """Runs one kernel. The tests' CPU emulator is the other implementation."""
+
+    def launch(
+        self,
+        source: str,
+        kernel: str,
+        *,
+        grid: tuple[int, int, int],
+        threads: int,
+        smem_bytes: int,
+        params: ctypes.Structure,
+        overlap: bool = True,
+    ) -> None:
+        """Enqueue `kernel` of `csrc/<source>.cu`; `params` is copied before the call returns.
+
+        overlap: the kernel may start while the one before it still runs (it waits itself before it reads that one's
+        results). Pass False after anything but our kernels wrote what a kernel reads before its own wait: weights,
+        sequence lengths, frame tables.
+        """
+        ...
+
+
+class CudaError(RuntimeError):
+    """A driver call failed; the message names it."""
+
+
+class DeviceKernels:
+    """Every kernel, loaded eagerly: lazy loading can deadlock against a kernel that spins."""
+
+    def __init__(self, device: torch.device, cache_dir: Path | None = None) -> None:
+        from cuda.bindings import driver
+
+        self.device = device
+        self._driver = driver
+        self._functions: dict[str, Any] = {}
+        self._smem_bytes: dict[str, int] = {}
+        with torch.cuda.device(device):
+            torch.zeros(1, device=device)  # makes torch's primary context current
+            capability = torch.cuda.get_device_capability(device)
+            self._can_overlap = capability[0] >= 9
+            arch = architecture(capability)
+            self._modules = {
+                source: self._call("cuModuleLoadData", cubin(source, arch, cache_dir).read_bytes())
+                for source in SOURCES
+            }
+
+    def launch(
+        self,
+        source: str,
+        kernel: str,
+        *,
+        grid: tuple[int, int, int],
+        threads: int,
+        smem_bytes: int,
+        params: ctypes.Structure,
+        overlap: bool = True,
+    ) -> None:
+        driver = self._driver
+        function = self._function(source, kernel, smem_bytes)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.sharedMemBytes = smem_bytes
+        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
+        if overlap and self._can_overlap:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            value = driver.CUlaunchAttributeValue()
+            value.programmaticStreamSerializationAllowed = 1
+            attribute.value = value
+            config.attrs = [attribute]
+            config.numAttrs = 1
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self._call("cuLaunchKernelEx", config, function, ctypes.addressof(arguments), 0, what=kernel)
+
+    def _function(self, source: str, kernel: str, smem_bytes: int) -> Any:
+        function = self._functions.get(kernel)
+        if function is None:
+            function = self._call("cuModuleGetFunction", self._modules[source], kernel.encode(), what=kernel)
+            self._functions[kernel] = function
+        if smem_bytes > max(48 * 1024, self._smem_bytes.get(kernel, 0)):
+            attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            self._call("cuFuncSetAttribute", function, attribute, smem_bytes, what=kernel)
+            self._smem_bytes[kernel] = smem_bytes
+        return function
+
+    def _call(self, name: str, *arguments: Any, what: str = "") -> Any:
+        status, *results = getattr(self._driver, name)(*arguments)
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise CudaError(f"{name}{f' of {what}' if what else ''} failed: {status.name}")
+        return results[0] if results else None

@@ -1,0 +1,117 @@
+"""Routing few tokens: expert ids and weights, and each expert's list of the tokens that chose it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.launch import Launcher
+from crosspool.backends.cuda.params import RouterParams, address, check
+from crosspool.models.spec import MoEFFNSpec, RouterSpec
+
+MAX_TOKENS = 32
+MAX_EXPERTS = 512
+MAX_TOP_K = 32
+MAX_GROUPS = 32
+_THREADS = 128
+_WARPS = 4
+_SMEM_BYTES = 4 * (2 * _WARPS * MAX_EXPERTS + MAX_TOKENS * _WARPS + MAX_TOKENS * 32 + MAX_EXPERTS + 1)
+_SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_topk": 2}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the router leaves on the device for the expert kernels; one set serves all layers in turn."""
+
+    logits: torch.Tensor  # (tokens, experts + 1) fp32, flat use
+    ticket: torch.Tensor  # (1) int32, zero between launches
+    shared_scale: torch.Tensor  # (tokens) fp32
+    topk_ids: torch.Tensor  # (tokens * top_k) int32
+    topk_weights: torch.Tensor  # (tokens * top_k) fp32
+    num_unique: torch.Tensor  # (1) int32
+    unique_ids: torch.Tensor  # (experts) int32, ascending
+    expert_counts: torch.Tensor  # (experts) int32, valid for chosen experts
+    expert_pairs: torch.Tensor  # (experts * tokens) int32: token * top_k + choice
+
+    @classmethod
+    def allocate(cls, max_tokens: int, max_experts: int, max_top_k: int, device: torch.device) -> "Routing":
+        def ints(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        def floats(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.float32, device=device)
+
+        pairs = max_tokens * max_top_k
+        return cls(
+            floats(max_tokens * (max_experts + 1)),
+            ints(1),
+            floats(max_tokens),
+            ints(pairs),
+            floats(pairs),
+            ints(1),
+            ints(max_experts),
+            ints(max_experts),
+            ints(max_experts * max_tokens),
+        )
+
+
+def _rules(router: RouterSpec) -> dict[str, int | float]:
+    # A softmax renormalised over the chosen needs no epsilon and no total: the same rule as softmax_of_topk.
+    return {
+        "score": _SCORES[router.score],
+        "num_groups": router.num_groups,
+        "topk_groups": router.topk_groups,
+        "group_top2": router.group_score == "top2_sum",
+        "renormalise": router.renormalise,
+        "renormalise_eps": router.renormalise_eps,
+        "scale": router.scale,
+    }
+
+
+def route(kernels: Launcher, weights: FFNLayerWeights, x: torch.Tensor, routing: Routing) -> None:
+    """Route `x` (tokens, hidden) bf16 by the layer's router; fp32 arithmetic."""
+    spec, router = weights.spec, weights.router
+    if not isinstance(spec, MoEFFNSpec) or router is None:
+        raise ValueError("a dense layer has no router")
+    tokens, hidden = x.shape
+    check("x", x, (tokens, hidden), torch.bfloat16)
+    _check_limits(spec, tokens, hidden)
+    params = RouterParams(
+        weight=address(router.weight),
+        logit_bias=address(router.logit_bias),
+        choice_bias=address(router.choice_bias),
+        x=address(x),
+        logits=address(routing.logits),
+        ticket=address(routing.ticket),
+        shared_scale=address(routing.shared_scale) if weights.has_shared_gate else None,
+        **_outputs(routing),
+        tokens=tokens,
+        experts=spec.num_experts,
+        hidden=hidden,
+        top_k=spec.top_k,
+        **_rules(spec.router),
+    )
+    rows = router.weight.shape[0]
+    kernels.launch("router", "route", grid=(rows, 1, 1), threads=_THREADS, smem_bytes=_SMEM_BYTES, params=params)
+
+
+def route_lists(kernels: Launcher, spec: MoEFFNSpec, tokens: int, hidden: int, routing: Routing) -> None:
+    """The expert lists alone, from `routing.topk_ids` that came from elsewhere (`route: kv`)."""
+    _check_limits(spec, tokens, hidden)
+    params = RouterParams(**_outputs(routing), tokens=tokens, experts=spec.num_experts, hidden=hidden, top_k=spec.top_k)
+    kernels.launch("router", "route_lists", grid=(1, 1, 1), threads=_THREADS, smem_bytes=_SMEM_BYTES, params=params)
+
+
+def _outputs(routing: Routing) -> dict[str, int | None]:
+    names = ("topk_ids", "topk_weights", "num_unique", "unique_ids", "expert_counts", "expert_pairs")
+    return {name: address(getattr(routing, name)) for name in names}
+
+
+def _check_limits(spec: MoEFFNSpec, tokens: int, hidden: int) -> None:
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(f"{tokens} tokens; the small-batch router takes 1 to {MAX_TOKENS}")
+    if spec.num_experts > MAX_EXPERTS or spec.top_k > MAX_TOP_K or spec.router.num_groups > MAX_GROUPS or hidden % 4:
+        raise ValueError(
+            f"{spec.num_experts} experts, top-{spec.top_k}, {spec.router.num_groups} groups, hidden {hidden}: "
+            f"at most {MAX_EXPERTS}, {MAX_TOP_K}, {MAX_GROUPS}, and a multiple of 4"
+        )

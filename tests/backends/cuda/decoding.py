@@ -1,0 +1,65 @@
+"""Teacher-forced decoding on the CUDA backend's kernels, for comparison with `backends/numpy`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from crosspool.backends.cuda.attention_half import AttentionHalf
+from crosspool.backends.cuda.cache import PagedCache, frame_table_rows
+from crosspool.backends.cuda.ffn_half import FFNHalf
+from crosspool.backends.cuda.undivided import UndividedDecoder
+from crosspool.backends.cuda.weights import attention_weights_from_numpy, ffn_weights_from_numpy
+from crosspool.kv_pool.geometry import PageGeometry, page_geometry
+from crosspool.models.directory import ModelDirectory
+from crosspool.weights_pool.loader import load_attention_weights, load_ffn_weights
+
+FRAME_BYTES = 64 * 1024
+
+
+def shuffled_cache(geometry: PageGeometry, rows: int, tokens: int, device: torch.device, seed: int = 0) -> PagedCache:
+    """A cache whose rows have room for `tokens` tokens each, their frames in random order; all bytes NaN."""
+    pages = geometry.num_pages(tokens)
+    frames = rows * pages * geometry.frames_per_page
+    order = (torch.randperm(frames, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
+    frame = iter(order)
+    tables = [[[next(frame) for _ in range(geometry.frames_per_page)] for _ in range(pages)] for _ in range(rows)]
+    table = torch.from_numpy(frame_table_rows(tables, pages, geometry.frames_per_page)).to(device)
+    arena = torch.full((frames + 1, geometry.frame_bytes), 0xFF, dtype=torch.uint8, device=device)
+    return PagedCache(frames=arena, frame_table=table, geometry=geometry)
+
+
+def build_decoder(
+    kernels, directory: ModelDirectory, rows: int, tokens: int, device: torch.device, *, num_slices=1, page_tokens=16
+) -> UndividedDecoder:
+    spec = directory.spec
+    geometry = page_geometry(spec, page_tokens=page_tokens, frame_bytes=FRAME_BYTES)
+    cache = shuffled_cache(geometry, rows, tokens, device)
+    attention = attention_weights_from_numpy(spec, load_attention_weights(directory), device)
+    slices = [
+        FFNHalf(kernels, ffn_weights_from_numpy(spec, load_ffn_weights(directory, idx, num_slices), device), rows)
+        for idx in range(num_slices)
+    ]
+    return UndividedDecoder(AttentionHalf(kernels, spec, attention, cache, rows, 8), slices)
+
+
+def decode_prompts(
+    decoder: UndividedDecoder, prompts: Sequence[Sequence[int]]
+) -> tuple[list[list[torch.Tensor]], list[torch.Tensor]]:
+    """Feed equally long prompts token by token: residual streams [position][layer], logits [position], on the CPU."""
+    half = decoder.attention
+    hidden, logits = [], []
+    for position in range(len(prompts[0])):
+        half.token_ids.copy_(torch.tensor([prompt[position] for prompt in prompts], dtype=torch.int32))
+        half.positions.fill_(position)
+        half.lengths.fill_(position + 1)
+        hidden.append([residual.cpu().clone() for residual in decoder.layers()])
+        logits.append(half.logits().cpu().clone())
+    return hidden, logits
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """||actual - expected|| / ||expected||; infinite where a value is not a number."""
+    error = ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+    return error if error == error else float("inf")

@@ -1,0 +1,47 @@
+"""Runs the CUDA kernels' own source on a CPU: compiled with g++ against `emulator.h`, one fiber a thread."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+import tempfile
+from pathlib import Path
+
+from crosspool.backends.cuda.compile import SOURCES
+
+HERE = Path(__file__).parent
+
+
+class EmulatedKernels:
+    """The launcher of `backends/cuda` for CPU tensors."""
+
+    def __init__(self) -> None:
+        self._libraries: dict[str, ctypes.CDLL] = {}
+        self.launches: list[tuple[str, tuple[int, int, int], int]] = []
+
+    def launch(self, source, kernel, *, grid, threads, smem_bytes, params, overlap=True):
+        library = self._library(source)
+        expected = getattr(library, f"{kernel}_params_bytes")()
+        assert expected == ctypes.sizeof(params), f"{kernel}: {type(params).__name__} differs from the C++ struct"
+        self.launches.append((kernel, grid, threads))
+        getattr(library, kernel)(ctypes.byref(params), (ctypes.c_uint * 3)(*grid), threads, smem_bytes)
+
+    def _library(self, source: str) -> ctypes.CDLL:
+        if source not in self._libraries:
+            self._libraries[source] = ctypes.CDLL(str(_build(source)))
+        return self._libraries[source]
+
+
+def _build(source: str) -> Path:
+    digest = hashlib.sha256((HERE / "emulator.h").read_bytes())
+    for path in sorted(SOURCES.glob("*.cu*")):
+        digest.update(path.read_bytes())
+    target = Path(tempfile.gettempdir()) / f"crosspool-emulated-{source}-{digest.hexdigest()[:16]}.so"
+    if not target.exists():
+        scratch = target.with_suffix(f".{hashlib.sha256(str(Path.cwd()).encode()).hexdigest()[:8]}")
+        command = ["g++", "-x", "c++", "-std=c++20", "-O2", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
+        flags = ["-DCROSSPOOL_EMULATOR", f"-I{HERE}", f"-I{SOURCES}"]
+        subprocess.run([*command, *flags, "-o", scratch, SOURCES / f"{source}.cu"], check=True)
+        scratch.rename(target)
+    return target

@@ -1,0 +1,214 @@
+// Runs one block of a kernel at a time on a CPU: each thread is a fiber, and a barrier or warp operation switches
+// fibers until all have arrived. Blocks run one after another, so kernels whose blocks wait for later blocks hang here.
+#pragma once
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct float4 { float x, y, z, w; };
+
+namespace emulator {
+struct Dim { unsigned x, y, z; };
+struct Fiber {
+  ucontext_t start;
+  jmp_buf point;
+  bool started = false, done = false;
+  Dim thread{0, 0, 0};
+  char* stack = nullptr;
+};
+struct Barrier { unsigned arrived = 0, generation = 0; };
+struct Warp { Barrier barrier; u64 slot[32][12]; };
+
+inline std::vector<Fiber> fibers;
+inline std::vector<Warp> warps;
+inline Barrier block_barrier;
+inline Fiber* current = nullptr;
+inline jmp_buf scheduler;
+inline Dim block_idx, block_dim, grid_dim;
+inline std::vector<unsigned char> smem;
+inline std::function<void()> body;
+constexpr size_t kStack = 256 * 1024;
+
+inline void yield() { if (!_setjmp(current->point)) _longjmp(scheduler, 1); }
+inline void arrive(Barrier& barrier, unsigned count) {
+  unsigned mine = barrier.generation;
+  if (++barrier.arrived == count) { barrier.arrived = 0; ++barrier.generation; return; }
+  while (barrier.generation == mine) yield();
+}
+inline void entry() { body(); current->done = true; _longjmp(scheduler, 1); }
+inline Warp& warp() { return warps[current->thread.x / 32]; }
+inline unsigned lane() { return current->thread.x % 32; }
+inline unsigned warp_size() { unsigned left = block_dim.x - current->thread.x / 32 * 32; return left < 32 ? left : 32; }
+
+inline void run_block(unsigned threads, unsigned smem_bytes) {
+  smem.assign(smem_bytes + 256, 0xff);  // NaN in every floating-point type
+  fibers.resize(threads);
+  warps.assign((threads + 31) / 32, Warp{});
+  block_barrier = Barrier{};
+  for (unsigned i = 0; i < threads; ++i) {
+    Fiber& fiber = fibers[i];
+    if (!fiber.stack) fiber.stack = static_cast<char*>(malloc(kStack));
+    fiber.started = fiber.done = false;
+    fiber.thread = {i, 0, 0};
+    getcontext(&fiber.start);
+    fiber.start.uc_stack.ss_sp = fiber.stack;
+    fiber.start.uc_stack.ss_size = kStack;
+    fiber.start.uc_link = nullptr;
+    makecontext(&fiber.start, entry, 0);
+  }
+  for (volatile bool alive = true; alive;) {
+    alive = false;
+    for (volatile unsigned i = 0; i < threads; ++i) {
+      if (fibers[i].done) continue;
+      alive = true;
+      current = &fibers[i];
+      if (!_setjmp(scheduler)) {
+        if (current->started) _longjmp(current->point, 1);
+        current->started = true;
+        setcontext(&current->start);
+      }
+    }
+  }
+}
+
+inline void launch(std::function<void()> kernel, const unsigned* grid, unsigned threads, unsigned smem_bytes) {
+  body = kernel;
+  block_dim = {threads, 1, 1};
+  grid_dim = {grid[0], grid[1], grid[2]};
+  for (unsigned z = 0; z < grid[2]; ++z)
+    for (unsigned y = 0; y < grid[1]; ++y)
+      for (unsigned x = 0; x < grid[0]; ++x) {
+        block_idx = {x, y, z};
+        run_block(threads, smem_bytes);
+        for (unsigned i = (128 - reinterpret_cast<u64>(smem.data()) % 128) % 128 + smem_bytes; i < smem.size(); ++i)
+          if (smem[i] != 0xff) { fprintf(stderr, "wrote past %u bytes of shared memory\n", smem_bytes); abort(); }
+      }
+}
+
+// Each lane leaves a value, all meet, each lane reads what it wants, all meet again.
+template <typename T, typename F>
+inline auto exchange(const T& value, F read) {
+  static_assert(sizeof(T) <= sizeof(u64) * 12, "too large for a lane's slot");
+  Warp& w = warp();
+  memcpy(w.slot[lane()], &value, sizeof(T));
+  arrive(w.barrier, warp_size());
+  auto result = read([&w](unsigned from) { T v; memcpy(&v, w.slot[from], sizeof(T)); return v; });
+  arrive(w.barrier, warp_size());
+  return result;
+}
+}  // namespace emulator
+
+#define threadIdx (emulator::current->thread)
+#define blockIdx emulator::block_idx
+#define blockDim emulator::block_dim
+#define gridDim emulator::grid_dim
+#define __shared__ static
+#define DEVICE inline
+#define KERNEL(name, Params, threads, min_blocks)                                                     \
+  static void name##_body(const Params& p);                                                           \
+  extern "C" unsigned name##_params_bytes() { return sizeof(Params); }                                \
+  extern "C" void name(const Params* p, const unsigned* grid, unsigned block, unsigned smem_bytes) {  \
+    emulator::launch([p] { name##_body(*p); }, grid, block, smem_bytes);                              \
+  }                                                                                                   \
+  static void name##_body(const Params& p)
+
+inline u8* dynamic_smem() { return reinterpret_cast<u8*>((reinterpret_cast<u64>(emulator::smem.data()) + 127) / 128 * 128); }
+inline void block_sync() { emulator::arrive(emulator::block_barrier, emulator::block_dim.x); }
+inline void warp_sync() { emulator::arrive(emulator::warp().barrier, emulator::warp_size()); }
+template <typename T>
+inline T shfl(T v, int lane) { return emulator::exchange(v, [lane](auto get) { return get(lane); }); }
+template <typename T>
+inline T shfl_xor(T v, int mask) { return emulator::exchange(v, [mask](auto get) { return get(emulator::lane() ^ mask); }); }
+inline int atomic_add(int* address, int value) { int old = *address; *address += value; return old; }
+inline void device_fence() {}
+inline void check_aligned(const void* p, unsigned bytes) {
+  if (reinterpret_cast<u64>(p) % bytes) { fprintf(stderr, "misaligned %u-byte access\n", bytes); abort(); }
+}
+template <typename T>
+inline T load_as(const void* p) { check_aligned(p, sizeof(T)); T v; memcpy(&v, p, sizeof(T)); return v; }
+inline uint4 load_stream(const void* p) { return load_as<uint4>(p); }
+inline uint4 load16(const void* p) { return load_as<uint4>(p); }
+inline uint2 load8(const void* p) { return load_as<uint2>(p); }
+inline float4 load_float4(const float* p) { return load_as<float4>(p); }
+inline float load_float_l2(const float* p) { return *p; }
+inline void prefetch_l2(const void*) {}
+inline float exp2_fast(float x) { return exp2f(x); }
+inline float exp_full(float x) { return expf(x); }
+inline float log2_full(float x) { return log2f(x); }
+inline float rsqrt_full(float x) { return 1.0f / sqrtf(x); }
+inline void sincos_small(float x, float* s, float* c) { *s = sinf(x); *c = cosf(x); }
+inline float float_of_bits(u32 v) { float f; memcpy(&f, &v, 4); return f; }
+inline u32 bits_of_float(float f) { u32 v; memcpy(&v, &f, 4); return v; }
+inline double round_even(double x) { return rint(x); }
+inline u32 multiply_high(u32 a, u32 b) { return static_cast<u32>((static_cast<u64>(a) * b) >> 32); }
+inline u32 bf16_round(float f) {
+  u32 v = bits_of_float(f);
+  if (f != f) return 0x7fff;
+  return (v + 0x7fffu + ((v >> 16) & 1)) >> 16;
+}
+inline u32 pack_bf16(float low, float high) { return bf16_round(low) | (bf16_round(high) << 16); }
+inline float half_of(u32 pair, int high) { return float_of_bits(high ? pair & 0xffff0000u : pair << 16); }
+
+struct MmaOperands { u32 a[4], b[2]; };
+inline void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  MmaOperands mine{{a0, a1, a2, a3}, {b0, b1}};
+  struct Sum { float c[4]; };
+  Sum sum = emulator::exchange(mine, [](auto get) {
+    unsigned g = emulator::lane() / 4, q = emulator::lane() % 4;
+    Sum s{};
+    MmaOperands a_lane[4], b_lane[2][4];
+    for (unsigned j = 0; j < 4; ++j) {
+      a_lane[j] = get(g * 4 + j);
+      b_lane[0][j] = get((2 * q) * 4 + j);
+      b_lane[1][j] = get((2 * q + 1) * 4 + j);
+    }
+    for (int i = 0; i < 4; ++i)
+      for (int k = 0; k < 16; ++k) {
+        u32 a = a_lane[k % 8 / 2].a[(i >= 2) + 2 * (k >= 8)];
+        u32 b = b_lane[i % 2][k % 8 / 2].b[k >= 8];
+        s.c[i] += half_of(a, k % 2) * half_of(b, k % 2);
+      }
+    return s;
+  });
+  for (int i = 0; i < 4; ++i) c[i] += sum.c[i];
+}
+inline void load_matrices(u32 (&r)[4], const void* p, bool transposed) {
+  check_aligned(p, 16);
+  struct Regs { u32 r[4]; };
+  Regs regs = emulator::exchange(p, [transposed](auto get) {
+    unsigned g = emulator::lane() / 4, q = emulator::lane() % 4;
+    Regs out{};
+    for (unsigned m = 0; m < 4; ++m) {
+      u16 low, high;
+      if (!transposed) {
+        const u16* row = static_cast<const u16*>(get(m * 8 + g));
+        low = row[2 * q], high = row[2 * q + 1];
+      } else {
+        low = static_cast<const u16*>(get(m * 8 + 2 * q))[g];
+        high = static_cast<const u16*>(get(m * 8 + 2 * q + 1))[g];
+      }
+      out.r[m] = low | (static_cast<u32>(high) << 16);
+    }
+    return out;
+  });
+  memcpy(r, regs.r, sizeof(r));
+}
+inline void ldmatrix_x4(u32 (&r)[4], const void* p) { load_matrices(r, p, false); }
+inline void ldmatrix_x4_trans(u32 (&r)[4], const void* p) { load_matrices(r, p, true); }
+inline void copy_async16(void* shared, const void* global, bool valid) {
+  check_aligned(shared, 16);
+  if (valid) { check_aligned(global, 16); memcpy(shared, global, 16); } else memset(shared, 0, 16);
+}
+inline void copy_async_commit() {}
+template <int N>
+inline void copy_async_wait() {}
+inline void grid_wait() {}
+inline void grid_launch_dependents() {}

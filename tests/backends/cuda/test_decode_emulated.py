@@ -1,0 +1,53 @@
+"""Every family's tiny checkpoint, decoded by the CUDA kernels (run on the CPU) and by the NumPy backend."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from crosspool.backends.numpy.monolithic import MonolithicModel  # noqa: E402
+from crosspool.models.directory import read_model_dir  # noqa: E402
+from tests.backends.cuda.decoding import build_decoder, decode_prompts, relative_error  # noqa: E402
+from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
+from tests.support.tiny_models import CONFIGS, write_tiny_model  # noqa: E402
+
+pytestmark = pytest.mark.judge
+
+CPU = torch.device("cpu")
+TOLERANCE = 2e-2
+"""bf16 activations between kernels, rounded once each (2^-9 relative), over three layers of a random model."""
+
+CLOSE_SHARE = 0.85
+"""Positions within the tolerance: at the others bf16 tips a near-tie between experts (router rules have own tests)."""
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_decode_equals_the_numpy_backend(family, tmp_path):
+    directory = read_model_dir(write_tiny_model(tmp_path / family, family, dtype="bfloat16", tokenizer=False))
+    prompts = np.random.default_rng(1).integers(1, directory.spec.vocab_size, size=(2, 18)).tolist()
+    decoder = build_decoder(EmulatedKernels(), directory, rows=2, tokens=18, device=CPU, page_tokens=8)
+    hidden, logits = decode_prompts(decoder, prompts)
+    reference = MonolithicModel.load(directory)
+    for row, prompt in enumerate(prompts):
+        layers, expected = reference.trace(prompt)
+        assert_close([step[row] for step in logits], expected)
+        for layer, values in enumerate(layers):
+            assert_close([step[layer][row] for step in hidden], values)
+
+
+def assert_close(actual, expected):
+    errors = [relative_error(a, torch.from_numpy(e)) for a, e in zip(actual, expected, strict=True)]
+    assert np.median(errors) < TOLERANCE / 2, errors
+    assert np.mean(np.array(errors) < TOLERANCE) >= CLOSE_SHARE, errors
+
+
+def test_slices_of_the_ffn_add_up(tmp_path):
+    directory = read_model_dir(write_tiny_model(tmp_path / "d", "deepseek_v2", dtype="bfloat16", tokenizer=False))
+    prompts = [[5, 9, 200, 31]]
+    whole, parts = (
+        decode_prompts(build_decoder(EmulatedKernels(), directory, 1, 4, CPU, num_slices=count), prompts)[1]
+        for count in (1, 3)
+    )
+    assert relative_error(torch.stack(parts), torch.stack(whole)) < TOLERANCE

@@ -1,0 +1,296 @@
+"""Single CUDA kernels, run on the CPU, against float64 arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from crosspool.backends.cuda.attention import (  # noqa: E402
+    AttentionScratch,
+    attention_decode,
+    choose_variant,
+    key_value_dims,
+)
+from crosspool.backends.cuda.ffn_weights import pack_ffn  # noqa: E402
+from crosspool.backends.cuda.gemv import gemv  # noqa: E402
+from crosspool.backends.cuda.moe import FFNScratch, ffn  # noqa: E402
+from crosspool.backends.cuda.router import Routing, route, route_lists  # noqa: E402
+from crosspool.backends.numpy.router import route as numpy_route  # noqa: E402
+from crosspool.kv_pool.geometry import PageGeometry  # noqa: E402
+from crosspool.models.spec import GQASpec, MLASpec, MoEFFNSpec, RopeSpec, RouterSpec, SharedExpertSpec  # noqa: E402
+from tests.backends.cuda.decoding import relative_error, shuffled_cache  # noqa: E402
+from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
+
+pytestmark = pytest.mark.judge
+
+CPU = torch.device("cpu")
+ROUNDED = 4e-3
+"""One rounding of the result to bf16, and of probabilities or activations before a product."""
+EXACT = 1e-5
+"""fp32 sums of bf16 products."""
+
+
+def draw(*shape, seed=0, std=1.0):
+    return (std * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+
+
+def nan(*shape, dtype=torch.float32):
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "tokens", "shape"),
+    [(40, 256, 3, None), (33, 72, 1, None), (20, 520, 12, (4, 2)), (16, 2048, 2, None), (48, 1280, 32, (8, 4))],
+)
+def test_gemv_equals_the_product(rows, k, tokens, shape):
+    weight, x, y = draw(rows, k), draw(tokens, k, seed=1), nan(tokens, rows)
+    gemv(EmulatedKernels(), weight, x, y, shape=shape)
+    assert relative_error(y, x.double() @ weight.double().T) < EXACT
+
+
+def test_gemv_norms_its_input_and_adds_bias_and_residual():
+    weight, x, norm, bias = draw(24, 64), draw(5, 64, seed=1), draw(64, seed=2), draw(24, seed=3)
+    residual = draw(5, 24, seed=4).float()
+    normed = x.double() / torch.sqrt((x.double() ** 2).mean(-1, keepdim=True) + 1e-6) * norm.double()
+    expected = normed @ weight.double().T + bias.double() + residual.double()
+    gemv(EmulatedKernels(), weight, x, residual, norm_weight=norm, norm_eps=1e-6, bias=bias, residual=residual)
+    assert relative_error(residual, expected) < ROUNDED
+
+
+def test_grouped_gemv_leaves_what_lies_between_its_outputs_alone():
+    weight, x, y = draw(4, 32, 16), draw(3, 4, 32, seed=1)[:, :, :16], nan(3, 4, 48, dtype=torch.bfloat16)
+    gemv(EmulatedKernels(), weight, x, y[:, :, :32])
+    assert relative_error(y[:, :, :32], torch.einsum("grk,tgk->tgr", weight.double(), x.double())) < ROUNDED
+    assert y[:, :, 32:].isnan().all()
+
+
+def test_gemv_refuses_what_it_cannot_load():
+    with pytest.raises(ValueError, match="multiples of 8"):
+        gemv(EmulatedKernels(), draw(16, 60), draw(1, 60), nan(1, 16))
+    with pytest.raises(ValueError, match="33 tokens"):
+        gemv(EmulatedKernels(), draw(16, 64), draw(33, 64), nan(33, 16))
+
+
+ROPE = RopeSpec(theta=10000.0, dim=64)
+
+
+def gqa(heads, kv_heads, dim, **options):
+    return GQASpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rope=ROPE, softmax_scale=dim**-0.5, **options)
+
+
+def mla(heads):
+    return MLASpec(
+        num_heads=heads,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        rope=ROPE,
+        softmax_scale=192**-0.5,
+    )
+
+
+ATTENTIONS = {
+    "gqa_d64": gqa(4, 2, 64),
+    "gqa_d128_group_of_8": gqa(16, 2, 128),
+    "gqa_d128_group_of_12": gqa(24, 2, 128),
+    "gqa_d256": gqa(8, 2, 256),
+    "gqa_window_sinks": gqa(8, 1, 64, sliding_window=100, sinks=True),
+    "mla_16_heads": mla(16),
+    "mla_20_heads": mla(20),
+}
+
+
+@pytest.mark.parametrize("any_shape", [False, True])
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_equals_softmax_over_the_cache(name, any_shape):
+    spec = ATTENTIONS[name]
+    key_dim, value_dim = key_value_dims(spec)
+    geometry = PageGeometry(
+        num_layers=3,
+        elements_per_token_layer=spec.kv_elements_per_token,
+        element_bytes=2,
+        page_tokens=48,
+        frame_bytes=2 * 48 * spec.kv_elements_per_token * 2,
+    )
+    lengths = [1, 300, 197]
+    cache = shuffled_cache(geometry, 3, 300, CPU)
+    rows = draw(3, 300, spec.kv_elements_per_token, seed=5)
+    fill(cache, 2, rows, lengths)
+    q, out = draw(3, spec.num_heads, key_dim, seed=6), nan(3, spec.num_heads, value_dim, dtype=torch.bfloat16)
+    sinks = draw(spec.num_heads, seed=7) if getattr(spec, "sinks", False) else None
+    variant = choose_variant(spec)
+    assert variant is not None
+    splits = 3
+    scratch = AttentionScratch(nan(3 * splits * spec.num_heads * value_dim), nan(3 * splits * spec.num_heads * 2))
+    attention_decode(
+        EmulatedKernels(),
+        spec,
+        cache,
+        2,
+        q,
+        torch.tensor(lengths, dtype=torch.int32),
+        out,
+        scratch,
+        splits=splits,
+        sinks=sinks,
+        any_shape=any_shape,
+    )
+    expected = torch.stack([reference(spec, q[i], rows[i, :length], sinks) for i, length in enumerate(lengths)])
+    assert relative_error(out, expected) < ROUNDED
+
+
+def fill(cache, layer, rows, lengths):
+    geometry = cache.geometry
+    frames = cache.frames.view(torch.bfloat16)
+    for row, length in enumerate(lengths):
+        for token in range(length):
+            page, slot = divmod(token, geometry.page_tokens)
+            frame = cache.frame_table[row, page, geometry.frame_of_layer(layer)]
+            start = geometry.offset_of_layer(layer) // 2 + slot * geometry.elements_per_token_layer
+            frames[frame, start : start + rows.shape[-1]] = rows[row, token]
+
+
+def reference(spec, q, rows, sinks):
+    q, rows = q.double(), rows.double()
+    if isinstance(spec, MLASpec):
+        keys = rows[:, None].expand(-1, spec.num_heads, -1)
+        values = keys[..., : spec.kv_lora_rank]
+    else:
+        split = rows.view(len(rows), 2, spec.num_kv_heads, spec.head_dim)
+        keys, values = split.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=2).unbind(1)
+        if spec.sliding_window:
+            keys, values = keys[-spec.sliding_window :], values[-spec.sliding_window :]
+    scores = torch.einsum("hd,nhd->hn", q, keys) * spec.softmax_scale
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+    weights = scores.softmax(-1)[:, : len(keys)]
+    return torch.einsum("hn,nhd->hd", weights, values)
+
+
+ROUTERS = {
+    "softmax": RouterSpec(score="softmax", renormalise=True),
+    "softmax_unnormalised": RouterSpec(score="softmax", scale=1.5),
+    "sigmoid_bias": RouterSpec(score="sigmoid", choice_bias=True, renormalise=True, renormalise_eps=1e-20, scale=1.8),
+    "groups_top2": RouterSpec(score="sigmoid", choice_bias=True, num_groups=8, topk_groups=3, renormalise=True),
+    "groups_max": RouterSpec(score="softmax", num_groups=4, topk_groups=2, group_score="max"),
+    "of_topk": RouterSpec(score="softmax_of_topk", logit_bias=True),
+}
+
+
+def moe_layer(router, *, experts=64, top_k=6, hidden=64, width=24, shared=None, seed=0, **options):
+    spec = MoEFFNSpec(
+        num_experts=experts,
+        top_k=top_k,
+        expert_intermediate_size=width,
+        router=router,
+        shared=None if shared is None else SharedExpertSpec(intermediate_size=shared, gated=True),
+        **options,
+    )
+    tensors = {
+        "router": draw(experts, hidden, seed=seed, std=0.3).float(),
+        "expert_gate_up": draw(experts, 2 * width, hidden, seed=seed + 1, std=hidden**-0.5),
+        "expert_down": draw(experts, hidden, width, seed=seed + 2, std=width**-0.5),
+    }
+    if router.choice_bias:
+        tensors["choice_bias"] = draw(experts, seed=seed + 3, std=0.3).float()
+    if router.logit_bias:
+        tensors["router_bias"] = draw(experts, seed=seed + 3).float()
+    if options.get("expert_bias"):
+        tensors["expert_gate_up_bias"] = draw(experts, 2 * width, seed=seed + 4)
+        tensors["expert_down_bias"] = draw(experts, hidden, seed=seed + 5)
+    if shared is not None:
+        tensors["shared_gate"] = draw(shared, hidden, seed=seed + 6, std=hidden**-0.5)
+        tensors["shared_up"] = draw(shared, hidden, seed=seed + 7, std=hidden**-0.5)
+        tensors["shared_down"] = draw(hidden, shared, seed=seed + 8, std=shared**-0.5)
+        tensors["shared_expert_gate"] = draw(1, hidden, seed=seed + 9, std=0.2)
+    return pack_ffn(spec, hidden, tensors)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 32])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_router_chooses_and_weighs_as_numpy_does(name, tokens):
+    layer = moe_layer(ROUTERS[name])
+    spec, x = layer.spec, draw(tokens, 64, seed=20)
+    routing = Routing.allocate(tokens, spec.num_experts, spec.top_k, CPU)
+    route(EmulatedKernels(), layer, x, routing)
+    logits = (x.float() @ layer.router.weight.T).numpy()
+    if layer.router.logit_bias is not None:
+        logits = logits + layer.router.logit_bias.numpy()
+    bias = None if layer.router.choice_bias is None else layer.router.choice_bias.numpy()
+    ids, weights = numpy_route(logits, spec.router, spec.top_k, bias)
+    np.testing.assert_array_equal(routing.topk_ids.view(tokens, -1).numpy(), ids)
+    np.testing.assert_allclose(routing.topk_weights.view(tokens, -1).numpy(), weights, rtol=1e-5)
+    assert_lists(routing, ids)
+    assert routing.ticket.item() == 0
+
+
+def assert_lists(routing, ids):
+    unique = np.unique(ids)
+    assert routing.num_unique.item() == len(unique)
+    np.testing.assert_array_equal(routing.unique_ids[: len(unique)].numpy(), unique)
+    pairs = routing.expert_pairs.view(-1, len(ids))
+    for expert in unique.tolist():
+        expected = np.flatnonzero(ids.ravel() == expert)
+        assert routing.expert_counts[expert].item() == len(expected)
+        np.testing.assert_array_equal(pairs[expert, : len(expected)].numpy(), expected)
+
+
+def test_lists_can_be_made_from_ids_that_came_from_elsewhere():
+    spec = moe_layer(ROUTERS["softmax"]).spec
+    routing = Routing.allocate(3, 64, 6, CPU)
+    ids = np.array([[3, 9, 63, 0, 5, 6], [9, 3, 1, 2, 40, 41], [63, 9, 7, 8, 10, 11]])
+    routing.topk_ids.copy_(torch.from_numpy(ids.ravel()))
+    route_lists(EmulatedKernels(), spec, 3, 64, routing)
+    assert_lists(routing, ids)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 32])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shared": 160},
+        {"expert_bias": True, "activation": "gpt_oss_swiglu"},
+        {"experts": 4, "top_k": 3, "width": 264, "shared": 8},
+    ],
+)
+def test_ffn_equals_the_sum_over_chosen_experts(tokens, options):
+    layer = moe_layer(ROUTERS["softmax_unnormalised"], **options)
+    x, out = draw(tokens, 64, seed=30), nan(tokens, 64)
+    scratch = FFNScratch.for_layers([layer], tokens, CPU)
+    scratch.act.fill_(float("nan"))
+    ffn(EmulatedKernels(), layer, x, out, scratch)
+    ids = scratch.routing.topk_ids.view(tokens, -1)
+    weights = scratch.routing.topk_weights.view(tokens, -1)
+    expected = torch.stack([ffn_reference(layer, x[t], ids[t], weights[t]) for t in range(tokens)])
+    assert relative_error(out, expected) < ROUNDED
+
+
+def ffn_reference(layer, x, ids, weights):
+    x = x.double()
+    total = torch.zeros(len(x), dtype=torch.float64)
+    for expert, weight in zip(ids.tolist(), weights.double(), strict=True):
+        gate_up = layer.gate_up[expert].double() @ x
+        if layer.gate_up_bias is not None:
+            gate_up = gate_up + layer.gate_up_bias[expert].double()
+        output = layer.down[expert].double() @ activation(layer.spec.activation, gate_up)
+        if layer.down_bias is not None:
+            output = output + layer.down_bias[expert].double()
+        total += weight * output
+    if layer.shared_gate is not None:
+        gate_up = torch.cat([layer.shared_gate, layer.shared_up]).double() @ x
+        gate = torch.sigmoid(layer.router.weight[-1].double() @ x)
+        total += gate * (layer.shared_down.double() @ activation("silu", gate_up))
+    return total
+
+
+def activation(kind, gate_up):
+    gate, up = gate_up.chunk(2)
+    if kind == "silu":
+        return torch.nn.functional.silu(gate) * up
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
