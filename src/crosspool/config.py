@@ -109,7 +109,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()  # none: CORS headers are not sent
     root_path: str = ""
     log_level: LogLevel = "info"
-    quiet_paths: tuple[str, ...] = ()  # left out of the access log
+    quiet_paths: tuple[str, ...] = ("/health", "/health/ready", "/metrics", "/stats")  # left out of the access log
     shutdown_timeout_s: float = 30.0  # how long running requests may finish after SIGTERM
     max_body_bytes: int = 8 * MiB
     sse_keep_alive_s: float = 10.0  # a comment line at this interval while a stream waits for its first token

@@ -15,7 +15,7 @@ from crosspool.engine.config import EngineConfig
 from crosspool.engine.engine import Engine
 from crosspool.engine.serve_directory import served_model
 from crosspool.engine.served_model import ServedModel
-from crosspool.errors import CheckpointError, UnsupportedModelError
+from crosspool.errors import CheckpointError, CrossPoolError, UnsupportedModelError
 from crosspool.model_source import model_directory
 from crosspool.models.directory import read_model_dir
 from crosspool.server.catalogue import Catalogue, ModelFrontend, SamplingDefaults
@@ -65,6 +65,9 @@ def engine_config(config: DeploymentConfig) -> EngineConfig:
 
 
 def cluster_config(config: DeploymentConfig) -> ClusterConfig:
+    """Raises CrossPoolError for a dtype that the backend does not compute in."""
+    if config.dtype not in ("auto", "float32"):
+        raise CrossPoolError(f"dtype is {config.dtype}; the NumPy backend computes in float32, so use auto or float32")
     engine = engine_config(config)
     return ClusterConfig(
         layout=config.pools.layout,

@@ -4,6 +4,7 @@ One name everywhere: the flag `--max-num-seqs`, the variable `CROSSPOOL_MAX_NUM_
 are the same setting. The JSON schema of the YAML file is published as docs/deployment.schema.json.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -59,7 +60,9 @@ class Settings(BaseSettings):
     allowed_origins: Words = Field([], description="origins that browsers may call from (CORS); default: none")
     root_path: str = Field("", description="path prefix that a proxy in front strips")
     log_level: LogLevel = Field("info", description="what is logged")
-    disable_access_log_for_endpoints: Words = Field(["/health", "/health/ready", "/metrics", "/stats"])
+    disable_access_log_for_endpoints: Words = Field(
+        ["/health", "/health/ready", "/metrics", "/stats"], description="paths left out of the access log"
+    )
     shutdown_timeout: float = Field(30.0, description="seconds that running requests may finish in after SIGTERM")
     max_body_bytes: Size = Field("8MiB", description="largest request body; more is a 413")
     sse_keep_alive_interval: float = Field(10.0, gt=0, description="seconds between comment lines of waiting streams")
@@ -208,3 +211,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
         dtype=settings.dtype,
         download_dir=settings.download_dir,
     )
+
+
+if __name__ == "__main__":  # python -m crosspool.settings > docs/deployment.schema.json
+    print(json.dumps(deployment_schema(), indent=2))

@@ -1,0 +1,85 @@
+"""The deployment's frozen data: sizes, bounds, names."""
+
+from __future__ import annotations
+
+import pytest
+
+from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig, ServerConfig, parse_size
+from crosspool.engine.config import EngineConfig
+from crosspool.units import GiB, KiB, MiB
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        (5, 5),
+        ("5", 5),
+        ("5B", 5),
+        ("2K", 2 * KiB),
+        ("64KiB", 64 * KiB),
+        ("512 MiB", 512 * MiB),
+        ("1.5gib", 3 * GiB // 2),
+    ],
+)
+def test_sizes(text: str | int, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "5 TiB", "-1", "1e9", "five", "5MiBs", "x" * 1000])
+def test_what_is_no_size_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size") as error:
+        parse_size(text)
+    assert len(str(error.value)) < 150
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (PoolsConfig, "frame_bytes", 100),
+        (PoolsConfig, "kv_pool_bytes", 2 * MiB),
+        (PoolsConfig, "num_weights_ranks", 0),
+        (SchedulingConfig, "max_num_seqs", 0),
+        (SchedulingConfig, "max_queue", 0),
+        (SchedulingConfig, "queue_timeout_s", 0.0),
+        (SchedulingConfig, "recovery_timeout_s", -1.0),
+        (ServerConfig, "port", 70000),
+        (ServerConfig, "shutdown_timeout_s", -1.0),
+        (ServerConfig, "max_body_bytes", 10),
+        (ServerConfig, "api_keys", ("a", "")),
+    ],
+)
+def test_bounds_are_checked(kind: type, field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=r"must|empty"):
+        kind(**{field: value})
+
+
+def test_names_must_differ_aliases_included() -> None:
+    first, second = ModelConfig(source="/a/x"), ModelConfig(source="/b/y", aliases=("x",))
+    with pytest.raises(ValueError, match=r"two models are called 'x': /a/x and /b/y"):
+        DeploymentConfig(models=(first, second))
+
+
+def test_the_served_name_is_the_last_part_of_the_path() -> None:
+    assert ModelConfig(source="/models/qwen3/").served_name == "qwen3"
+    assert ModelConfig(source="/models/qwen3", name="q").served_name == "q"
+
+
+def test_keys_are_not_in_a_printed_config() -> None:
+    assert "sk-secret" not in repr(ServerConfig(api_keys=("sk-secret",)))
+
+
+def test_defaults_are_the_engines() -> None:
+    scheduling, pools, engine = SchedulingConfig(), PoolsConfig(), EngineConfig()
+    for field in (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_queue",
+        "num_decode_lanes",
+        "num_prefill_lanes",
+        "admission",
+        "recovery_timeout_s",
+        "seed",
+    ):
+        assert getattr(scheduling, field) == getattr(engine, field), field
+    assert (pools.kv_pool_bytes, pools.frame_bytes) == (engine.kv_budget_bytes, engine.frame_bytes)
+    assert scheduling.queue_timeout_s == engine.default_deadline_s

@@ -1,0 +1,106 @@
+"""Where settings come from: flags > environment > YAML > defaults; and the published schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from crosspool.config import DeploymentConfig, ModelConfig
+from crosspool.settings import Settings, deployment_schema, load_deployment
+from crosspool.units import MiB
+
+SCHEMA = Path(__file__).parent.parent / "docs" / "deployment.schema.json"
+YAML = """
+# comment
+host: 0.0.0.0
+port: 9000
+max-num-seqs: 5
+kv_pool_bytes: 64MiB
+api_key: [from-yaml]
+models:
+  - path: /models/a
+    aliases: [first]
+    max_model_len: 100
+  - /models/b
+"""
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Path:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(YAML)
+    return path
+
+
+def test_defaults() -> None:
+    models = (ModelConfig(source="demo"),)
+    assert load_deployment({}, default_models=models) == DeploymentConfig(models=models)
+
+
+def test_flags_win_over_environment_over_yaml(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSPOOL_PORT", "9001")
+    monkeypatch.setenv("CROSSPOOL_MAX_NUM_SEQS", "6")
+    monkeypatch.setenv("CROSSPOOL_API_KEY", "one, two")
+    monkeypatch.setenv("CROSSPOOL_SEED", "4")
+    config = load_deployment({"port": 9002}, config_file=yaml_file)
+    assert (config.server.port, config.server.host) == (9002, "0.0.0.0")  # flag, YAML
+    assert (config.scheduling.max_num_seqs, config.scheduling.seed) == (6, 4)  # environment
+    assert config.server.api_keys == ("one", "two")
+    assert config.pools.kv_pool_bytes == 64 * MiB
+    assert config.pools.frame_bytes == 2 * MiB  # default
+
+
+def test_models_of_the_yaml_file(yaml_file: Path) -> None:
+    config = load_deployment({"max_model_len": 50}, config_file=yaml_file)
+    assert [model.served_name for model in config.models] == ["a", "b"]
+    assert config.models[0].aliases == ("first",)
+    assert [model.max_model_len for model in config.models] == [100, 50]
+    assert [model.source for model in load_deployment({"models": ["/c"]}, config_file=yaml_file).models] == ["/c"]
+
+
+def test_a_hub_id_keeps_its_whole_name() -> None:
+    assert load_deployment({"models": ["Qwen/Qwen3-30B-A3B"]}).models[0].served_name == "Qwen/Qwen3-30B-A3B"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 8000", "prot is not a setting"),
+        ("port: many", "port is 'many'"),
+        ("port: 99999", "port is 99999"),
+        ("kv_pool_bytes: 5 apples", "5 apples"),
+        ("models: [{path: /a, nam: x}]", "models.0.nam is not a setting"),
+        ("models: [{name: x}]", "models.0.path"),
+        ("layout: cluster", "layout is 'cluster'"),
+        ("- a", "must be a mapping"),
+        ("a: [", "not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_told_in_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "d.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")) as error:
+        load_deployment({}, config_file=path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read .*nope\.yaml"):
+        load_deployment({}, config_file=tmp_path / "nope.yaml")
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("# nothing\n")
+    assert load_deployment({}, config_file=path) == DeploymentConfig(models=())
+
+
+def test_the_published_schema_is_the_settings() -> None:
+    """After a change: python -m crosspool.settings > docs/deployment.schema.json."""
+    assert json.loads(SCHEMA.read_text()) == deployment_schema()
+
+
+def test_every_setting_is_described() -> None:
+    assert [name for name, field in Settings.model_fields.items() if not field.description] == []
