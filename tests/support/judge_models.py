@@ -87,8 +87,7 @@ def layer_outputs(model: PreTrainedModel, token_ids: list[int]) -> tuple[list[np
 
 def greedy_tokens(model: PreTrainedModel, token_ids: list[int], count: int) -> list[int]:
     """What `generate` answers, end tokens not heeded."""
+    model.generation_config.eos_token_id = None
     with torch.no_grad():
-        answer = model.generate(
-            torch.tensor([token_ids]), max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
-        )
+        answer = model.generate(torch.tensor([token_ids]), max_new_tokens=count, do_sample=False, pad_token_id=0)
     return answer[0, len(token_ids) :].tolist()
