@@ -1,0 +1,59 @@
+"""The engine as a caller of its API sees it, for benchmarks: directories in, greedy answers and times out."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from crosspool.config import DeploymentConfig, Layout, ModelConfig, PoolsConfig
+from crosspool.core import SamplingParams
+from crosspool.engine.async_engine import AsyncEngine
+from crosspool.engine.request import GenerationRequest
+from crosspool.launch import load_models, prepare_models, start_engine
+from crosspool.units import KiB, MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One greedy request of known length."""
+
+    model: str
+    prompt: tuple[int, ...]
+    num_tokens: int
+
+
+@asynccontextmanager
+async def running_engine(directories: Sequence[Path], layout: Layout) -> AsyncIterator[AsyncEngine]:
+    """An engine with the directories' models loaded, in threads or processes."""
+    config = DeploymentConfig(
+        models=tuple(ModelConfig(source=str(path)) for path in directories),
+        pools=PoolsConfig(layout=layout, kv_pool_bytes=64 * MiB, frame_bytes=64 * KiB),
+    )
+    engine = start_engine(config)
+    try:
+        await load_models(engine, prepare_models(config))
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def run_jobs(engine: AsyncEngine, jobs: Sequence[Job], tag: str) -> tuple[list[list[int]], float]:
+    """Run all jobs at once; their tokens and the seconds until the last one ended."""
+    start = time.perf_counter()
+    tokens = await asyncio.gather(*(_run(engine, job, f"{tag}-{idx}") for idx, job in enumerate(jobs)))
+    return list(tokens), time.perf_counter() - start
+
+
+async def _run(engine: AsyncEngine, job: Job, request_id: str) -> list[int]:
+    sampling = SamplingParams(max_tokens=job.num_tokens, temperature=0.0, ignore_eos=True)
+    request = GenerationRequest(
+        request_id=request_id, model=job.model, prompt_token_ids=job.prompt, sampling=sampling, seed=0
+    )
+    token_ids: list[int] = []
+    async for output in engine.generate(request):
+        if output.error is not None:
+            raise output.error
+        token_ids += output.token_ids
+    return token_ids
