@@ -88,7 +88,7 @@ def test_every_accepted_request_ends_with_the_tokens_of_an_undisturbed_run(
         if end.error is not None:
             assert isinstance(end.error, DeadlineExceededError), end.error
     if admission == "reserve":
-        assert drive.core.num_stalls == 0
+        assert drive.core.dispatcher.num_stalls == 0
 
 
 @pytest.mark.fuzz
@@ -106,4 +106,4 @@ def test_a_forecast_that_is_too_low_stalls_and_never_deadlocks():
     ]
     for drive in drives:
         drive.check_all_ended()
-    assert sum(drive.core.num_stalls for drive in drives) > 20
+    assert sum(drive.core.dispatcher.num_stalls for drive in drives) > 20

@@ -11,12 +11,13 @@ from crosspool.engine.served_model import ServedModel
 
 @dataclass(slots=True)
 class ModelLoad:
-    """`live`: admitted sequences that have not ended, by id. `lingering`: ended ones whose step is still in flight."""
+    """Sequences by state and id. `lingering`: ended ones whose step is still in flight."""
 
     model: ServedModel
     queue: ModelQueue
     limit: int
-    live: dict[int, Sequence] = field(default_factory=dict)
+    prefilling: dict[int, Sequence] = field(default_factory=dict)
+    decoding: dict[int, Sequence] = field(default_factory=dict)
     lingering: dict[int, Sequence] = field(default_factory=dict)
     draining: bool = False
     prompt_tokens: int = 0
@@ -25,18 +26,40 @@ class ModelLoad:
     num_refused: int = 0
     num_finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
+    ranks: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ranks = (self.model.kv_rank, *self.model.weights_ranks)
+
     @property
-    def ranks(self) -> tuple[str, ...]:
-        return (self.model.kv_rank, *self.model.weights_ranks)
+    def num_live(self) -> int:
+        """Sequences that were admitted and have not ended."""
+        return len(self.prefilling) + len(self.decoding)
 
     @property
     def is_idle(self) -> bool:
-        return not (self.live or self.lingering or len(self.queue))
+        return not (self.prefilling or self.decoding or self.lingering or len(self.queue))
 
-    def in_state(self, state: SequenceState) -> list[Sequence]:
-        return [sequence for sequence in self.live.values() if sequence.state is state]
+    @property
+    def owes(self) -> bool:
+        """Whether some sequence still owes its caller an end."""
+        return bool(self.prefilling or self.decoding or len(self.queue))
+
+    def enter(self, sequence: Sequence, state: SequenceState) -> None:
+        """Move a live sequence to `state`, which may be ENDED (it lingers)."""
+        self.leave(sequence)
+        sequence.state = state
+        into = {SequenceState.PREFILLING: self.prefilling, SequenceState.DECODING: self.decoding}
+        into.get(state, self.lingering)[sequence.sequence_id] = sequence
+
+    def leave(self, sequence: Sequence) -> None:
+        for sequences in (self.prefilling, self.decoding, self.lingering):
+            sequences.pop(sequence.sequence_id, None)
+
+    def live(self) -> list[Sequence]:
+        return [*self.prefilling.values(), *self.decoding.values()]
 
     def unended(self) -> Iterator[Sequence]:
         """Every sequence that still owes its caller an end, live ones first."""
-        yield from list(self.live.values())
+        yield from self.live()
         yield from list(self.queue)

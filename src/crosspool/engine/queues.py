@@ -78,6 +78,8 @@ class ModelQueue:
         ]
 
     def next_deadline(self) -> float | None:
+        if not self._waiting:
+            return None
         deadlines = [s.request.deadline_s for s in self._waiting if s.scheduled_s is None]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 

@@ -31,10 +31,12 @@ class RankHealth:
         self.given_up.discard(rank)
 
     def are_up(self, ranks: Iterable[str]) -> bool:
-        return not any(rank in self.down_since_s for rank in ranks)
+        return not self.down_since_s or not any(rank in self.down_since_s for rank in ranks)
 
     def expires_s(self, ranks: Collection[str]) -> float | None:
         """When requests that need `ranks` stop waiting; None while all are up."""
+        if not self.down_since_s:
+            return None
         ends = [
             since_s + (0.0 if rank in self.given_up else self.recovery_timeout_s)
             for rank, since_s in self.down_since_s.items()

@@ -14,10 +14,10 @@ from collections.abc import Sequence as Items
 from crosspool.cluster.base import Event, RankFailed, RankLost, RankReady, StepDone, StepFailed
 from crosspool.core import FinishReason, Request, SampledToken
 from crosspool.engine.admission import check_length, context_limit
-from crosspool.engine.batcher import Turns, decode_row, make_step, prefill_chunks, prefill_row
 from crosspool.engine.config import EngineConfig
+from crosspool.engine.dispatcher import Dispatcher
 from crosspool.engine.forecast import output_estimate
-from crosspool.engine.lanes import Lane, ParkedStep, Trouble
+from crosspool.engine.lanes import Trouble
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.pages import KVRankPages
 from crosspool.engine.queues import AdmissionOrder, ModelQueue
@@ -35,7 +35,7 @@ from crosspool.errors import (
     WorkerLostError,
 )
 from crosspool.kv_pool.block_table import BlockTable
-from crosspool.scheduler.step import NewSequence, Phase, StepDescriptor, StepResult, StepRow
+from crosspool.scheduler.step import StepDescriptor, StepResult
 
 MAX_LOSSES = 3
 """KV ranks a sequence may lose in a row without gaining a token, before it is taken for their cause."""
@@ -49,17 +49,11 @@ class EngineCore:
         self.loads: dict[str, ModelLoad] = {}
         self.pages: dict[str, KVRankPages] = {}
         self.ranks = RankHealth(config.recovery_timeout_s)
-        self.lanes = [
-            Lane(index, "decode" if index < config.num_decode_lanes else "prefill") for index in range(config.num_lanes)
-        ]
-        self.parked: list[ParkedStep] = []
+        self.dispatcher = Dispatcher(config, self.loads, self.pages, self.ranks)
         self.num_steps = 0
-        self.num_replays = 0
-        self.num_stalls = 0
         self.last_step_s: float | None = None
         self._order = AdmissionOrder(ageing_s=config.ageing_s, bypass_window=config.bypass_window)
         self._estimate = output_estimate(config.admission, config.forecast_quantile)
-        self._turns: dict[Phase, Turns] = {"decode": Turns(), "prefill": Turns()}
         self._sequences: dict[int, Sequence] = {}  # those that have not ended
         self._forgotten: dict[str, list[int]] = {}
         self._next_sequence_id = 1
@@ -80,8 +74,7 @@ class EngineCore:
             self.pages[model.kv_rank] = KVRankPages(model.kv_rank, self.config.num_frames, self._estimate)
         self.pages[model.kv_rank].add_model(model)
         self.loads[model.name] = ModelLoad(model, ModelQueue(model.name, self.config.max_queue), limit)
-        for turns in self._turns.values():
-            turns.add(model.name)
+        self.dispatcher.add_model(model.name)
 
     def drain_model(self, name: str) -> None:
         """Refuse new requests to the model; accepted ones go on."""
@@ -102,8 +95,7 @@ class EngineCore:
         assert load.is_idle, f"model {name} still has sequences; drain or end it first"
         self.pages[load.model.kv_rank].remove_model(name)
         self._estimate.forget(name)
-        for turns in self._turns.values():
-            turns.remove(name)
+        self.dispatcher.remove_model(name)
         del self.loads[name]
 
     # requests ---------------------------------------------------------------------------------------------------
@@ -153,7 +145,7 @@ class EngineCore:
         if sequence.state is SequenceState.QUEUED:
             load.queue.remove(sequence)
         else:
-            del load.live[sequence.sequence_id]
+            load.leave(sequence)
             self.pages[load.model.kv_rank].release(sequence)
 
     def end_sequence(self, sequence_id: int, reason: FinishReason, now: float) -> SequenceUpdate | None:
@@ -206,7 +198,7 @@ class EngineCore:
             if expires_s is not None and expires_s <= now:
                 lost = WorkerLostError(self.ranks.describe(load.ranks, now))
                 updates += [self._fail(sequence, lost, now) for sequence in load.unended()]
-        for parked in list(self.parked):
+        for parked in list(self.dispatcher.parked):
             if parked.trouble.first_failed_s + self.config.recovery_timeout_s <= now:
                 updates += self._fail_all(parked.sequences, WorkerLostError(self._give_up(parked.trouble)), now)
         return updates
@@ -216,20 +208,17 @@ class EngineCore:
         moments: list[float | None] = []
         for load in self.loads.values():
             moments.append(load.queue.next_deadline())
-            if load.live or len(load.queue):
+            if load.owes:
                 moments.append(self.ranks.expires_s(load.ranks))
-        for parked in self.parked:
+        for parked in self.dispatcher.parked:
             moments.append(parked.trouble.first_failed_s + self.config.recovery_timeout_s)
             if self.ranks.are_up(parked.ranks) and parked.not_before_s > now:
                 moments.append(parked.not_before_s)
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _step_done(self, result: StepResult, now: float) -> list[SequenceUpdate]:
-        lane = self.lanes[result.lane]
-        if lane.step is None or lane.step.header.step_seq != result.step_seq:
-            return []
-        if lane.is_abandoned:
-            lane.finish()
+        lane = self.dispatcher.ended(result.lane, result.step_seq)
+        if lane is None:
             return []
         step, sequences = lane.finish()
         self.num_steps += 1
@@ -249,7 +238,7 @@ class EngineCore:
         load = self.loads[sequence.request.model]
         if sequence.state is SequenceState.PREFILLING:
             load.prompt_tokens += sequence.num_prompt_tokens if sequence.num_generated_tokens == 0 else 0
-            sequence.state = SequenceState.DECODING
+            load.enter(sequence, SequenceState.DECODING)
         sequence.request.output_token_ids.append(token.token_id)
         sequence.num_losses = 0
         load.generated_tokens += 1
@@ -259,11 +248,8 @@ class EngineCore:
         return self._update(sequence, now, token=token, finish_reason=reason)
 
     def _step_failed(self, event: StepFailed, now: float) -> list[SequenceUpdate]:
-        lane = self.lanes[event.lane]
-        if lane.step is None or lane.step.header.step_seq != event.step_seq:
-            return []
-        if lane.is_abandoned:
-            lane.finish()
+        lane = self.dispatcher.ended(event.lane, event.step_seq)
+        if lane is None:
             return []
         trouble = lane.trouble or Trouble(now, 0, event.error)
         trouble.num_failures += 1
@@ -278,19 +264,8 @@ class EngineCore:
         if self.config.recovery_timeout_s == 0:
             return self._fail_all(alive, WorkerLostError(self._give_up(trouble)), now)
         if alive:
-            self._park(step, sequences, trouble, now)
+            self.dispatcher.park(step, sequences, trouble, now)
         return []
-
-    def _park(self, step: StepDescriptor, sequences: tuple[Sequence, ...], trouble: Trouble, now: float) -> None:
-        ranks = frozenset(self.loads[step.header.model].ranks)
-        not_before_s = now + trouble.backoff_s() if self.ranks.are_up(ranks) else now
-        parked = ParkedStep(step, sequences, ranks, trouble, not_before_s)
-        for sequence in sequences:
-            if sequence.state is SequenceState.ENDED:
-                parked.drop(sequence)
-            else:
-                sequence.in_step = True
-        self.parked.append(parked)
 
     def _rank_lost(self, rank: str, reason: str, now: float) -> list[SequenceUpdate]:
         self.ranks.lost(rank, reason, now)
@@ -306,18 +281,15 @@ class EngineCore:
 
     def _kv_lost(self, rank: str, reason: str, now: float) -> list[SequenceUpdate]:
         """The rank's sequences go back to the head of their queues, to be prefilled from all tokens they have."""
-        for lane in self.lanes:
-            if lane.step is not None and lane.step.header.kv_rank == rank:
-                lane.abandon()
-        self.parked = [parked for parked in self.parked if parked.step.header.kv_rank != rank]
+        self.dispatcher.kv_rank_lost(rank)
         updates = []
         for load in self.loads.values():
             if load.model.kv_rank != rank:
                 continue
             for sequence in list(load.lingering.values()):
                 self._release(sequence)
-            for sequence in list(load.live.values()):
-                del load.live[sequence.sequence_id]
+            for sequence in load.live():
+                load.leave(sequence)
                 self.pages[rank].release(sequence)
                 sequence.rewind()
                 sequence.num_losses += 1
@@ -340,13 +312,7 @@ class EngineCore:
     def schedule(self, now: float) -> list[StepDescriptor]:
         """Admit what fits, then fill every idle lane that has work. Each step is to be handed to the cluster."""
         self._admit(now)
-        steps = [step for parked in list(self.parked) if (step := self._replay(parked, now)) is not None]
-        for lane in self.lanes:
-            if lane.step is None:
-                step = self._decode_step(lane, now) if lane.phase == "decode" else self._prefill_step(lane, now)
-                if step is not None:
-                    steps.append(step)
-        return steps
+        return self.dispatcher.fill(now)
 
     def take_forgotten(self) -> dict[str, list[int]]:
         """By KV rank: sequences that ended since the last call and that the rank was told of."""
@@ -363,7 +329,7 @@ class EngineCore:
                     load.queue
                     for load in self.loads.values()
                     if load.model.kv_rank == kv_rank
-                    and len(load.live) < self.config.max_num_seqs
+                    and load.num_live < self.config.max_num_seqs
                     and self.ranks.are_up(load.ranks)
                 ]
                 sequence = self._order.pick(queues, now, pages.frames_used, pages.admits)
@@ -372,105 +338,24 @@ class EngineCore:
                 load = self.loads[sequence.request.model]
                 load.queue.take(sequence, now)
                 pages.admit(sequence)
-                sequence.state = SequenceState.PREFILLING
-                load.live[sequence.sequence_id] = sequence
+                load.enter(sequence, SequenceState.PREFILLING)
             self._admission_due |= bool(pages.stalled)
-
-    def _replay(self, parked: ParkedStep, now: float) -> StepDescriptor | None:
-        phase = parked.step.header.phase
-        idle = [lane for lane in self.lanes if lane.phase == phase and lane.step is None]
-        if not idle or not parked.is_ready(self.ranks.down_since_s, now):
-            return None
-        own = [lane for lane in idle if lane.index == parked.step.header.lane]
-        self.parked.remove(parked)
-        self.num_replays += 1
-        return parked.replay_in((own or idle)[0], now)
-
-    def _decode_step(self, lane: Lane, now: float) -> StepDescriptor | None:
-        """The next model's whole decode batch: all its decoding sequences that have a slot for one more token."""
-        for name in self._turns["decode"].ready(self._models_with(SequenceState.DECODING)):
-            if self._has_decode_step(name):
-                continue
-            load = self.loads[name]
-            pages = self.pages[load.model.kv_rank]
-            batch = []
-            for sequence in load.in_state(SequenceState.DECODING):
-                if pages.ensure_slot(sequence):
-                    batch.append(sequence)
-                else:
-                    self.num_stalls += 1
-            if batch:
-                rows = [decode_row(sequence) for sequence in batch]
-                return self._start(lane, load, batch, rows, now)
-        return None
-
-    def _prefill_step(self, lane: Lane, now: float) -> StepDescriptor | None:
-        """The next model's chunk, shared by its prefilling sequences."""
-        for name in self._turns["prefill"].ready(self._models_with(SequenceState.PREFILLING)):
-            load = self.loads[name]
-            waiting = [sequence for sequence in load.in_state(SequenceState.PREFILLING) if not sequence.in_step]
-            chunks = prefill_chunks(waiting, self.config.max_num_batched_tokens)
-            if chunks:
-                rows = [prefill_row(chunk) for chunk in chunks]
-                return self._start(lane, load, [chunk.sequence for chunk in chunks], rows, now)
-        return None
-
-    def _start(
-        self, lane: Lane, load: ModelLoad, batch: Items[Sequence], rows: Items[StepRow], now: float
-    ) -> StepDescriptor:
-        self._turns[lane.phase].take(load.model.name)
-        joining: list[NewSequence] = []
-        for sequence in batch:
-            if not sequence.joined:
-                sequence.joined = True
-                joining.append(sequence.introduction())
-            if sequence.scheduled_s is None:
-                sequence.scheduled_s = now
-        step = make_step(
-            lane=lane.index,
-            step_seq=lane.next_seq(),
-            model=load.model.name,
-            kv_rank=load.model.kv_rank,
-            phase=lane.phase,
-            rows=rows,
-            joining=joining,
-        )
-        lane.start(step, tuple(batch), now)
-        return step
-
-    def _models_with(self, state: SequenceState) -> set[str]:
-        """Models with a live sequence in `state` whose ranks are all up."""
-        return {
-            name
-            for name, load in self.loads.items()
-            if any(s.state is state for s in load.live.values()) and self.ranks.are_up(load.ranks)
-        }
-
-    def _has_decode_step(self, name: str) -> bool:
-        """Whether a decode step of the model is in flight or parked: its decode requests share one lane."""
-        steps = [lane.step for lane in self.lanes] + [parked.step for parked in self.parked]
-        return any(s is not None and s.header.model == name and s.header.phase == "decode" for s in steps)
 
     # ends -------------------------------------------------------------------------------------------------------
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         load = self.loads[sequence.request.model]
-        queued = sequence.state is SequenceState.QUEUED
-        sequence.state = SequenceState.ENDED
         del self._sequences[sequence.sequence_id]
         load.num_finished[reason] += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._estimate.record(load.model.name, sequence.num_generated_tokens)
         self._admission_due = True
-        if queued:
+        if sequence.state is SequenceState.QUEUED:
+            sequence.state = SequenceState.ENDED
             load.queue.remove(sequence)
             return
-        del load.live[sequence.sequence_id]
-        load.lingering[sequence.sequence_id] = sequence
-        for parked in self.parked:
-            if sequence in parked.sequences:
-                parked.drop(sequence)
-        self.parked = [parked for parked in self.parked if parked.sequences]
+        load.enter(sequence, SequenceState.ENDED)
+        self.dispatcher.drop_parked_row(sequence)
         if sequence.in_step:
             self.pages[load.model.kv_rank].stop_growing(sequence)
         else:
@@ -480,7 +365,7 @@ class EngineCore:
         """Free the pages of an ended sequence that no step uses any more."""
         load = self.loads[sequence.request.model]
         kv_rank = load.model.kv_rank
-        del load.lingering[sequence.sequence_id]
+        load.leave(sequence)
         self.pages[kv_rank].release(sequence)
         if sequence.joined:
             self._forgotten.setdefault(kv_rank, []).append(sequence.sequence_id)

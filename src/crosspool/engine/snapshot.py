@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.pages import KVRankPages
-from crosspool.engine.sequence import SequenceState
 from crosspool.engine.stats import EngineStats, ModelStats
 
 if TYPE_CHECKING:
@@ -13,10 +12,10 @@ if TYPE_CHECKING:
 
 def snapshot(core: "EngineCore", now: float) -> EngineStats:
     """Everything at `now`. Copies; later changes of the core do not show in it."""
-    busy = [lane.started_s for lane in core.lanes if lane.step is not None]
-    busy += [parked.trouble.first_failed_s for parked in core.parked]
+    busy = [lane.started_s for lane in core.dispatcher.lanes if lane.step is not None]
+    busy += [parked.trouble.first_failed_s for parked in core.dispatcher.parked]
     parked_seqs = dict.fromkeys(core.loads, 0)
-    for parked in core.parked:
+    for parked in core.dispatcher.parked:
         parked_seqs[parked.step.header.model] += len(parked.sequences)
     return EngineStats(
         now_s=now,
@@ -24,10 +23,10 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
             _model_stats(load, core.pages[load.model.kv_rank], parked_seqs[name]) for name, load in core.loads.items()
         ),
         pools=tuple(pages.stats(core.config.frame_bytes) for pages in core.pages.values()),
-        lanes=tuple(lane.stats() for lane in core.lanes),
+        lanes=tuple(lane.stats() for lane in core.dispatcher.lanes),
         num_steps=core.num_steps,
-        num_replays=core.num_replays,
-        num_stalls=core.num_stalls,
+        num_replays=core.dispatcher.num_replays,
+        num_stalls=core.dispatcher.num_stalls,
         num_ranks_lost=core.ranks.num_lost,
         last_step_s=core.last_step_s,
         busy_since_s=min(busy, default=None),
@@ -38,12 +37,12 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
 def _model_stats(load: ModelLoad, pages: KVRankPages, num_parked: int) -> ModelStats:
     name, width = load.model.name, load.model.frames_per_page
     frames_used = pages.frames_used(name)
-    frames_reserved = pages.frames_reserved([*load.live, *load.lingering])
+    frames_reserved = pages.frames_reserved([*load.prefilling, *load.decoding, *load.lingering])
     return ModelStats(
         name=name,
         num_queued=len(load.queue),
-        num_prefilling=len(load.in_state(SequenceState.PREFILLING)),
-        num_decoding=len(load.in_state(SequenceState.DECODING)),
+        num_prefilling=len(load.prefilling),
+        num_decoding=len(load.decoding),
         num_parked=num_parked,
         pages_used=frames_used // width,
         pages_reserved=frames_reserved // width,

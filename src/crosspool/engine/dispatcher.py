@@ -1,0 +1,158 @@
+"""Dispatcher: fills idle lanes with replays of parked steps, decode batches and prefill chunks."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+
+from crosspool.engine.batcher import Turns, decode_row, make_step, prefill_chunks, prefill_row
+from crosspool.engine.config import EngineConfig
+from crosspool.engine.lanes import Lane, ParkedStep, Trouble
+from crosspool.engine.model_load import ModelLoad
+from crosspool.engine.pages import KVRankPages
+from crosspool.engine.ranks import RankHealth
+from crosspool.engine.sequence import Sequence, SequenceState
+from crosspool.scheduler.step import NewSequence, Phase, StepDescriptor, StepRow
+
+
+class Dispatcher:
+    """The lanes and parked steps. Reads the core's models, pages and ranks; changes only sequences' rows and pages."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        loads: Mapping[str, ModelLoad],
+        pages: Mapping[str, KVRankPages],
+        ranks: RankHealth,
+    ) -> None:
+        self.lanes = [
+            Lane(index, "decode" if index < config.num_decode_lanes else "prefill") for index in range(config.num_lanes)
+        ]
+        self.parked: list[ParkedStep] = []
+        self.num_replays = 0
+        self.num_stalls = 0
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._loads = loads
+        self._pages = pages
+        self._ranks = ranks
+        self._turns: dict[Phase, Turns] = {"decode": Turns(), "prefill": Turns()}
+
+    def add_model(self, name: str) -> None:
+        for turns in self._turns.values():
+            turns.add(name)
+
+    def remove_model(self, name: str) -> None:
+        for turns in self._turns.values():
+            turns.remove(name)
+
+    def fill(self, now: float) -> list[StepDescriptor]:
+        """A step for every idle lane that has work; replays come first."""
+        steps = [step for parked in list(self.parked) if (step := self._replay(parked, now)) is not None]
+        for lane in self.lanes:
+            if lane.step is None:
+                step = self._decode_step(lane, now) if lane.phase == "decode" else self._prefill_step(lane, now)
+                if step is not None:
+                    steps.append(step)
+        return steps
+
+    def ended(self, lane: int, step_seq: int) -> Lane | None:
+        """The lane whose present step has that number, for its caller to finish.
+
+        None if nobody waits for the step: its number is another one's, or its sequences have left (then the lane is
+        made idle here).
+        """
+        found = self.lanes[lane]
+        if found.step is None or found.step.header.step_seq != step_seq:
+            return None
+        if found.is_abandoned:
+            found.finish()
+            return None
+        return found
+
+    def park(self, step: StepDescriptor, sequences: tuple[Sequence, ...], trouble: Trouble, now: float) -> None:
+        """Keep a failed step, without the rows of sequences that have ended, until it can be replayed."""
+        ranks = frozenset(self._loads[step.header.model].ranks)
+        not_before_s = now + trouble.backoff_s() if self._ranks.are_up(ranks) else now
+        parked = ParkedStep(step, sequences, ranks, trouble, not_before_s)
+        for sequence in sequences:
+            if sequence.state is SequenceState.ENDED:
+                parked.drop(sequence)
+            else:
+                sequence.in_step = True
+        self.parked.append(parked)
+
+    def drop_parked_row(self, sequence: Sequence) -> None:
+        """Leave an ended sequence out of the parked step that has a row of it, if one has."""
+        for parked in self.parked:
+            if sequence in parked.sequences:
+                parked.drop(sequence)
+        self.parked = [parked for parked in self.parked if parked.sequences]
+
+    def kv_rank_lost(self, kv_rank: str) -> None:
+        """The rank's sequences leave their steps."""
+        for lane in self.lanes:
+            if lane.step is not None and lane.step.header.kv_rank == kv_rank:
+                lane.abandon()
+        self.parked = [parked for parked in self.parked if parked.step.header.kv_rank != kv_rank]
+
+    def _replay(self, parked: ParkedStep, now: float) -> StepDescriptor | None:
+        phase = parked.step.header.phase
+        idle = [lane for lane in self.lanes if lane.phase == phase and lane.step is None]
+        if not idle or not parked.is_ready(self._ranks.down_since_s, now):
+            return None
+        own = [lane for lane in idle if lane.index == parked.step.header.lane]
+        self.parked.remove(parked)
+        self.num_replays += 1
+        return parked.replay_in((own or idle)[0], now)
+
+    def _decode_step(self, lane: Lane, now: float) -> StepDescriptor | None:
+        """The next model's whole decode batch: all its decoding sequences that have a slot for one more token."""
+        for name in self._turns["decode"].ready({name for name, load in self._loads.items() if load.decoding}):
+            load = self._loads[name]
+            if self._has_decode_step(name) or not self._ranks.are_up(load.ranks):
+                continue
+            pages = self._pages[load.model.kv_rank]
+            batch = [sequence for sequence in load.decoding.values() if pages.ensure_slot(sequence)]
+            self.num_stalls += len(load.decoding) - len(batch)
+            if batch:
+                return self._start(lane, load, batch, [decode_row(sequence) for sequence in batch], now)
+        return None
+
+    def _prefill_step(self, lane: Lane, now: float) -> StepDescriptor | None:
+        """The next model's chunk, shared by its prefilling sequences."""
+        for name in self._turns["prefill"].ready({name for name, load in self._loads.items() if load.prefilling}):
+            load = self._loads[name]
+            if not self._ranks.are_up(load.ranks):
+                continue
+            waiting = [sequence for sequence in load.prefilling.values() if not sequence.in_step]
+            chunks = prefill_chunks(waiting, self._max_num_batched_tokens)
+            if chunks:
+                batch = [chunk.sequence for chunk in chunks]
+                return self._start(lane, load, batch, [prefill_row(chunk) for chunk in chunks], now)
+        return None
+
+    def _start(
+        self, lane: Lane, load: ModelLoad, batch: Items[Sequence], rows: Items[StepRow], now: float
+    ) -> StepDescriptor:
+        self._turns[lane.phase].take(load.model.name)
+        joining: list[NewSequence] = []
+        for sequence in batch:
+            if not sequence.joined:
+                sequence.joined = True
+                joining.append(sequence.introduction())
+            if sequence.scheduled_s is None:
+                sequence.scheduled_s = now
+        step = make_step(
+            lane=lane.index,
+            step_seq=lane.next_seq(),
+            model=load.model.name,
+            kv_rank=load.model.kv_rank,
+            phase=lane.phase,
+            rows=rows,
+            joining=joining,
+        )
+        lane.start(step, tuple(batch), now)
+        return step
+
+    def _has_decode_step(self, name: str) -> bool:
+        """Whether a decode step of the model is in flight or parked: its decode requests share one lane."""
+        steps = [lane.step for lane in self.lanes] + [parked.step for parked in self.parked]
+        return any(s is not None and s.header.model == name and s.header.phase == "decode" for s in steps)
