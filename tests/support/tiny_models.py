@@ -270,7 +270,8 @@ def _as_stored(source: Source, value: np.ndarray) -> np.ndarray:
         case "fused_columns":
             if source.target.name.startswith("expert_gate_up"):  # gate and up rows become even and odd ones
                 value = np.stack((value[:, :half], value[:, half:]), axis=2).reshape(value.shape)
-            return value if value.ndim == 2 else value.swapaxes(1, 2)
+            transposed: np.ndarray = value if value.ndim == 2 else value.swapaxes(1, 2)
+            return transposed
     return value
 
 
@@ -279,7 +280,7 @@ def write_shards(path: Path, tensors: Mapping[str, np.ndarray], num_shards: int 
     if num_shards == 1:
         save_file(dict(tensors), path / "model.safetensors", metadata={"format": "pt"})
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(num_shards):
         name = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
         part = {key: tensors[key] for key in sorted(tensors)[shard::num_shards]}
