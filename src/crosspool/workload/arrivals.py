@@ -4,14 +4,13 @@ Every process is drawn for any interval, stationary from its first second on: no
 wants the requests alive at time 0 draws from before it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 
-from crosspool.workload.trace import FloatColumn
+from crosspool.workload.trace import FloatColumn, IntColumn
 
 
 class ArrivalProcess(Protocol):
@@ -126,15 +125,16 @@ class RecordedArrivals:
     def draw(self, rng: np.random.Generator, start_s: float, stop_s: float) -> FloatColumn:
         return self.indexed(start_s, stop_s)[0]
 
-    def indexed(self, start_s: float, stop_s: float) -> tuple[FloatColumn, Sequence[int]]:
+    def indexed(self, start_s: float, stop_s: float) -> tuple[FloatColumn, IntColumn]:
         """Arrival times in [start_s, stop_s) and, for each, its row in the trace."""
-        times, rows = [np.empty(0)], [np.empty(0, dtype=np.int64)]
+        times: list[FloatColumn] = [np.empty(0)]
+        rows: list[IntColumn] = [np.empty(0, dtype=np.int64)]
         for period in range(int(np.floor(start_s / self.period_s)), int(np.ceil(stop_s / self.period_s))):
             shifted = self.times_s + period * self.period_s
             low, high = np.searchsorted(shifted, (start_s, stop_s))
             times.append(shifted[low:high])
-            rows.append(np.arange(low, high))
-        return np.concatenate(times), np.concatenate(rows)  # type: ignore[return-value]
+            rows.append(np.arange(low, high, dtype=np.int64))
+        return np.concatenate(times), np.concatenate(rows)
 
 
 def gamma_renewals(rng: np.random.Generator, rate_rps: float, cv: float, start_s: float, stop_s: float) -> FloatColumn:

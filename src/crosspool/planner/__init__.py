@@ -1,0 +1,1 @@
+"""Offline planning: how much KV memory the models need together, where everything goes, and why."""
