@@ -100,6 +100,12 @@ class SimulatedCluster:
         if back_in_s is not None:
             self._after(back_in_s, now, RankReady(rank=rank, seconds=back_in_s))
 
+    def fail_now(self, lane: int) -> None:
+        """Take a step out without an event: the test tells of its end itself."""
+        del self.running[lane]
+        self._events = [entry for entry in self._events if not _ends(entry[2], lane)]
+        heapq.heapify(self._events)
+
     def next_event_s(self) -> float | None:
         return self._events[0][0] if self._events else None
 
