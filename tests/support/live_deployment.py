@@ -1,0 +1,37 @@
+"""A whole deployment for tests: real engine, real workers, HTTP on a free port."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from crosspool.config import DeploymentConfig
+from crosspool.engine.async_engine import AsyncEngine
+from crosspool.engine.stats import EngineStats
+from crosspool.launch import catalogue, prepare_models, start_engine
+from crosspool.server.app import create_app
+from tests.support.live_server import live_server
+
+
+@dataclass(frozen=True, slots=True)
+class LiveDeployment:
+    url: str
+    engine: AsyncEngine
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+
+@contextmanager
+def live_deployment(config: DeploymentConfig) -> Iterator[LiveDeployment]:
+    """Models loaded, server listening; everything is stopped at the end."""
+    models = prepare_models(config)
+    engine = start_engine(config)
+    try:
+        for model in models:
+            engine.engine.add_model(model.served).result(timeout=30)
+        with live_server(create_app(engine, catalogue(models), config.server)) as url:
+            yield LiveDeployment(url, engine)
+    finally:
+        engine.engine.close()
