@@ -132,6 +132,7 @@ def attention_decode(
     sinks: torch.Tensor | None = None,
     table_rows: torch.Tensor | None = None,
     any_shape: bool = False,
+    overlap: bool = True,
 ) -> None:
     """out = softmax(scale q k^T) v over each token's first `lengths` slots (the last `sliding_window` of them).
 
@@ -180,6 +181,7 @@ def attention_decode(
             threads=32,
             smem_bytes=value_dim * 4,
             params=params,
+            overlap=overlap,
         )
     else:
         blocks = kv_heads * ceil_div(heads // kv_heads, variant.heads)
@@ -190,6 +192,7 @@ def attention_decode(
             threads=variant.threads,
             smem_bytes=variant.smem_bytes,
             params=params,
+            overlap=overlap,
         )
     combine = CombineParams(
         partial_o=address(scratch.partial_o),

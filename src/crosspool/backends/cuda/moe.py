@@ -46,11 +46,13 @@ def ffn(
     scratch: FFNScratch,
     *,
     routed: bool = False,
+    overlap: bool = True,
 ) -> None:
     """out = this slice's FFN output of `x`: a partial sum where the FFN is cut over several ranks.
 
     x: (tokens, hidden) bf16, already normed, tokens <= 32. out: (tokens, hidden) fp32 or bf16.
-    routed: `scratch.routing` already holds ids, weights and lists.
+    routed: `scratch.routing` already holds ids, weights and lists. overlap: False keeps the first kernel from starting
+    before all that came before has ended.
     """
     tokens, hidden = x.shape
     if not 1 <= tokens <= MAX_TOKENS:
@@ -64,7 +66,7 @@ def ffn(
     is_moe = isinstance(spec, MoEFFNSpec)
     top_k = spec.top_k if isinstance(spec, MoEFFNSpec) else 1
     if is_moe and not routed:
-        route(kernels, weights, x, scratch.routing)
+        route(kernels, weights, x, scratch.routing, overlap=overlap)
     routing = scratch.routing
     params = MoeParams(
         x=address(x),
@@ -101,6 +103,7 @@ def ffn(
         threads=_UP_WARPS * 32,
         smem_bytes=_UP_WARPS * _RED_FLOATS * 4,
         params=params,
+        overlap=overlap or (is_moe and not routed),
     )
     kernels.launch(
         "moe",

@@ -68,7 +68,9 @@ def _rules(router: RouterSpec) -> dict[str, int | float]:
     }
 
 
-def route(kernels: Launcher, weights: FFNLayerWeights, x: torch.Tensor, routing: Routing) -> None:
+def route(
+    kernels: Launcher, weights: FFNLayerWeights, x: torch.Tensor, routing: Routing, *, overlap: bool = True
+) -> None:
     """Route `x` (tokens, hidden) bf16 by the layer's router; fp32 arithmetic."""
     spec, router = weights.spec, weights.router
     if not isinstance(spec, MoEFFNSpec) or router is None:
@@ -92,7 +94,15 @@ def route(kernels: Launcher, weights: FFNLayerWeights, x: torch.Tensor, routing:
         **_rules(spec.router),
     )
     rows = router.weight.shape[0]
-    kernels.launch("router", "route", grid=(rows, 1, 1), threads=_THREADS, smem_bytes=_SMEM_BYTES, params=params)
+    kernels.launch(
+        "router",
+        "route",
+        grid=(rows, 1, 1),
+        threads=_THREADS,
+        smem_bytes=_SMEM_BYTES,
+        params=params,
+        overlap=overlap,
+    )
 
 
 def route_lists(kernels: Launcher, spec: MoEFFNSpec, tokens: int, hidden: int, routing: Routing) -> None:

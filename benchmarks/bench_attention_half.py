@@ -1,0 +1,93 @@
+"""How long does the attention half of one layer take, from adding the FFN's output to the normed rows for the next?
+
+    python -m benchmarks.bench_attention_half [--out DIRECTORY] [--contexts 4096] [--batches 1]
+
+Layers rotate, so weights and cache come from device memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.full_models import CONFIGS, full_spec
+from benchmarks.gpu_timing import copy_tb_per_s, guarded, replay_us, seeded_cache, write_failures
+from benchmarks.report import RESULTS, Report
+from crosspool.backends.cuda.attention_half import AttentionHalf
+from crosspool.backends.cuda.launch import DeviceKernels
+from crosspool.backends.cuda.weights import random_attention_weights
+from crosspool.kv_pool.geometry import page_geometry
+from crosspool.models.spec import ModelSpec
+from crosspool.models.tensors import model_tensors
+from crosspool.units import MiB
+
+TARGETS = {"qwen3-30b-a3b": 20.0, "glm-4.7-flash": 24.0, "deepseek-v2-lite": 17.0}
+NUM_LAYERS = 16
+PAGE_TOKENS = 256
+SEED = 7
+
+
+def attention_bytes(spec: ModelSpec, context: int, batch: int) -> float:
+    """Weights and cache bytes of one layer's attention half."""
+    layer = spec.num_layers - 1
+    weights = sum(
+        tensor.num_elements for tensor in model_tensors(spec) if tensor.pool == "kv" and tensor.layer == layer
+    )
+    return 2.0 * (weights + batch * context * spec.layers[layer].attention.kv_elements_per_token)
+
+
+def measure(report: Report, kernels: DeviceKernels, name: str, context: int, batch: int, tb_per_s: float) -> None:
+    spec = full_spec(name, NUM_LAYERS)
+    weights = random_attention_weights(spec, SEED, kernels.device)
+    geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
+    cache = seeded_cache(geometry, batch, context, SEED)
+    num_sms = torch.cuda.get_device_properties(kernels.device).multi_processor_count
+    half = AttentionHalf(kernels, spec, weights, cache, batch, num_sms)
+    half.positions.fill_(context - 1)
+    half.lengths.fill_(context)
+    half.embed()
+    partial = torch.zeros_like(half.residual)
+
+    def work() -> None:
+        for layer in range(NUM_LAYERS):
+            half.attend(layer)
+            half.add(layer, [partial])
+
+    times = replay_us(work, units=NUM_LAYERS)
+    floor = attention_bytes(spec, context, batch) / tb_per_s / 1e6
+    metric = f"attention_half_us.{name}.{context // 1024}k.b{batch}"
+    report.samples(metric, times, limit=floor, note=f"weights and cache at {tb_per_s:.2f} TB/s")
+    median = sorted(times)[len(times) // 2]
+    goal = f" target {TARGETS[name]}" if (context, batch) == (4096, 1) else ""
+    print(f"{metric}: {median:.2f} us, floor {floor:.2f}{goal}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--contexts", default="4096,32768")
+    parser.add_argument("--batches", default="1,4,8")
+    options = parser.parse_args()
+    kernels = DeviceKernels(torch.device("cuda"))
+    failures: dict[str, str] = {}
+    tb_per_s = copy_tb_per_s()
+    report = Report("attention_half", hardware="h200", config={"num_layers": NUM_LAYERS, "dtype": "bf16"}, seed=SEED)
+    report.summary = "Attention half of one layer, both norms included, over a graph of rotating layers."
+    report.metric("copy_tb_per_s", tb_per_s)
+    for name in CONFIGS:
+        for context in map(int, options.contexts.split(",")):
+            for batch in map(int, options.batches.split(",")):
+                work: Callable[[], None] = lambda n=name, c=context, b=batch: measure(  # type: ignore[misc]  # noqa: E731
+                    report, kernels, n, c, b, tb_per_s
+                )
+                guarded(f"{name} {context} b{batch}", work, failures)
+                torch.cuda.empty_cache()
+    report.write(options.out)
+    write_failures(failures, options.out)
+
+
+if __name__ == "__main__":
+    main()
