@@ -266,7 +266,8 @@ def _as_stored(source: Source, value: np.ndarray) -> np.ndarray:
         case "expert_up":
             return value[source.expert, half:]
         case "expert_down":
-            return value[source.expert]
+            down: np.ndarray = value[source.expert]
+            return down
         case "fused_columns":
             if source.target.name.startswith("expert_gate_up"):  # gate and up rows become even and odd ones
                 value = np.stack((value[:, :half], value[:, half:]), axis=2).reshape(value.shape)
