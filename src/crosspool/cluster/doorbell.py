@@ -79,6 +79,10 @@ class Board:
     def set_beat(self, host: int, beat: int) -> None:
         self._words[_beat(host)] = beat
 
+    def close(self) -> None:
+        """Let go of the memory; nothing can be read after it."""
+        self._words.release()
+
 
 def ringer(doorbell: Doorbell, board: Board, host: int) -> Callable[[], None]:
     """What a producer calls after it raised a flag: rings if the consumer's host may be asleep.

@@ -16,7 +16,7 @@ BUSY_NAP_S = 0.05
 
 
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
-"""Lets another process of this core run: without it a look around keeps the very peer from working that is waited for."""
+"""Lets another process of this core run: a look around must not keep the very peer from working that it waits for."""
 
 
 class Inbox(Protocol):

@@ -116,9 +116,9 @@ class RankLoop:
                 self.close()
 
     def hello(self) -> None:
-        """Tell that the rank takes work."""
-        self._around.emit(messages.Hello())
+        """Tell that the rank takes work, and what it holds."""
         self._report_memory()
+        self._around.emit(messages.Hello())
 
     def close(self) -> None:
         """Give up every step and load."""

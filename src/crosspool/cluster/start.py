@@ -20,6 +20,7 @@ def _start_threads(config: ClusterConfig) -> RankCluster:
     hosts = [ThreadHost(config, number, doorbells, board, parent) for number in range(len(doorbells))]
 
     def release() -> None:
+        board.close()
         for doorbell in (*doorbells, parent):
             doorbell.close()
 
@@ -30,13 +31,15 @@ def _start_processes(config: ClusterConfig) -> RankCluster:
     doorbells = [Doorbell.create() for _ in config.all_hosts]
     parent = Doorbell.create()
     board_file = FileRegion.create(Board.num_bytes(len(doorbells)))
+    board = Board(board_file)
     spawner = Spawner()
     hosts = [ProcessHost(config, number, doorbells, board_file, spawner) for number in range(len(doorbells))]
 
     def release() -> None:
         spawner.close()
+        board.close()
         board_file.close()
         for doorbell in (*doorbells, parent):
             doorbell.close()
 
-    return RankCluster(config, hosts, parent, Board(board_file), FileRegion.create, release)
+    return RankCluster(config, hosts, parent, board, FileRegion.create, release)

@@ -1,0 +1,115 @@
+"""Nothing is left: after close, after crashes of ranks, after the parent itself was killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from crosspool.cluster.base import RankLost, RankReady
+from tests.support.fake_backend import FakeModel
+from tests.support.lane_driver import LaneDriver, Run, Sequence_, wait_for
+from tests.support.real_cluster import LAYOUTS, add_models, children, holdings, is_running, make_config, pids, running
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from tests.support.fake_backend import FakeModel
+from tests.support.real_cluster import add_models, make_config, pids, running
+
+with running(make_config("processes", 2)) as cluster:
+    add_models(cluster, {"m": FakeModel(num_layers=3)}, Path(sys.argv[1]), ("w0", "w1"))
+    print(*pids(cluster).values(), flush=True)
+    if sys.argv[2] == "leave":
+        sys.exit(0)
+    if sys.argv[2] == "forget":
+        os._exit(0)
+    time.sleep(600)
+"""
+
+
+def use(layout, directory):
+    with running(make_config(layout, 2)) as cluster:
+        add_models(cluster, {"m": FakeModel(), "n": FakeModel(hidden_size=32)}, directory, ("w0", "w1"))
+        Run(cluster, [LaneDriver(0, "m", [Sequence_((1, 2), 3)]), LaneDriver(5, "n", [Sequence_((1, 2), 3)])]).to_end()
+        cluster.remove_model("n")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_is_left_after_close(tmp_path, layout):
+    use(layout, tmp_path)  # imports and caches of the first use are not leaks
+    before = holdings()
+    for _ in range(3):
+        use(layout, tmp_path)
+    assert holdings() == before
+
+
+def test_nothing_is_left_of_ranks_that_were_killed(tmp_path):
+    with running(make_config("processes", 2)) as cluster:
+        add_models(cluster, {"m": FakeModel()}, tmp_path, ("w0", "w1"))
+        before = holdings()
+        for rank in ("w0", "kv0", "w1", "w0"):
+            os.kill(pids(cluster)[rank], signal.SIGKILL)
+            wait_for(cluster, RankLost)
+            wait_for(cluster, RankReady)
+            assert sorted(children()) == sorted(pids(cluster).values())
+        after = holdings()
+        assert {**after, "children": 0} == {**before, "children": 0}
+
+
+def test_closing_twice_or_with_a_stopped_rank_leaves_nothing(tmp_path):
+    use("processes", tmp_path)
+    before = holdings()
+    with running(make_config("processes", 1)) as cluster:
+        os.kill(pids(cluster)["w0"], signal.SIGSTOP)
+        cluster.close()
+    assert holdings() == before
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "leave", "forget"])
+def test_ranks_die_with_their_parent_even_stopped_ones(tmp_path, how):
+    shm = sorted(os.listdir("/dev/shm"))
+    command = [sys.executable, "-c", PARENT, str(tmp_path), how]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as parent:
+        ranks = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(ranks) == 3
+        if how.startswith("SIG"):
+            os.kill(ranks[1], signal.SIGSTOP)
+            parent.send_signal(signal.Signals[how])
+        parent.wait(20)
+    until_s = time.monotonic() + 10
+    while alive := [pid for pid in ranks if is_running(pid)]:
+        assert time.monotonic() < until_s, f"still running: {alive}"
+        time.sleep(0.02)
+    assert sorted(os.listdir("/dev/shm")) == shm
+
+
+def test_ranks_ignore_the_signals_of_their_process_group(tmp_path):
+    """Ctrl-C and SIGTERM to the group are the parent's business: running requests may end first."""
+    with running(make_config("processes", 1)) as cluster:
+        add_models(cluster, {"m": FakeModel()}, tmp_path, ("w0",))
+        for pid in pids(cluster).values():
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        lane = LaneDriver(0, "m", [Sequence_((1, 2), 3)])
+        run = Run(cluster, [lane])
+        run.to_end()
+        assert not [event for event in run.events if isinstance(event, RankLost)]
+
+
+def test_a_rank_outlives_the_thread_that_restarted_it(tmp_path):
+    """The system ties a child to the thread that started it; restarts must not depend on the caller's."""
+    with running(make_config("processes", 1)) as cluster:
+        add_models(cluster, {"m": FakeModel()}, tmp_path, ("w0",))
+        os.kill(pids(cluster)["w0"], signal.SIGKILL)
+        helper = threading.Thread(target=lambda: wait_for(cluster, RankReady))
+        helper.start()
+        helper.join(20)
+        pid = pids(cluster)["w0"]
+        time.sleep(0.2)
+        assert is_running(pid)
+        assert cluster.poll(0.1) == []

@@ -1,0 +1,341 @@
+"""One rank's loop by itself: order, deadlines, stale steps, exceptions. The other side of its channels is the test."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from crosspool.backends.base import Wait
+from crosspool.cluster import messages
+from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, a2f_part, f2a_part, link_bytes
+from crosspool.cluster.loading import start_now
+from crosspool.cluster.messages import LoadFailed, StepEnded, StepFinished
+from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
+from crosspool.cluster.region import ArrayRegion
+from crosspool.cluster.worker import RankWorker
+from crosspool.scheduler.order import ORDER_POLICIES
+from crosspool.scheduler.step import StepDescriptor, StepHeader, epoch
+from tests.support.fake_backend import FakeFFNWorker, FakeModel
+
+CAPACITY = 64
+DEADLINE_S = 5.0
+
+
+class ScriptedAttention:
+    """A KV half that puts one row a layer and waits for the answer; it logs which lane ran."""
+
+    def __init__(self):
+        self.log = []
+        self.closed = []
+        self.num_layers = 3
+        self.cost_s = 0.0
+        self.clock = None
+        self.fails_at = None
+        self.forgotten = []
+        self.models = set()
+
+    def add_model(self, placement, progress):
+        progress(1, 1)
+        self.models.add(placement.name)
+
+    def remove_model(self, model):
+        self.models.remove(model)
+
+    def memory_bytes(self):
+        return {"attention_weights": len(self.models), "kv_cache": 1, "ffn_weights": 0}
+
+    def forget(self, sequence_ids):
+        self.forgotten += sequence_ids
+
+    def run(self, step, links):
+        header = step.header
+        try:
+            for layer in range(self.num_layers):
+                self.log.append((header.lane, layer))
+                self.clock.now_s += self.cost_s
+                if self.fails_at == (header.lane, layer):
+                    raise RuntimeError("out of\nluck")
+                for outlet in links.outlets.values():
+                    outlet.put(layer, epoch(header.step_seq, layer), np.ones((1, 8), np.float32))
+                yield Wait(tuple(links.inlets.values()), epoch(header.step_seq, layer))
+            return (header.step_seq,)
+        except GeneratorExit:
+            self.closed.append((header.lane, header.step_seq))
+            raise
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class KVRig:
+    """A KV rank's loop with `peers`, whose ends are in the hands of the test."""
+
+    def __init__(self, directory, peers=("w0",), num_lanes=3, order="ticket"):
+        self.clock = Clock()
+        self.worker = ScriptedAttention()
+        self.worker.clock = self.clock
+        self.said = []
+        self.rung = []
+        around = RankSurroundings(
+            emit=self.said.append,
+            ring=lambda peer: lambda: self.rung.append(peer),
+            wake=lambda: None,
+            clock=self.clock,
+            order=ORDER_POLICIES[order],
+            step_deadline_s=DEADLINE_S,
+            start=start_now,
+        )
+        self.loop = RankLoop("kv0", RankWorker(attention_worker=self.worker), around)
+        self.out, self.into = {}, {}
+        self.peers = peers
+        self.loop.handle(messages.AddModel(FakeModel().placement("m", directory, peers), 1))
+        self.loop.advance()
+        for lane in range(num_lanes):
+            for peer in peers:
+                self.open(lane, peer)
+        self.said.clear()
+
+    def open(self, lane, peer):
+        region = ArrayRegion(link_bytes(CAPACITY))
+        self.out[lane, peer] = ChannelOutlet(f2a_part(region.map(), CAPACITY), CAPACITY, lambda: None)
+        self.into[lane, peer] = ChannelInlet(a2f_part(region.map(), CAPACITY), CAPACITY)
+        self.loop.handle(messages.OpenChannels(lane, peer, CAPACITY, region))
+
+    def step(self, lane=0, step_seq=1, priority=0):
+        header = StepHeader(lane=lane, model="m", step_seq=step_seq, phase="decode", num_tokens=1, priority=priority)
+        self.loop.handle(messages.Step(StepDescriptor(header=header, rows=())))
+
+    def answer(self, lane, layer, step_seq=1, peers=None):
+        for peer in peers or self.peers:
+            self.out[lane, peer].put(layer, epoch(step_seq, layer), np.zeros((1, 8), np.float32))
+
+    def spin(self):
+        while self.loop.advance():
+            pass
+
+
+@pytest.fixture
+def make_rig(tmp_path):
+    return partial(KVRig, tmp_path / "m")
+
+
+def test_a_step_runs_to_its_end_and_counts_work_and_wait_apart(make_rig):
+    rig = make_rig()
+    rig.worker.cost_s = 0.5
+    rig.step()
+    for layer in range(3):
+        rig.spin()
+        assert rig.into[0, "w0"].arrived(epoch(1, layer))
+        rig.clock.now_s += 2.0
+        rig.answer(0, layer)
+    rig.spin()
+    (finished,) = rig.said
+    assert isinstance(finished, StepFinished)
+    assert finished.result.sampled == (1,)
+    assert finished.result.attention_s == pytest.approx(1.5)
+    assert finished.result.wait_s == pytest.approx(6.0)
+    assert rig.rung == ["w0"] * 3
+    assert not rig.loop.is_busy
+
+
+@pytest.mark.parametrize(("order", "runs"), [("ticket", [1, 2, 0]), ("none", [1, 0, 2])])
+def test_a_segment_that_was_ready_first_runs_first_under_ticket(make_rig, order, runs):
+    rig = make_rig(order=order)
+    for lane in range(3):
+        rig.step(lane)
+    rig.spin()
+    rig.worker.log.clear()
+    rig.answer(1, 0)
+    rig.answer(2, 0)
+    rig.loop.advance()
+    rig.answer(0, 0)
+    rig.spin()
+    assert rig.worker.log == [(lane, 1) for lane in runs]
+
+
+def test_a_prefill_lane_yields_to_decode_but_does_not_starve(make_rig):
+    rig = make_rig(order="priority")
+    rig.worker.num_layers = 1000
+    rig.worker.cost_s = 0.01
+    rig.step(0, priority=1)
+    rig.step(1, priority=0)
+    rig.spin()
+    layers = [0, 0, 0]
+    rig.worker.log.clear()
+    while rig.clock.now_s < 110.0:
+        for lane in (0, 1):
+            rig.answer(lane, layers[lane])
+        assert rig.loop.advance()
+        layers[rig.worker.log[-1][0]] = rig.worker.log[-1][1]
+    turns = [lane for lane, _ in rig.worker.log]
+    gaps = np.diff([idx for idx, lane in enumerate(turns) if lane == 0])
+    assert turns[0] == 1, "decode first"
+    assert 4 <= turns.count(0) <= 10, "prefill waits, but for a quarter of the deadline at most"
+    assert gaps.max() * 0.01 <= DEADLINE_S / 4 + 0.1
+
+
+def test_a_wait_past_the_deadline_ends_that_step_and_names_who_is_missing(make_rig):
+    rig = make_rig(peers=("w0", "w1", "w2"))
+    rig.step(0)
+    rig.step(1, step_seq=9)
+    rig.spin()
+    rig.answer(0, 0, peers=("w1",))
+    rig.clock.now_s += DEADLINE_S - 0.1
+    rig.answer(1, 0, step_seq=9)
+    rig.spin()
+    assert rig.said == []
+    rig.clock.now_s += 0.2
+    rig.spin()
+    (ended,) = rig.said
+    assert (ended.lane, ended.step_seq, ended.waiting_on, ended.fatal) == (0, 1, ("w0", "w2"), False)
+    assert ended.error == "kv0: no answer from w0, w2 within 5 s in step 1 of lane 0 (m)"
+    assert rig.worker.closed == [(0, 1)]
+    for layer in (1, 2):
+        rig.answer(1, layer, step_seq=9)
+        rig.spin()
+    assert isinstance(rig.said[-1], StepFinished)
+
+
+def test_each_wait_has_the_whole_deadline(make_rig):
+    rig = make_rig()
+    rig.step()
+    for layer in range(3):
+        rig.spin()
+        rig.clock.now_s += DEADLINE_S * 0.9
+        rig.answer(0, layer)
+    rig.spin()
+    assert isinstance(rig.said[-1], StepFinished)
+
+
+def test_an_exception_ends_its_step_with_one_line_and_nothing_else(make_rig):
+    rig = make_rig()
+    rig.worker.fails_at = (0, 1)
+    rig.step(0)
+    rig.step(1)
+    rig.spin()
+    for lane in (0, 1):
+        rig.answer(lane, 0)
+    rig.spin()
+    assert rig.said == [StepEnded(0, 1, error="kv0: RuntimeError: out of luck", fatal=True)]
+    assert rig.worker.log[-1] in ((0, 1), (1, 1))
+    assert rig.loop.is_busy
+
+
+def test_a_newer_step_supersedes_a_stale_one_and_late_answers_do_not_count_for_it(make_rig):
+    rig = make_rig()
+    rig.step(0, step_seq=1)
+    rig.spin()
+    rig.step(0, step_seq=2)
+    assert rig.worker.closed == [(0, 1)]
+    rig.spin()
+    rig.answer(0, 0, step_seq=1)
+    assert not rig.loop.has_work()
+    rig.answer(0, 0, step_seq=2)
+    assert rig.loop.has_work()
+
+
+def test_a_step_that_is_not_newer_is_refused(make_rig):
+    rig = make_rig()
+    rig.step(0, step_seq=3)
+    rig.step(0, step_seq=3)
+    (ended,) = rig.said
+    assert ended.fatal
+    assert ended.error == "kv0: step 3 of lane 0 is not newer than its last step"
+    assert rig.worker.closed == []
+
+
+def test_an_abort_is_answered_if_the_step_still_ran(make_rig):
+    rig = make_rig()
+    rig.step(0)
+    rig.spin()
+    rig.loop.handle(messages.AbortStep(0, 2))
+    assert rig.said == []
+    rig.loop.handle(messages.AbortStep(0, 1))
+    assert rig.said == [StepEnded(0, 1)]
+    rig.loop.handle(messages.AbortStep(0, 1))
+    assert len(rig.said) == 1
+
+
+def test_a_lane_without_channels_is_named(make_rig):
+    rig = make_rig(num_lanes=1)
+    rig.step(5)
+    (ended,) = rig.said
+    assert ended.fatal
+    assert ended.error == "kv0: ValueError: lane 5 has no channels for m to w0"
+    rig.loop.handle(messages.CloseChannels("w0"))
+    rig.step(0)
+    assert "no channels" in rig.said[-1].error
+
+
+def test_channels_made_anew_are_those_of_the_next_step(make_rig):
+    rig = make_rig()
+    rig.step(0)
+    rig.spin()
+    rig.open(0, "w0")
+    rig.step(0, step_seq=2)
+    rig.spin()
+    assert rig.into[0, "w0"].arrived(epoch(2, 0))
+
+
+def test_forget_remove_and_memory_reach_the_worker(make_rig):
+    rig = make_rig()
+    rig.loop.handle(messages.Forget((4, 5)))
+    assert rig.worker.forgotten == [4, 5]
+    rig.loop.handle(messages.Memory())
+    assert rig.said[-1].bytes_by_kind["attention_weights"] == 1
+    rig.step(0)
+    rig.spin()
+    rig.loop.handle(messages.RemoveModel("m"))
+    assert rig.worker.models == set()
+    assert StepEnded(0, 1) in rig.said, "a step of a removed model does not run on"
+    rig.loop.handle(messages.RemoveModel("m"))
+
+
+def test_a_weights_rank_waits_longer_than_a_kv_rank_and_stays_silent_at_the_end(tmp_path):
+    clock, said = Clock(), []
+    around = RankSurroundings(
+        emit=said.append,
+        ring=lambda peer: lambda: None,
+        wake=lambda: None,
+        clock=clock,
+        order=ORDER_POLICIES["ticket"],
+        step_deadline_s=DEADLINE_S,
+        start=start_now,
+    )
+    loop = RankLoop("w0", RankWorker(ffn_worker=FakeFFNWorker("w0")), around)
+    model = FakeModel(num_layers=1)
+    loop.handle(messages.AddModel(model.placement("m", tmp_path / "m", ("w0",)), 1))
+    loop.advance()
+    region = ArrayRegion(link_bytes(CAPACITY))
+    loop.handle(messages.OpenChannels(0, "kv0", CAPACITY, region))
+    outlet = ChannelOutlet(a2f_part(region.map(), CAPACITY), CAPACITY, lambda: None)
+    said.clear()
+    for step_seq in (1, 2):
+        header = StepHeader(lane=0, model="m", step_seq=step_seq, phase="decode", num_tokens=1)
+        loop.handle(messages.Step(header))
+        loop.advance()
+        if step_seq == 1:
+            outlet.put(0, epoch(1, 0), np.ones((1, 8), np.float32))
+            while loop.advance():
+                pass
+            assert said == []
+    clock.now_s += DEADLINE_S * 1.5
+    loop.advance()
+    assert said == []
+    clock.now_s += DEADLINE_S
+    loop.advance()
+    (ended,) = said
+    assert ended.waiting_on == ("kv0",)
+
+
+def test_a_load_that_fails_is_told_in_one_line(make_rig, tmp_path):
+    rig = make_rig()
+    rig.worker.add_model = lambda placement, progress: (_ for _ in ()).throw(FileNotFoundError("no\n  such file"))
+    rig.loop.handle(messages.AddModel(FakeModel().placement("n", tmp_path / "n", ("w0",)), 2))
+    rig.loop.advance()
+    assert rig.said[-1] == LoadFailed("n", 2, "FileNotFoundError: no such file")
