@@ -15,7 +15,7 @@ from crosspool.errors import CrossPoolError
 from crosspool.units import format_bytes
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
-BAR_WIDTH = 60
+BAR_WIDTH = 44
 
 
 def run(client: ServerClient, *, interval_s: float, once: bool, as_json: bool, console: Console) -> None:

@@ -1,0 +1,204 @@
+"""`crosspool serve` as a process: two pools in two processes, signals, drains, failed starts, lost workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+
+from tests.support.server_fixtures import events
+from tests.support.tiny_models import write_tiny_model
+
+START_TIMEOUT_S = 30
+ENDLESS = {"model": "P", "prompt": "hi", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "P"
+    return write_tiny_model(path, "qwen3_moe", num_layers=2, max_position_embeddings=4096)
+
+
+@contextmanager
+def served(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process that is ready, and its URL. It must end within seconds of SIGTERM if it has not by then."""
+    command = [sys.executable, "-m", "crosspool", "serve", str(model), "--port", "0", "--frame-bytes", "64KiB"]
+    process = subprocess.Popen([*command, "--kv-pool-bytes", "64MiB", *options], stderr=subprocess.PIPE, text=True)
+    log = Log(process)
+    try:
+        yield process, log.url()
+    finally:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            log.close()
+
+
+class Log(threading.Thread):
+    """Reads a server's standard error until it ends, so that the server never waits for a reader."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        super().__init__(daemon=True)
+        assert process.stderr is not None
+        self._stream = process.stderr
+        self._process = process
+        self._lines: list[str] = []
+        self._urls: list[str] = []
+        self._told = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        for line in self._stream:
+            self._lines.append(line)
+            if match := re.search(r"serving .* on (http://\S+)", line):
+                self._urls.append(match[1])
+                self._told.set()
+        self._told.set()
+
+    def url(self) -> str:
+        assert self._told.wait(START_TIMEOUT_S)
+        assert self._urls, "".join(self._lines)
+        return self._urls[0]
+
+    def close(self) -> None:
+        self.join(5)
+        self._stream.close()
+        if self._process.returncode != 0:
+            print("".join(self._lines), file=sys.stderr)
+
+
+def read_stream(url: str, body: dict[str, Any], found: list[str], started: threading.Event) -> None:
+    body = {**body, "stream": True}
+    with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            found.append(line)
+            if line.startswith("data: "):
+                started.set()
+
+
+def start_stream(url: str, body: dict[str, Any]) -> tuple[threading.Thread, list[str]]:
+    found: list[str] = []
+    started = threading.Event()
+    thread = threading.Thread(target=read_stream, args=(url, body, found, started), daemon=True)
+    thread.start()
+    assert started.wait(10)
+    return thread, found
+
+
+def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_running_streams_with_an_error_and_done(model: Path, number: signal.Signals) -> None:
+    with served(model, "--shutdown-timeout", "0.3") as (process, url):
+        workers = children(process)
+        assert len(workers) == 2
+        thread, found = start_stream(url, ENDLESS)
+        process.send_signal(number)
+        time.sleep(0.1)
+        ready = httpx2.get(f"{url}/health/ready")
+        assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+        refused = httpx2.post(f"{url}/v1/completions", json=ENDLESS)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+        assert process.wait(8) == 0
+        thread.join(5)
+        got = events("\n".join(found))
+        assert got[-1] == "[DONE]"
+        assert got.count("[DONE]") == 1
+        assert got[-2]["error"]["code"] == "shutting_down"
+        assert not [worker for worker in workers if worker.is_running()]
+
+
+def test_running_requests_may_finish_while_it_drains(model: Path) -> None:
+    with served(model, "--shutdown-timeout", "20") as (process, url):
+        thread, found = start_stream(url, {**ENDLESS, "max_tokens": 300})
+        process.terminate()
+        assert process.wait(15) == 0
+        thread.join(5)
+        got = events("\n".join(found))
+        assert got[-1] == "[DONE]"
+        assert got[-2]["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_second_signal_skips_the_wait(model: Path) -> None:
+    with served(model, "--shutdown-timeout", "60") as (process, url):
+        thread, found = start_stream(url, {**ENDLESS, "max_tokens": 4000})
+        process.terminate()
+        time.sleep(0.3)
+        process.terminate()
+        assert process.wait(8) == 0
+        thread.join(5)
+        assert events("\n".join(found))[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("rank", ["w0", "kv0"])
+def test_a_killed_worker_comes_back_and_the_stream_goes_on(model: Path, rank: str) -> None:
+    body = {**ENDLESS, "max_tokens": 250}
+    with served(model) as (process, url):
+        undisturbed = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+        thread, found = start_stream(url, body)
+        (worker,) = [child for child in children(process) if child.cmdline()[-1] == rank]
+        os.kill(worker.pid, signal.SIGKILL)
+        thread.join(30)
+        got = events("\n".join(found))
+        assert got[-1] == "[DONE]"
+        assert "".join(event["choices"][0]["text"] for event in got[:-1]) == undisturbed
+        stats = httpx2.get(f"{url}/stats").json()
+        assert stats["num_ranks_lost"] == 1
+        assert stats["health"]["status"] == "idle"
+
+
+def test_a20_a_lost_worker_without_recovery_ends_the_stream_within_a_second(model: Path) -> None:
+    with served(model, "--recovery-timeout", "0") as (process, url):
+        thread, found = start_stream(url, {**ENDLESS, "max_tokens": 4000})
+        (worker,) = [child for child in children(process) if child.cmdline()[-1] == "w0"]
+        worker.kill()
+        thread.join(3)
+        assert not thread.is_alive()
+        got = events("\n".join(found))
+        assert got[-1] == "[DONE]"
+        assert got[-2]["error"]["code"] == "worker_lost"
+        deadline = time.monotonic() + 20
+        while httpx2.post(f"{url}/v1/completions", json={**ENDLESS, "max_tokens": 3}).status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def test_a_taken_port_and_a_broken_model_fail_in_one_line(model: Path, tmp_path: Path) -> None:
+    def fails(*arguments: str) -> str:
+        command = [sys.executable, "-m", "crosspool", "serve", *arguments]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        assert ended.returncode == 1
+        errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1
+        assert "Traceback" not in ended.stderr
+        return errors[0]
+
+    with served(model) as (_, url):
+        assert "choose another --host or --port" in fails(str(model), "--port", url.rsplit(":", 1)[1])
+    broken = write_tiny_model(tmp_path / "broken", "qwen3_moe", num_layers=1)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "model.safetensors" in fails(str(broken), "--port", "0")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "model_type": "nonesuch"}))
+    assert "nonesuch" in fails(str(broken), "--port", "0")
