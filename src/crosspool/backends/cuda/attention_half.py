@@ -72,6 +72,13 @@ class AttentionHalf:
 
     def attend(self, layer: int) -> torch.Tensor:
         """Attention of one layer onto the residual stream; returns the FFN's rows, normed: (tokens, hidden) bf16."""
+        self.attend_only(layer)
+        norm = self.norm_after_attention(layer)
+        residual_norm(self._kernels, self.residual, norm, self.normed, eps=self.spec.norm_eps)
+        return self.normed
+
+    def attend_only(self, layer: int) -> None:
+        """`attend` without its last norm, for callers that norm the rows on their way to another device."""
         weights = self._weights.layers[layer]
         attention = weights.attention
         if isinstance(attention, GQAWeights):
@@ -79,14 +86,19 @@ class AttentionHalf:
         else:
             attended = self._mla(layer, weights, attention)
         gemv(self._kernels, attention.o, attended, self.residual, bias=attention.o_bias, residual=self.residual)
-        residual_norm(self._kernels, self.residual, weights.post_attention_norm, self.normed, eps=self.spec.norm_eps)
-        return self.normed
 
     def add(self, layer: int, partials: Sequence[torch.Tensor]) -> None:
         """Add the FFN's partial outputs in rank order, and norm for the next layer or the head."""
-        layers = self._weights.layers
-        norm = layers[layer + 1].input_norm if layer + 1 < len(layers) else self._weights.final_norm
+        norm = self.norm_after_ffn(layer)
         residual_norm(self._kernels, self.residual, norm, self.normed, eps=self.spec.norm_eps, partials=partials)
+
+    def norm_after_attention(self, layer: int) -> torch.Tensor:
+        return self._weights.layers[layer].post_attention_norm
+
+    def norm_after_ffn(self, layer: int) -> torch.Tensor:
+        """The next layer's, or the head's."""
+        layers = self._weights.layers
+        return layers[layer + 1].input_norm if layer + 1 < len(layers) else self._weights.final_norm
 
     def logits(self) -> torch.Tensor:
         """(tokens, vocabulary) fp32, after the last `add`."""

@@ -8,7 +8,7 @@ import torch
 
 from crosspool.backends.cuda.compile import architecture, cubin
 
-SOURCES = ("gemv", "norm", "rope", "attention", "router", "moe")
+SOURCES = ("gemv", "norm", "rope", "attention", "router", "moe", "transport")
 
 
 class Launcher(Protocol):
