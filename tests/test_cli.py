@@ -77,6 +77,19 @@ def test_errors_are_one_line(
     assert len(told.strip().splitlines()) == 1
 
 
+def test_an_unknown_family_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
+    monkeypatch.setattr(sys, "argv", ["crosspool", "serve", f"mine={tmp_path}", "--port", "0"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    told = capsys.readouterr().err
+    assert told.startswith("error: model mine: ")
+    assert "nonesuch" in told
+    assert len(told.strip().splitlines()) == 1
+
+
 def test_an_unknown_hub_id_offline_is_one_line() -> None:
     """In a process of its own: the library reads HF_HUB_OFFLINE when it is imported."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}

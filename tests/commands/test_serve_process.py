@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -183,22 +182,13 @@ def test_a20_a_lost_worker_without_recovery_ends_the_stream_within_a_second(mode
             time.sleep(0.1)
 
 
-def test_a_taken_port_and_a_broken_model_fail_in_one_line(model: Path, tmp_path: Path) -> None:
-    def fails(*arguments: str) -> str:
-        command = [sys.executable, "-m", "crosspool", "serve", *arguments]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        assert ended.returncode == 1
-        errors = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-        assert len(errors) == 1
-        assert "Traceback" not in ended.stderr
-        return errors[0]
-
-    with served(model) as (_, url):
-        assert "choose another --host or --port" in fails(str(model), "--port", url.rsplit(":", 1)[1])
+def test_a_model_that_does_not_load_ends_the_start_in_one_line(tmp_path: Path) -> None:
     broken = write_tiny_model(tmp_path / "broken", "qwen3_moe", num_layers=1)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
-    assert "model.safetensors" in fails(str(broken), "--port", "0")
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, "model_type": "nonesuch"}))
-    assert "nonesuch" in fails(str(broken), "--port", "0")
+    command = [sys.executable, "-m", "crosspool", "serve", str(broken), "--port", "0", "--log-level", "critical"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "model.safetensors" in line

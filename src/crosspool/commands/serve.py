@@ -69,11 +69,11 @@ def model_entries(sources: Sequence[str], served_names: Sequence[str]) -> list[d
 
 async def _serve(config: DeploymentConfig) -> None:
     console = Console(stderr=True)
-    bound = listen(config.server)  # before anything is loaded: a taken port is told at once
-    with bound:
+    listener = listen(config.server)  # before anything is loaded: a taken port is told at once
+    with listener:
         models = prepare_models(config)
         engine = start_engine(config)
-        host, port = bound.getsockname()[:2]
+        host, port = listener.getsockname()[:2]
 
         async def load() -> None:
             with shown_while_loading(engine, console):
@@ -86,7 +86,7 @@ async def _serve(config: DeploymentConfig) -> None:
             )
 
         app = create_app(engine, catalogue(models), config.server)
-        await serve(app, engine, load, bound, config.server)
+        await serve(app, engine, load, listener, config.server)
 
 
 def _shown_host(host: str) -> str:

@@ -21,6 +21,7 @@ from crosspool.errors import CrossPoolError
 
 logger = logging.getLogger(__name__)
 
+BACKLOG = 2048
 DRAIN_POLL_S = 0.05
 LAST_WORDS_S = 5
 """How long connections may take to send what is left once the engine has ended every request."""
@@ -54,35 +55,40 @@ class SignalledServer(uvicorn.Server):
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """A bound socket. Raises CrossPoolError, naming address and remedy, where it cannot be had."""
+    """A listening socket. Raises CrossPoolError, naming address and remedy, where it cannot be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        bound = socket.socket(family, kind, protocol)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except OSError:
+            listener.close()
+            raise
     except OSError as error:
         reason = error.strerror or str(error)
         raise CrossPoolError(
             f"cannot listen on {config.host}:{config.port}: {reason}; choose another --host or --port"
         ) from None
-    return bound
+    return listener
 
 
 async def serve(
     app: FastAPI,
     engine: ClosableEngine,
     load: Callable[[], Awaitable[None]],
-    bound: socket.socket,
+    listener: socket.socket,
     config: ServerConfig,
 ) -> None:
-    """Serve `app` on `bound` while `load` brings the models up, until a signal or until loading fails.
+    """Serve `app` on `listener` while `load` brings the models up, until a signal or until loading fails.
 
     Raises what `load` raises. The engine is closed however this ends.
     """
     server = SignalledServer(_uvicorn_config(app, config))
-    serving = asyncio.create_task(server.serve(sockets=[bound]), name="http server")
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http server")
     loading = asyncio.ensure_future(load())
     stopping = asyncio.create_task(server.stop_asked.wait(), name="wait for a signal")
     try:

@@ -1,0 +1,79 @@
+"""Listening and draining, without a process of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from crosspool.config import ServerConfig
+from crosspool.errors import CheckpointError, CrossPoolError
+from crosspool.server.run import listen, serve
+from tests.support.fake_engine import FakeEngine
+from tests.support.server_fixtures import fake_app
+
+
+class ClosableFake(FakeEngine):
+    closed = 0
+
+    async def close(self, *, drain_s: float = 0.0) -> None:
+        self.closed += 1
+
+
+def test_a_taken_port_is_told_with_a_remedy() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(CrossPoolError, match=f"cannot listen on 127.0.0.1:{port}: .*choose another"):
+            listen(ServerConfig(port=port))
+
+
+def test_an_address_that_is_not_ours_is_told() -> None:
+    with pytest.raises(CrossPoolError, match=r"cannot listen on 203\.0\.113\.1:8000"):
+        listen(ServerConfig(host="203.0.113.1"))
+    with pytest.raises(CrossPoolError, match=r"cannot listen on no\.such\.invalid:8000"):
+        listen(ServerConfig(host="no.such.invalid"))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_any_free_port(host: str) -> None:
+    with listen(ServerConfig(host=host, port=0)) as bound:
+        assert bound.getsockname()[1] > 0
+
+
+async def test_a_failed_load_ends_the_server_and_closes_the_engine(tmp_path: Path) -> None:
+    engine = ClosableFake()
+
+    async def load() -> None:
+        raise CheckpointError("no weights")
+
+    config = ServerConfig(port=0)
+    with listen(config) as bound, pytest.raises(CheckpointError, match="no weights"):
+        await serve(fake_app(engine, tmp_path), engine, load, bound, config)
+    assert engine.closed == 1
+
+
+async def test_health_answers_while_models_load(tmp_path: Path) -> None:
+    engine = ClosableFake()
+    engine.states["tiny"] = "loading"
+    release = asyncio.Event()
+
+    async def load() -> None:
+        await release.wait()
+        raise CheckpointError("enough seen")
+
+    config = ServerConfig(port=0)
+    with listen(config) as bound:
+        serving = asyncio.create_task(serve(fake_app(engine, tmp_path), engine, load, bound, config))
+        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{bound.getsockname()[1]}") as http:
+            assert (await http.get("/health")).status_code == 200
+            ready = await http.get("/health/ready")
+            assert (ready.status_code, ready.json()["detail"]) == (503, "loading tiny")
+            assert (await http.get("/v1/models")).json()["data"][0]["crosspool"]["state"] == "loading"
+        release.set()
+        with pytest.raises(CheckpointError, match="enough seen"):
+            await serving
