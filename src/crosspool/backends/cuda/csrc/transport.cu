@@ -7,6 +7,7 @@
 
 constexpr int MAX_PEERS = 8;
 constexpr int BLOCK = 256;
+constexpr int PASS_TOKENS = 32;           // most rows of a pass
 constexpr int POLLS_PER_LOOK = 16;        // flag loads between two looks at the clock
 constexpr u64 ABORT_LOOK_NS = 20000;      // host memory is far away: look at its abort word this seldom
 
@@ -201,7 +202,7 @@ struct EndParams {
   LaneView view;
   const int* tokens;   // (rows) sampled, or null
   int* last_tokens;    // (rows)
-  int* host_tokens;    // pinned: (ring_slots, rows)
+  int* host_tokens;    // pinned: (ring_slots, PASS_TOKENS)
   int rows, ring_slots, num_layers;
 };
 
@@ -214,7 +215,7 @@ KERNEL(end_pass, EndParams, 32, 1) {
     for (int i = threadIdx.x; i < p.rows; i += 32) {
       const int token = p.tokens[i];
       p.last_tokens[i] = token;
-      p.host_tokens[slot * p.rows + i] = token;
+      p.host_tokens[slot * PASS_TOKENS + i] = token;
     }
   warp_sync();
   if (threadIdx.x == 0) {

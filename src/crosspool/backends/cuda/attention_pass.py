@@ -1,0 +1,34 @@
+"""One pass of the attention half on fixed buffers: what is captured, and what a pass needs from the host."""
+
+from collections.abc import Iterator
+
+import torch
+
+from crosspool.backends.cuda.attention_half import AttentionHalf
+from crosspool.backends.cuda.lane_memory import LaneMemory
+from crosspool.backends.cuda.launch import Launcher
+from crosspool.backends.cuda.transport import Argmax, AttentionCrossing, begin_pass, end_pass
+
+
+class AttentionPass:
+    """The kernels of a pass of `half.token_ids` rows; `samples`: it ends with logits and the best token of each row."""
+
+    def __init__(
+        self, kernels: Launcher, lane: LaneMemory, half: AttentionHalf, crossing: AttentionCrossing, samples: bool
+    ) -> None:
+        self._kernels, self._lane, self.half, self._crossing = kernels, lane, half, crossing
+        rows = len(half.token_ids)
+        self._argmax = Argmax(kernels, rows, half.spec.vocab_size, half.residual.device) if samples else None
+
+    def kernels(self) -> Iterator[int]:
+        """Enqueue every kernel; yields each layer before its wait, so that a caller may wait in the kernels' stead."""
+        half, eps = self.half, self.half.spec.norm_eps
+        begin_pass(self._kernels, self._lane, half.token_ids, half.positions, half.lengths)
+        half.embed()
+        for layer in range(half.spec.num_layers):
+            half.attend_only(layer)
+            self._crossing.norm_put(layer, half.residual, half.norm_after_attention(layer), half.normed, eps)
+            yield layer
+            self._crossing.wait_norm(layer, half.residual, half.norm_after_ffn(layer), half.normed, eps)
+        tokens: torch.Tensor | None = None if self._argmax is None else self._argmax(half.logits())
+        end_pass(self._kernels, self._lane, half.spec.num_layers, tokens)

@@ -1,0 +1,61 @@
+"""Where the flag and the two slots of a channel lie: the layout of `cluster/channel.py`, as device addresses."""
+
+from dataclasses import dataclass
+
+import torch
+
+from crosspool.cluster.channel import channel_bytes
+from crosspool.cluster.region import LINE_BYTES
+from crosspool.units import align_up
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelMap:
+    """A channel as one device sees it: `base` is an address valid there, `capacity` float32 elements of a slot."""
+
+    base: int
+    capacity: int
+
+    @property
+    def num_bytes(self) -> int:
+        return channel_bytes(self.capacity)
+
+    @property
+    def flag(self) -> int:
+        return self.base
+
+    def slot(self, layer: int) -> int:
+        """Address of the slot of this layer's parity."""
+        return self.base + LINE_BYTES + (layer & 1) * align_up(4 * self.capacity, LINE_BYTES)
+
+    def rows(self, layer: int, tokens: int, width: int, dtype: torch.dtype) -> "Rows":
+        """The slot as (tokens, width) rows. Raises ValueError where they do not fit."""
+        if tokens * width > self.capacity:
+            raise ValueError(
+                f"{tokens} rows of width {width} do not fit a channel of {self.capacity} elements; "
+                "raise max_tokens_per_step"
+            )
+        return Rows(self.slot(layer), (tokens, width), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Contiguous rows at an address, maybe another GPU's: as much of a tensor as a kernel launch needs."""
+
+    address: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def is_contiguous(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMap:
+    """Both channels of a link as one end sees them: `inbox` in its own memory, `outbox` in the peer's."""
+
+    inbox: ChannelMap
+    outbox: ChannelMap

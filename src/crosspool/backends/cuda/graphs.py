@@ -1,0 +1,52 @@
+"""Step graphs: the kernels of a pass captured once, replayed for every step.
+
+A graph belongs to one lane, model, bucket and set of channel addresses. Capture touches no other stream and no other
+thread's work, so that it may happen while other lanes run.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class Capturable(Protocol):
+    """Something whose `kernels()` enqueues the same kernels each time."""
+
+    def kernels(self) -> Iterator[int]: ...
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """A captured pass. `num_bytes`: device memory that capturing took."""
+
+    graph: Any
+    source: Capturable  # its buffers are the graph's
+    seconds: float
+    num_bytes: int
+
+    def replay(self) -> None:
+        """Enqueue the pass on torch's current stream."""
+        self.graph.replay()
+
+
+def capture(source: Capturable, stream: Any) -> StepGraph:
+    """Capture a pass on `stream`, whose device must be current."""
+    begin = time.perf_counter()
+    free_before, _ = torch.cuda.mem_get_info(stream.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _layer in source.kernels():
+                pass
+        finally:
+            graph.capture_end()
+    free_after, _ = torch.cuda.mem_get_info(stream.device)
+    seconds = time.perf_counter() - begin
+    return StepGraph(graph, source, seconds, max(0, free_before - free_after))

@@ -1,0 +1,107 @@
+"""One lane's words on one rank: epoch base and cursor on the device, and pinned words that host and device share."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from crosspool.backends.cuda.passes import PASS_TOKENS
+from crosspool.backends.cuda.transport_params import MAX_PEERS, LaneView
+
+RING_SLOTS = 64
+"""Passes that may be enqueued ahead of the device."""
+
+RECORD_WORDS = 2 + 3 * PASS_TOKENS
+"""A pass's input: its base (two words), then token ids, positions and lengths of its rows."""
+
+DONE, ABORT, LATE = 0, 1, 2
+"""Host words; LATE is followed by one for each peer."""
+
+
+def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeroed host memory that the device reads and writes by the same address."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+@dataclass(frozen=True)
+class WaitRule:
+    """How waits on the device behave.
+
+    deadline_s: of one wait; None: no wait at all, for profilers, which run one kernel at a time. early: kernels behind
+    a wait may start beside it and load their weights meanwhile, at the price of the multiprocessors they hold.
+    """
+
+    deadline_s: float | None = 4.0
+    early: bool = True
+
+    @property
+    def deadline_ns(self) -> int:
+        return -1 if self.deadline_s is None else int(self.deadline_s * 1e9)
+
+
+class LaneMemory:
+    """The words of one lane. Passes are pushed by the host in order; the device takes them in the same order."""
+
+    def __init__(self, device: torch.device, rule: WaitRule) -> None:
+        self.device = device
+        self.rule = rule
+        self.words = torch.zeros(16, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(PASS_TOKENS, dtype=torch.int32, device=device)
+        self._host = pinned((2 + MAX_PEERS,), torch.int64, device)
+        self.ring = pinned((RING_SLOTS, RECORD_WORDS), torch.int32, device)
+        self.host_tokens = pinned((RING_SLOTS * PASS_TOKENS,), torch.int32, device)
+        self._host_words: npt.NDArray[np.int64] = self._host.numpy()
+        self._records: npt.NDArray[np.int32] = self.ring.numpy()
+        self._tokens: npt.NDArray[np.int32] = self.host_tokens.numpy()
+        self._cursor = 0
+        self._last_epoch = 0
+
+    @property
+    def done_epoch(self) -> int:
+        """The last epoch of the newest pass that has ended."""
+        return int(self._host_words[DONE])
+
+    def late_epoch(self, peer: int) -> int:
+        """The newest epoch that the peer (by its place in the placement) did not deliver in time; 0: none."""
+        return int(self._host_words[LATE + peer])
+
+    def abort(self, base: int) -> None:
+        """Make the waits of every pass up to `base` give up."""
+        self._host_words[ABORT] = max(base, int(self._host_words[ABORT]))
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether every pass pushed so far has ended; a new step begins no sooner, so that the ring never overflows."""
+        return self.done_epoch >= self._last_epoch
+
+    def push(
+        self, base: int, num_layers: int, rows: int = 0, token_ids: npt.ArrayLike = (), positions: npt.ArrayLike = ()
+    ) -> int:
+        """Write the next pass's input; returns its slot. At most RING_SLOTS passes may be under way."""
+        slot = self._cursor % RING_SLOTS
+        record = self._records[slot]
+        record[:2].view(np.int64)[0] = base
+        if rows:
+            record[2 : 2 + rows] = token_ids
+            record[2 + rows : 2 + 2 * rows] = positions
+            record[2 + 2 * rows : 2 + 3 * rows] = record[2 + rows : 2 + 2 * rows] + 1
+        self._cursor += 1
+        self._last_epoch = base + num_layers
+        return slot
+
+    def tokens(self, slot: int, rows: int) -> list[int]:
+        """What the pass of this slot sampled."""
+        first = slot * PASS_TOKENS
+        found: list[int] = self._tokens[first : first + rows].tolist()
+        return found
+
+    def view(self) -> LaneView:
+        return LaneView(
+            self.words.data_ptr(), self._host.data_ptr(), self.rule.deadline_ns, 1 if self.rule.early else 0
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory."""
+        return int(self.words.nbytes + self.last_tokens.nbytes)

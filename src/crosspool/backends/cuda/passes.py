@@ -1,0 +1,58 @@
+"""How a step is cut into passes: both halves compute the same cut from the step's number of tokens alone.
+
+A pass is one run through all layers with at most 32 tokens, on kernels of a fixed number of rows (its bucket). Rows are
+tokens: a prefill chunk is a pass whose rows belong to one sequence, since every row's keys are written before any is
+read. Passes of a step share its 1,024 epochs, one pass taking as many as the model has layers.
+"""
+
+from dataclasses import dataclass
+
+from crosspool.scheduler.step import LAYERS_PER_STEP, epoch
+from crosspool.units import ceil_div
+
+BUCKETS = (1, 2, 4, 8, 16, 32)
+"""Rows a captured pass may have."""
+
+PASS_TOKENS = BUCKETS[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Tokens [start, stop) of a step, run on kernels of `bucket` rows; flags carry base + layer + 1."""
+
+    start: int
+    stop: int
+    bucket: int
+    base: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+def bucket_of(num_tokens: int) -> int:
+    """The smallest bucket that holds so many rows."""
+    return next(bucket for bucket in BUCKETS if bucket >= num_tokens)
+
+
+def passes(num_tokens: int, step_seq: int, num_layers: int) -> tuple[Pass, ...]:
+    """The passes of a step, in order. Raises ValueError where they need more epochs than a step has."""
+    count = ceil_div(num_tokens, PASS_TOKENS)
+    if num_tokens < 1 or count * num_layers > max_passes(num_layers) * num_layers:
+        most = max_passes(num_layers) * PASS_TOKENS
+        raise ValueError(
+            f"a step of {num_tokens} tokens; with {num_layers} layers the CUDA backend runs 1 to {most} a step: "
+            "lower max_tokens_per_step"
+        )
+    first = epoch(step_seq, 0) - 1
+    starts = range(0, num_tokens, PASS_TOKENS)
+    return tuple(
+        Pass(start, stop, bucket_of(stop - start), first + idx * num_layers)
+        for idx, start in enumerate(starts)
+        for stop in (min(start + PASS_TOKENS, num_tokens),)
+    )
+
+
+def max_passes(num_layers: int) -> int:
+    """Passes whose epochs fit one step's."""
+    return (LAYERS_PER_STEP - 1) // num_layers

@@ -1,0 +1,191 @@
+"""Crossings between the pools, as kernels of a lane's stream: put rows and raise flags, wait for flags, begin and end.
+
+Attention side: norm straight into the peers' slots, then wait for every partial sum and add it in rank order. FFN
+side: wait for the rows, and raise the flag behind what the FFN wrote. All of it can be captured in a graph, because
+epochs are relative to a base in device memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from crosspool.backends.cuda.channel_map import LinkMap, Rows
+from crosspool.backends.cuda.lane_memory import RECORD_WORDS, RING_SLOTS, LaneMemory
+from crosspool.backends.cuda.launch import Launcher
+from crosspool.backends.cuda.params import address, check
+from crosspool.backends.cuda.transport_params import (
+    MAX_PEERS,
+    ArgmaxParams,
+    BeginParams,
+    CrossParams,
+    EndParams,
+    Flags,
+    NormPutParams,
+    Slots,
+    WaitNormParams,
+)
+from crosspool.units import ceil_div
+
+_BLOCK = 256
+_ARGMAX_VALUES = 2048
+
+
+class AttentionCrossing:
+    """The KV rank's side of one lane with the weights ranks of one model, in rank order."""
+
+    def __init__(self, kernels: Launcher, lane: LaneMemory, links: Sequence[LinkMap]) -> None:
+        if not 1 <= len(links) <= MAX_PEERS:
+            raise ValueError(f"{len(links)} weights ranks; a KV rank crosses to 1 to {MAX_PEERS}")
+        self._kernels, self._lane, self._links = kernels, lane, tuple(links)
+
+    def norm_put(
+        self, layer: int, residual: torch.Tensor, norm_weight: torch.Tensor, normed: torch.Tensor, eps: float
+    ) -> None:
+        """normed = RMSNorm(residual), here and in every peer's slot. residual: (tokens, hidden) fp32; normed: bf16."""
+        params = NormPutParams(view=self._lane.view(), flags=Flags.at([link.outbox.flag for link in self._links]))
+        tokens, hidden = residual.shape
+        slots = [link.outbox.rows(layer, tokens, hidden, torch.bfloat16).address for link in self._links]
+        self._launch("norm_put", params, slots, layer, residual, norm_weight, normed, eps)
+
+    def wait_norm(
+        self, layer: int, residual: torch.Tensor, norm_weight: torch.Tensor, normed: torch.Tensor, eps: float
+    ) -> None:
+        """Once all partial sums are here: residual += them in rank order; normed = RMSNorm(residual)."""
+        params = WaitNormParams(view=self._lane.view(), flags=Flags.at([link.inbox.flag for link in self._links]))
+        tokens, hidden = residual.shape
+        slots = [link.inbox.rows(layer, tokens, hidden, torch.float32).address for link in self._links]
+        self._launch("wait_norm", params, slots, layer, residual, norm_weight, normed, eps)
+
+    def _launch(
+        self,
+        kernel: str,
+        params: NormPutParams | WaitNormParams,
+        slots: Sequence[int],
+        layer: int,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        normed: torch.Tensor,
+        eps: float,
+    ) -> None:
+        tokens, hidden = residual.shape
+        check("residual", residual, (tokens, hidden), torch.float32)
+        check("normed", normed, (tokens, hidden), torch.bfloat16)
+        check("norm_weight", norm_weight, (hidden,), torch.bfloat16)
+        if hidden % 8:
+            raise ValueError(f"hidden size {hidden}; rows cross in 16-byte pieces, so it must be a multiple of 8")
+        params.slots = Slots(*slots)
+        params.residual, params.norm_weight, params.normed = address(residual), address(norm_weight), address(normed)
+        params.hidden, params.layer, params.eps = hidden, layer, eps
+        smem_bytes = (32 + hidden) * 4
+        self._kernels.launch(
+            "transport", kernel, grid=(tokens, 1, 1), threads=_BLOCK, smem_bytes=smem_bytes, params=params
+        )
+
+
+@dataclass(frozen=True)
+class FFNCrossing:
+    """A weights rank's side of one lane with its KV rank."""
+
+    kernels: Launcher
+    lane: LaneMemory
+    link: LinkMap
+
+    def rows(self, layer: int, tokens: int, hidden: int) -> Rows:
+        """Where the layer's rows lie once `wait` has ended: bf16."""
+        return self.link.inbox.rows(layer, tokens, hidden, torch.bfloat16)
+
+    def sums(self, layer: int, tokens: int, hidden: int) -> Rows:
+        """Where the layer's partial sums go, in the KV rank's memory: fp32."""
+        return self.link.outbox.rows(layer, tokens, hidden, torch.float32)
+
+    def wait(self, layer: int) -> None:
+        """Kernels behind this one find the layer's rows in their slot."""
+        wait_for = Flags.at([self.link.inbox.flag])
+        self._cross(CrossParams(view=self.lane.view(), wait_for=wait_for, wait_layer=layer))
+
+    def signal(self, layer: int) -> None:
+        """Raise the flag behind sums that earlier kernels wrote to the peer."""
+        raise_for = Flags.at([self.link.outbox.flag])
+        self._cross(CrossParams(view=self.lane.view(), raise_for=raise_for, raise_layer=layer))
+
+    def put(self, layer: int, sums: torch.Tensor) -> None:
+        """Copy (tokens, hidden) fp32 to the peer's slot, then raise the flag."""
+        tokens, hidden = sums.shape
+        check("sums", sums, (tokens, hidden), torch.float32)
+        if hidden % 4:
+            raise ValueError(f"hidden size {hidden}; rows cross in 16-byte pieces, so it must be a multiple of 4")
+        params = CrossParams(
+            view=self.lane.view(),
+            raise_for=Flags.at([self.link.outbox.flag]),
+            rows=address(sums),
+            slots=Slots(self.sums(layer, tokens, hidden).address),
+            row_bytes=hidden * 4,
+            raise_layer=layer,
+        )
+        self._cross(params, tokens)
+
+    def _cross(self, params: CrossParams, blocks: int = 1) -> None:
+        self.kernels.launch("transport", "cross", grid=(blocks, 1, 1), threads=_BLOCK, smem_bytes=256, params=params)
+
+
+def begin_pass(
+    kernels: Launcher,
+    lane: LaneMemory,
+    token_ids: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+) -> None:
+    """Take the next record of the lane's ring as the inputs given here (rows) int32; none on a weights rank."""
+    params = BeginParams(
+        lane=address(lane.words),
+        ring=address(lane.ring),
+        last_tokens=address(lane.last_tokens),
+        token_ids=address(token_ids),
+        positions=address(positions),
+        lengths=address(lengths),
+        rows=0 if token_ids is None else len(token_ids),
+        ring_slots=RING_SLOTS,
+        record_words=RECORD_WORDS,
+    )
+    kernels.launch("transport", "begin_pass", grid=(1, 1, 1), threads=32, smem_bytes=0, params=params, overlap=False)
+
+
+def end_pass(kernels: Launcher, lane: LaneMemory, num_layers: int, tokens: torch.Tensor | None = None) -> None:
+    """Tell the host that the pass has ended, with the tokens (rows) int32 it sampled, if any."""
+    params = EndParams(
+        view=lane.view(),
+        tokens=address(tokens),
+        last_tokens=address(lane.last_tokens),
+        host_tokens=address(lane.host_tokens),
+        rows=0 if tokens is None else len(tokens),
+        ring_slots=RING_SLOTS,
+        num_layers=num_layers,
+    )
+    kernels.launch("transport", "end_pass", grid=(1, 1, 1), threads=32, smem_bytes=0, params=params)
+
+
+class Argmax:
+    """The first largest logit of each row; scratch for one (rows, vocabulary)."""
+
+    def __init__(self, kernels: Launcher, rows: int, vocab: int, device: torch.device) -> None:
+        self._kernels, self._vocab, self._parts = kernels, vocab, ceil_div(vocab, _ARGMAX_VALUES)
+        self._best = torch.empty(rows * self._parts, dtype=torch.float32, device=device)
+        self._best_ids = torch.empty(rows * self._parts, dtype=torch.int32, device=device)
+        self._tickets = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """(rows) int32 from (rows, vocabulary) fp32; the result is overwritten by the next call."""
+        check("logits", logits, (len(self.tokens), self._vocab), torch.float32)
+        params = ArgmaxParams(
+            logits=address(logits),
+            best=address(self._best),
+            best_ids=address(self._best_ids),
+            tickets=address(self._tickets),
+            tokens=address(self.tokens),
+            vocab=self._vocab,
+        )
+        grid = (self._parts, len(self.tokens), 1)
+        self._kernels.launch("transport", "argmax", grid=grid, threads=_BLOCK, smem_bytes=128, params=params)
+        return self.tokens
