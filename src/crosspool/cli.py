@@ -107,6 +107,20 @@ def generate(
 
 
 @app.command()
+def demo(
+    host: Annotated[str, typer.Option(help="address of the demo's server")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(help="its port  [8000, or any free one]")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="leave the server up afterwards, until Ctrl-C")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures and answers as JSON")] = False,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same answers")] = 2026,
+) -> None:
+    """Three small models from two pools, asked over HTTP at once: lanes, shared pages, answers and times."""
+    from crosspool.demo.run import run_demo
+
+    run_demo(host=host, port=port, keep=keep, as_json=as_json, seed=seed)
+
+
+@app.command()
 def chat(
     model: Annotated[str | None, typer.Argument(help="a served name; may be left out where one is served")] = None,
     quick: Annotated[str | None, typer.Option("--quick", "-q", help="ask this once and leave")] = None,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx2
@@ -24,8 +24,8 @@ START_TIMEOUT_S = 60.0
 SAMPLE_INTERVAL_S = 0.05
 
 
-def run_demo(*, host: str, port: int | None, keep: bool, as_json: bool, seed: int = 2026) -> int:
-    """Run the demo and return the process's exit code. `keep` leaves the server up until Ctrl-C."""
+def run_demo(*, host: str, port: int | None, keep: bool, as_json: bool, seed: int) -> None:
+    """Run the demo; `keep` leaves the server up until Ctrl-C. Raises CrossPoolError, with the reason, if it fails."""
     console = Console(stderr=as_json)
     port = port or _free_port(host)
     base_url = f"http://{host}:{port}"
@@ -38,7 +38,6 @@ def run_demo(*, host: str, port: int | None, keep: bool, as_json: bool, seed: in
         if keep:
             console.print(_how_to_ask(base_url))
             _wait_for_interrupt(server)
-    return 0
 
 
 @contextmanager
@@ -81,6 +80,8 @@ async def _ask(base_url: str, server: subprocess.Popen[bytes], console: Console,
                 await asyncio.sleep(2 * SAMPLE_INTERVAL_S)  # see the last pages come back
             finally:
                 watching.cancel()
+                with suppress(asyncio.CancelledError):
+                    await watching
     return make_report(answers, samples, frame_bytes=pool["frame_bytes"], budget_frames=pool["frames_budget"])
 
 
@@ -129,10 +130,19 @@ async def _until_ready(http: httpx2.AsyncClient, server: subprocess.Popen[bytes]
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """8000, as the guides say, or any free port where something listens there already."""
+    for wanted in (8000, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, wanted))
+            except OSError as error:
+                if wanted == 0:
+                    raise CrossPoolError(f"cannot listen on {host}: {error}; give another --host") from None
+                continue
+            port: int = probe.getsockname()[1]
+            return port
+    raise AssertionError("unreachable")
 
 
 def _how_to_ask(base_url: str) -> str:

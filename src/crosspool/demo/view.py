@@ -1,8 +1,7 @@
 """How the demo looks in a terminal: live lanes and pages while it runs, then answers, table and pool over time."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -26,18 +25,25 @@ def live_view(answers: Sequence[Answer], samples: Sequence[PoolSample], budget_f
     for lane, model in enumerate(latest.lanes):
         lanes.append(f" {lane} ", style="dim")
         lanes.append(f"{model or '-':<12}", style=COLOURS.get(model or "", "dim"))
-    shown = [_answer_panel(answer.request.model, answer.text) for answer in answers if answer.request.shown]
-    return Group(lanes, _pool_bar(latest, budget_frames), Columns(shown, equal=True, expand=True))
+    shown = {answer.request.model: answer.text for answer in answers if answer.request.shown}
+    return Group(lanes, _pool_bar(latest, budget_frames), _side_by_side(shown))
 
 
 def final_view(report: DemoReport) -> RenderableType:
     """Three answers side by side, the table, and the pool over time."""
-    panels = [_answer_panel(model, text) for model, text in report.answers.items()]
-    return Group(Columns(panels, equal=True, expand=True), _table(report), _pool_panel(report))
+    return Group(_side_by_side(report.answers), _table(report), _pool_panel(report))
 
 
-def _answer_panel(model: str, text: str) -> Panel:
-    return Panel(Text(text.strip()), title=model, border_style=COLOURS.get(model, "white"), height=16)
+def _side_by_side(answers: Mapping[str, str]) -> Table:
+    grid = Table.grid(expand=True)
+    for _ in answers:
+        grid.add_column(ratio=1)
+    panels = [
+        Panel(Text(text.strip()), title=model, border_style=COLOURS.get(model, "white"))
+        for model, text in answers.items()
+    ]
+    grid.add_row(*panels)
+    return grid
 
 
 def _pool_bar(sample: PoolSample, budget_frames: int, width: int = 60) -> Text:
@@ -55,17 +61,15 @@ def _pool_bar(sample: PoolSample, budget_frames: int, width: int = 60) -> Text:
 def _table(report: DemoReport) -> Table:
     table = Table(title=f"{report.tokens_per_s:,.0f} tokens/s over all models, {report.wall_s:.1f} s")
     table.add_column("model")
-    for heading in ("requests", "tokens", "TTFT P50 ms", "TTFT P99", "TBT P50 ms", "TBT P99", "tokens/s"):
+    for heading in ("requests", "tokens", "TTFT ms\nP50 / P99", "TBT ms\nP50 / P99", "tokens/s"):
         table.add_column(heading, justify="right")
     for model, figures in report.models.items():
         table.add_row(
             Text(model, style=COLOURS.get(model, "white")),
             str(figures.requests),
             f"{figures.tokens:,}",
-            f"{figures.ttft_p50_ms:.0f}",
-            f"{figures.ttft_p99_ms:.0f}",
-            f"{figures.tbt_p50_ms:.1f}",
-            f"{figures.tbt_p99_ms:.1f}",
+            f"{figures.ttft_p50_ms:.0f} / {figures.ttft_p99_ms:.0f}",
+            f"{figures.tbt_p50_ms:.1f} / {figures.tbt_p99_ms:.1f}",
             f"{figures.tokens_per_s:,.0f}",
         )
     return table
@@ -75,17 +79,17 @@ def _pool_panel(report: DemoReport) -> Panel:
     pool = report.pool
     lines = Text()
     top = max(1, pool.peak_frames)
-    columns = _resample(report.samples, 60)
+    columns = _resample(report.samples, 58)
     for model in DEMO_MODELS:
         lines.append(f"{model:<12}", style=COLOURS[model])
         for sample in columns:
             level = sample.frames_used.get(model, 0) / top
             lines.append(_EIGHTHS[min(8, -int(-level * 8 // 1))], style=COLOURS[model])
-        lines.append(f"  peak {pool.peak_frames_by_model.get(model, 0)} frames\n")
+        lines.append(f" {pool.peak_frames_by_model.get(model, 0):>4}\n", style="dim")
     shared, separate = (frames * pool.frame_bytes for frames in (pool.peak_frames, pool.separate_caches_frames))
     lines.append(f"one shared pool peaked at {format_bytes(shared)}; ")
     lines.append(f"a cache for each model would have needed {format_bytes(separate)}", style="bold")
-    return Panel(lines, title="KV pool over time, by model")
+    return Panel(lines, title="KV pool over time, by model (right: its peak, in frames)")
 
 
 def _resample(samples: Sequence[PoolSample], width: int) -> list[PoolSample]:
