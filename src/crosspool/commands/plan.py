@@ -1,0 +1,73 @@
+"""`crosspool plan`: read the input, plan, print; JSON, explanation and pictures where asked."""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from crosspool.errors import CrossPoolError
+from crosspool.planner.deployment import read_plan_input
+from crosspool.planner.explain import explain
+from crosspool.planner.plan import Plan
+from crosspool.planner.planner import Planned, plan_deployment
+from crosspool.units import format_bytes
+
+
+def run(
+    source: Path, *, output: Path | None, as_json: bool, explained: bool, plot_dir: Path | None, console: Console
+) -> None:
+    """Raises CrossPoolError, in one line, for wrong input and for what does not fit."""
+    try:
+        planned = plan_deployment(read_plan_input(source))
+        if output is not None:
+            output.write_text(planned.plan.to_json(), encoding="utf-8")
+        pictures = _pictures(planned, plot_dir) if plot_dir is not None else []
+    except ValueError as error:
+        raise CrossPoolError(str(error)) from None
+    except OSError as error:
+        raise CrossPoolError(f"cannot write {output}: {error.strerror or error}") from None
+    if as_json:
+        print(planned.plan.to_json(), end="")
+    elif explained:
+        for line in explain(planned.plan):
+            print(line)
+    else:
+        show(planned.plan, console)
+    for path in pictures:
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _pictures(planned: Planned, directory: Path) -> list[Path]:
+    from crosspool.planner.plot import write_plots
+
+    return write_plots(planned, directory)
+
+
+def show(plan: Plan, console: Console) -> None:
+    """The plan in short: one table a group."""
+    for group in plan.groups:
+        title = (
+            f"{group.name}: {len(group.kv_ranks)} KV + {len(group.weights_ranks)} weights x {plan.gpu_kind}; "
+            f"budget {format_bytes(group.budget_bytes)}, P{plan.quantile * 100:g} needs "
+            f"{format_bytes(group.required_bytes)}, enough for {group.coverage:.2%} of moments"
+        )
+        table = Table(title=title, title_justify="left")
+        columns = ("model", "FFN", "KV B/token", "page", "alone P", "floor", "ceiling", "longest context", "KV over")
+        for column in columns:
+            table.add_column(column, justify="left" if column in ("model", "KV over") else "right")
+        for model in group.models:
+            table.add_row(
+                model.name,
+                format_bytes(sum(model.ffn_slice_bytes)),
+                f"{model.kv_bytes_per_token:,}",
+                f"{model.page_tokens}",
+                format_bytes(model.quantile_bytes),
+                f"{model.floor_pages}",
+                f"{model.ceiling_pages:,}",
+                f"{model.longest_context_tokens:,}",
+                model.kv_parallelism,
+            )
+        console.print(table)
+    for note in plan.notes:
+        console.print(f"- {note}", highlight=False)

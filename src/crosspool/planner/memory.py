@@ -1,0 +1,160 @@
+"""Bytes of everything on each GPU. The parts add up to the GPU's memory; what nothing uses is a part too."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from crosspool.models.spec import DenseFFNSpec, GQASpec
+from crosspool.models.tensors import FLOAT32_TENSORS, TensorSpec, ffn_shapes
+from crosspool.planner.facts import FFNSpec, ModelFacts
+from crosspool.units import GiB, MiB
+from crosspool.weights_pool.placement import intermediate_slices
+from crosspool.weights_pool.regions import destination_shape, intermediate_width
+
+NUM_SLOTS = 2
+"""Buffers of a channel, by layer parity."""
+
+PARTIAL_SUM_BYTES = 4
+"""Partial sums of an FFN cross in float32."""
+
+LOGIT_BYTES = 8
+"""Float32 logits and the probabilities made from them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryFigures:
+    """What is assumed where no formula tells. Set them from a measurement where there is one."""
+
+    runtime_bytes: int = 1 * GiB  # driver context, loaded kernels, library workspaces
+    graph_bytes: int = 32 * MiB  # captured steps of one model in one decode lane, all batch sizes
+    reserve_fraction: float = 0.01  # of the GPU, kept free against fragmentation
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.reserve_fraction < 1:
+            raise ValueError(f"reserve is {self.reserve_fraction:.0%} of a GPU; it must lie between 0 and 100 %")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBounds:
+    """The largest steps the engine runs."""
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    num_decode_lanes: int = 2
+    num_prefill_lanes: int = 1
+    frame_bytes: int = 2 * MiB
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "num_decode_lanes", "num_prefill_lanes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def max_tokens(self) -> int:
+        return max(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """Rows that all lanes together may have under way."""
+        return self.num_decode_lanes * self.max_num_seqs + self.num_prefill_lanes * self.max_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPUMemory:
+    """One GPU: `parts` add up to `total_bytes`, `free` included."""
+
+    rank: str
+    total_bytes: int
+    parts: dict[str, int]
+
+    def __post_init__(self) -> None:
+        assert sum(self.parts.values()) == self.total_bytes, f"parts of {self.rank} do not add up: {self.parts}"
+        assert all(part >= 0 for part in self.parts.values()), f"a part of {self.rank} is negative: {self.parts}"
+
+
+def fill_gpu(rank: str, total_bytes: int, parts: Mapping[str, int]) -> GPUMemory:
+    """A GPU with `parts` and the rest as `free`. The caller has checked that they fit."""
+    return GPUMemory(rank=rank, total_bytes=total_bytes, parts={**parts, "free": total_bytes - sum(parts.values())})
+
+
+def ffn_slice_bytes(facts: ModelFacts, num_ranks: int) -> list[int]:
+    """Bytes of each weights rank's slice of all FFNs, by the same cuts the loader makes. Routers are on every rank.
+
+    Raises ValueError, naming the model, where it is too narrow for so many ranks.
+    """
+    totals = [0] * num_ranks
+    for ffn, count in _counted(facts):
+        for name, shape in ffn_shapes(ffn, facts.spec.hidden_size).items():
+            tensor = TensorSpec("weights", 0, name, shape)
+            element_bytes = 4 if name in FLOAT32_TENSORS else facts.element_bytes
+            width = intermediate_width(tensor)
+            try:
+                parts = [None] * num_ranks if width is None else intermediate_slices(width, num_ranks)
+            except ValueError as error:
+                raise ValueError(f"{facts.name}: {error}") from None
+            for rank, part in enumerate(parts):
+                sliced = TensorSpec("weights", 0, name, destination_shape(tensor, part))
+                totals[rank] += count * element_bytes * sliced.num_elements
+    return totals
+
+
+def _counted(facts: ModelFacts) -> list[tuple[FFNSpec, int]]:
+    counts: dict[FFNSpec, int] = {}
+    for ffn in facts.ffns():
+        counts[ffn] = counts.get(ffn, 0) + 1
+    return list(counts.items())
+
+
+def kv_rank_parts(
+    models: Sequence[ModelFacts], bounds: StepBounds, figures: MemoryFigures, num_weights_ranks: int
+) -> dict[str, int]:
+    """Everything on a KV rank but its KV cache and reserve. Every model's non-FFN weights are on every KV rank."""
+    widest = max(model.spec.hidden_size for model in models)
+    return {
+        "attention_weights": sum(model.kv_pool_weight_bytes for model in models),
+        "activations": max(_attention_activation_bytes(model, bounds) for model in models),
+        "logits": max(model.spec.vocab_size for model in models) * bounds.max_num_seqs * LOGIT_BYTES,
+        "transfer": NUM_SLOTS * bounds.tokens_in_flight * widest * PARTIAL_SUM_BYTES * num_weights_ranks,
+        "graphs": figures.graph_bytes * bounds.num_decode_lanes * len(models),
+        "runtime": figures.runtime_bytes,
+    }
+
+
+def weights_rank_parts(
+    models: Sequence[ModelFacts], slice_bytes: int, bounds: StepBounds, figures: MemoryFigures, num_kv_ranks: int
+) -> dict[str, int]:
+    """Everything on a weights rank but its reserve."""
+    widest = max(model.spec.hidden_size * model.element_bytes for model in models)
+    return {
+        "ffn_weights": slice_bytes,
+        "activations": max(_ffn_activation_bytes(model, bounds) for model in models),
+        "transfer": NUM_SLOTS * bounds.tokens_in_flight * widest * num_kv_ranks,
+        "graphs": figures.graph_bytes * bounds.num_decode_lanes * len(models),
+        "runtime": figures.runtime_bytes,
+    }
+
+
+def _attention_activation_bytes(facts: ModelFacts, bounds: StepBounds) -> int:
+    """One attention segment of the largest step: residual (float32), normed rows, q, new k and v, output."""
+    rows = 0
+    for layer in facts.spec.layers:
+        attention = layer.attention
+        if isinstance(attention, GQASpec):
+            widths = 2 * attention.num_heads * attention.head_dim + attention.kv_elements_per_token
+        else:
+            absorbed = attention.kv_lora_rank + attention.qk_rope_head_dim
+            widths = attention.num_heads * (absorbed + attention.kv_lora_rank) + attention.kv_elements_per_token
+        rows = max(rows, widths)
+    hidden = facts.spec.hidden_size
+    return bounds.max_tokens * (4 * hidden + facts.element_bytes * (2 * hidden + rows))
+
+
+def _ffn_activation_bytes(facts: ModelFacts, bounds: StepBounds) -> int:
+    """One FFN segment of the largest step, unsliced: gate and up rows, their product, the float32 sum."""
+    width = 0
+    for ffn in facts.ffns():
+        if isinstance(ffn, DenseFFNSpec):
+            width = max(width, ffn.intermediate_size)
+        else:
+            shared = ffn.shared.intermediate_size if ffn.shared is not None else 0
+            width = max(width, ffn.top_k * ffn.expert_intermediate_size + shared)
+    return bounds.max_tokens * (3 * width * facts.element_bytes + 4 * facts.spec.hidden_size)
