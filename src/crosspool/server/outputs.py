@@ -36,11 +36,14 @@ class OutputGroup:
         Raises APIError when a sequence ended with an error.
         """
         if not self._ready and self._failure is None and self._running:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._wake.wait()
-            except TimeoutError:
-                return []
+            if timeout_s is None:
+                await self._wake.wait()
+            else:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        await self._wake.wait()
+                except TimeoutError:
+                    return []
         self._wake.clear()
         ready, self._ready = self._ready, []
         if ready:

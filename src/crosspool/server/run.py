@@ -130,5 +130,10 @@ def num_unfinished(stats: EngineStats) -> int:
 def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     options: dict[str, Any] = {"lifespan": "off", "access_log": False, "log_config": None}
     return uvicorn.Config(
-        app, root_path=config.root_path, log_level="warning", timeout_graceful_shutdown=LAST_WORDS_S, server_header=False, **options
+        app,
+        root_path=config.root_path,
+        log_level="warning",
+        timeout_graceful_shutdown=LAST_WORDS_S,
+        server_header=False,
+        **options,
     )

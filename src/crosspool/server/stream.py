@@ -14,6 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from crosspool.engine.output import RequestOutput
 from crosspool.server.choices import AnswerShape, Json, usage_json
 from crosspool.server.errors import APIError
 from crosspool.server.outputs import Indexed, OutputGroup
@@ -60,23 +61,25 @@ async def answer_events(
     Closes the group however it ends, a client that leaves included.
     """
     opened: set[int] = set()
-    lasts: dict[int, Any] = {}
+    lasts: dict[int, RequestOutput] = {}
     if usage:
         head = {**head, "usage": None}
+    start = b"data: " + _encode(head)[:-1] + b',"choices":['  # the same in every piece, so written once
     try:
         batch: list[Indexed] | None = first
         while batch is not None:
-            events = []
+            events: list[bytes] = []
             for index, output in batch:
+                choices = [shape.piece(index, output)]
                 if index not in opened:
                     opened.add(index)
-                    events.append(_event(head, shape.opening(index)))
-                events.append(_event(head, shape.piece(index, output)))
+                    choices.insert(0, shape.opening(index))
+                events += [start + _encode(choice) + b"]}\n\n" for choice in choices if choice is not None]
                 lasts[index] = output
             if not opened:
                 yield KEEP_ALIVE
-            elif data := b"".join(events):
-                yield data
+            elif events:
+                yield b"".join(events)
             batch = await group.next(timeout_s=None if opened else keep_alive_s)
         if usage:
             yield _data({**head, "choices": [], "usage": usage_json(by_prompt(lasts, group.num_choices))})
@@ -87,9 +90,9 @@ async def answer_events(
     yield DONE
 
 
-def by_prompt(lasts: dict[int, Any], num_choices: int) -> list[list[Any]]:
+def by_prompt(lasts: dict[int, RequestOutput], num_choices: int) -> list[list[RequestOutput]]:
     """The last outputs of every choice, grouped by prompt."""
-    prompts: dict[int, list[Any]] = {}
+    prompts: dict[int, list[RequestOutput]] = {}
     for index in sorted(lasts):
         prompts.setdefault(index // num_choices, []).append(lasts[index])
     return list(prompts.values())
@@ -121,9 +124,12 @@ async def left(receive: Receive) -> None:
     raise ClientLeft
 
 
-def _event(head: Json, choice: Json | None) -> bytes:
-    return b"" if choice is None else _data({**head, "choices": [choice]})
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def _encode(value: Json) -> bytes:
+    return _ENCODER.encode(value).encode()
 
 
 def _data(body: Json) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(body) + b"\n\n"
