@@ -13,6 +13,10 @@ from crosspool.units import ceil_div
 
 _UP_WARPS, _DOWN_WARPS = 8, 16
 _RED_FLOATS, _OUT_STRIDE = 160, 20
+_RING_WARPS = 8
+_RING_THREADS = (_RING_WARPS + 1) * 32
+_UP_RING_BYTES = 3 * 16 * (1024 * 2 + 64) + 3 * 16
+_DOWN_RING_BYTES = 4 * 16 * (768 * 2 + 64) + 4 * 16
 _ACTIVATIONS = {"silu": 0, "gpt_oss_swiglu": 1}
 
 
@@ -81,7 +85,7 @@ def ffn(
         topk_weights=address(routing.topk_weights),
         num_unique=address(routing.num_unique) if is_moe else None,
         unique_ids=address(routing.unique_ids),
-        expert_counts=address(routing.expert_counts),
+        unique_offsets=address(routing.unique_offsets),
         expert_pairs=address(routing.expert_pairs),
         act=address(scratch.act),
         shared_act=address(scratch.shared_act),
@@ -93,9 +97,44 @@ def ffn(
         top_k=top_k,
         activation=_ACTIVATIONS[spec.activation],
         out_is_float=out.dtype == torch.float32,
+        max_unique=min(spec.num_experts, tokens * top_k) if isinstance(spec, MoEFFNSpec) else 1,
     )
-    num_experts = spec.num_experts if isinstance(spec, MoEFFNSpec) else 0
-    blocks = ceil_div(shared_width, 8) + min(num_experts, tokens * top_k) * ceil_div(width, 8)
+    first_overlap = overlap or (is_moe and not routed)
+    if kernels.has_bulk_copies:
+        _launch_rings(kernels, params, overlap=first_overlap)
+    else:
+        _launch_tiles(kernels, params, overlap=first_overlap)
+
+
+def _launch_rings(kernels: Launcher, params: MoeParams, *, overlap: bool) -> None:
+    """One block a multiprocessor; weights stream through shared memory."""
+    tokens = params.tokens
+    lists = (2 * params.max_unique + 1 + tokens * params.top_k) * 4
+    tiles = params.shared_width // 8 + (params.width // 8 * params.max_unique if params.num_unique else 0)
+    kernels.launch(
+        "moe_ring",
+        "moe_ring_gate_up",
+        grid=(min(kernels.num_sms, tiles), 1, 1),
+        threads=_RING_THREADS,
+        smem_bytes=_UP_RING_BYTES + 2 * _RING_WARPS * ceil_div(tokens, 8) * _RED_FLOATS * 4 + lists,
+        params=params,
+        overlap=overlap,
+    )
+    kernels.launch(
+        "moe_ring",
+        "moe_ring_down",
+        grid=(ceil_div(params.hidden, 16), 1, 1),
+        threads=_RING_THREADS,
+        smem_bytes=_DOWN_RING_BYTES + (_RING_WARPS * _OUT_STRIDE + params.top_k) * tokens * 4 + lists,
+        params=params,
+    )
+
+
+def _launch_tiles(kernels: Launcher, params: MoeParams, *, overlap: bool) -> None:
+    """One block a tile; weights go straight to registers."""
+    blocks = ceil_div(params.shared_width, 8)
+    if params.num_unique:
+        blocks += params.max_unique * ceil_div(params.width, 8)
     kernels.launch(
         "moe",
         "moe_gate_up",
@@ -103,13 +142,13 @@ def ffn(
         threads=_UP_WARPS * 32,
         smem_bytes=_UP_WARPS * _RED_FLOATS * 4,
         params=params,
-        overlap=overlap or (is_moe and not routed),
+        overlap=overlap,
     )
     kernels.launch(
         "moe",
         "moe_down",
-        grid=(ceil_div(hidden, 16), 1, 1),
+        grid=(ceil_div(params.hidden, 16), 1, 1),
         threads=_DOWN_WARPS * 32,
-        smem_bytes=_DOWN_WARPS * tokens * _OUT_STRIDE * 4,
+        smem_bytes=_DOWN_WARPS * params.tokens * _OUT_STRIDE * 4,
         params=params,
     )

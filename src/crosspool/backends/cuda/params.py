@@ -84,7 +84,7 @@ class RouterParams(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("weight", "logit_bias", "choice_bias", "x", "logits", "ticket", "shared_scale")),
         *((name, _P) for name in ("topk_ids", "topk_weights", "num_unique", "unique_ids")),
-        *((name, _P) for name in ("expert_counts", "expert_pairs")),
+        *((name, _P) for name in ("unique_offsets", "expert_pairs")),
         *((name, _I) for name in ("tokens", "experts", "hidden", "top_k")),
         *((name, _I) for name in ("score", "num_groups", "topk_groups", "group_top2", "renormalise")),
         ("renormalise_eps", _F),
@@ -96,10 +96,11 @@ class MoeParams(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("x", "gate_up", "down", "gate_up_bias", "down_bias")),
         *((name, _P) for name in ("shared_gate", "shared_up", "shared_down", "shared_scale", "topk_weights")),
-        *((name, _P) for name in ("num_unique", "unique_ids", "expert_counts", "expert_pairs")),
+        *((name, _P) for name in ("num_unique", "unique_ids", "unique_offsets", "expert_pairs")),
         *((name, _P) for name in ("act", "shared_act", "out")),
         *((name, _I) for name in ("tokens", "hidden", "width", "shared_width", "top_k", "activation")),
         ("out_is_float", _I),
+        ("max_unique", _I),
     ]
 
 

@@ -30,8 +30,8 @@ class Routing:
     topk_weights: torch.Tensor  # (tokens * top_k) fp32
     num_unique: torch.Tensor  # (1) int32
     unique_ids: torch.Tensor  # (experts) int32, ascending
-    expert_counts: torch.Tensor  # (experts) int32, valid for chosen experts
-    expert_pairs: torch.Tensor  # (experts * tokens) int32: token * top_k + choice
+    unique_offsets: torch.Tensor  # (experts + 1) int32: where each chosen expert's pairs begin
+    expert_pairs: torch.Tensor  # (tokens * top_k) int32: token * top_k + choice, grouped by expert
 
     @classmethod
     def allocate(cls, max_tokens: int, max_experts: int, max_top_k: int, device: torch.device) -> "Routing":
@@ -50,8 +50,8 @@ class Routing:
             floats(pairs),
             ints(1),
             ints(max_experts),
-            ints(max_experts),
-            ints(max_experts * max_tokens),
+            ints(max_experts + 1),
+            ints(pairs),
         )
 
 
@@ -113,7 +113,7 @@ def route_lists(kernels: Launcher, spec: MoEFFNSpec, tokens: int, hidden: int, r
 
 
 def _outputs(routing: Routing) -> dict[str, int | None]:
-    names = ("topk_ids", "topk_weights", "num_unique", "unique_ids", "expert_counts", "expert_pairs")
+    names = ("topk_ids", "topk_weights", "num_unique", "unique_ids", "unique_offsets", "expert_pairs")
     return {name: address(getattr(routing, name)) for name in names}
 
 

@@ -103,6 +103,39 @@ DEVICE void grid_wait() {}
 DEVICE void grid_launch_dependents() {}
 #endif
 
+// Barriers in shared memory that count arrivals and copied bytes, and the bulk copies that report to them (sm_90).
+#if __CUDA_ARCH__ >= 900
+DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+DEVICE void barrier_init(u64* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory"); }
+DEVICE void barrier_arrive(u64* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+DEVICE void barrier_arrive_expect(u64* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+// Returns once the phase of this parity has ended; a fresh barrier's phase before the first has parity 1.
+DEVICE void barrier_wait(u64* barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+  } while (!done);
+}
+// `bytes` (a multiple of 16, both addresses aligned to 16) from global to shared memory, read once.
+DEVICE void copy_bulk(void* shared, const void* global, int bytes, u64* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+// Barrier of the first `threads` threads of the block.
+template <int THREADS>
+DEVICE void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+#endif
+
 #endif  // CROSSPOOL_EMULATOR
 
 DEVICE float bf16_low(u32 pair) { return float_of_bits(pair << 16); }

@@ -1,43 +1,11 @@
 // FFN of few tokens: every chosen expert's weights are read once, whatever number of tokens chose it; shared experts
 // and dense layers are experts that every token passes. Two kernels: gate and up with the activation, then down.
-#include "tile.cuh"
+#include "moe.cuh"
 
-constexpr int UP_WARPS = 8, UP_CHUNKS = 8;      // 2,048 elements of k a pass
-constexpr int DOWN_WARPS = 16, DOWN_CHUNKS = 4; // a warp's unit: 128 elements of k of one expert
+constexpr int UP_WARPS = 8, UP_CHUNKS = 8;       // 2,048 elements of k a pass
+constexpr int DOWN_WARPS = 16, DOWN_CHUNKS = 4;  // a warp's unit: 128 elements of k of one expert
 constexpr int UNIT_K = DOWN_CHUNKS * 32;
-constexpr int OUT_STRIDE = 20;                  // floats a token takes in a warp's sums
-
-enum Activation { SILU = 0, GPT_OSS_SWIGLU = 1 };
-
-struct MoeParams {
-  const u16* x;               // (tokens, hidden) bf16
-  const u16* gate_up;         // (experts, 2 * width, hidden): gate rows, then up rows; null without routed experts
-  const u16* down;            // (experts, hidden, width)
-  const u16* gate_up_bias;    // (experts, 2 * width) or null
-  const u16* down_bias;       // (experts, hidden) or null
-  const u16* shared_gate;     // (shared_width, hidden); null without shared experts
-  const u16* shared_up;
-  const u16* shared_down;     // (hidden, shared_width)
-  const float* shared_scale;  // (tokens) or null
-  const float* topk_weights;  // (tokens, top_k)
-  const int* num_unique;
-  const int* unique_ids;
-  const int* expert_counts;
-  const int* expert_pairs;    // (experts, tokens)
-  u16* act;                   // (tokens * top_k, width) bf16
-  u16* shared_act;            // (tokens, shared_width) bf16
-  void* out;                  // (tokens, hidden) fp32 where out_is_float, else bf16
-  int tokens, hidden, width, shared_width, top_k, activation, out_is_float;
-};
-
-DEVICE float activate(int kind, float gate, float up) {
-  if (kind == GPT_OSS_SWIGLU) {
-    gate = fminf(gate, 7.0f);
-    up = fminf(fmaxf(up, -7.0f), 7.0f);
-    return (up + 1.0f) * gate / (1.0f + exp_full(-1.702f * gate));
-  }
-  return up * gate / (1.0f + exp_full(-gate));
-}
+constexpr int OUT_STRIDE = 20;                   // floats a token takes in a warp's sums
 
 // One block: eight gate rows and the same eight up rows of one expert. Shared blocks come first: their weights are
 // known before the router has ended.
@@ -67,14 +35,15 @@ KERNEL(moe_gate_up, MoeParams, UP_WARPS * 32, 2) {
       grid_launch_dependents();
       return;
     }
-    expert = p.unique_ids[routed / tiles];
+    const int unique = routed / tiles;
+    expert = p.unique_ids[unique];
     i0 = routed % tiles * 8;
     width = p.width;
     gate_row = p.gate_up + (static_cast<i64>(expert) * 2 * width + min_int(i0 + g, width - 1)) * p.hidden;
     up_row = gate_row + static_cast<i64>(width) * p.hidden;
     tile.load(gate_row, up_row, k_warp, p.hidden);
-    pairs = p.expert_pairs + static_cast<i64>(expert) * p.tokens;
-    count = p.expert_counts[expert];
+    pairs = p.expert_pairs + p.unique_offsets[unique];
+    count = p.unique_offsets[unique + 1] - p.unique_offsets[unique];
   }
   grid_launch_dependents();  // not before the router has ended: the next kernel reads its lists without waiting
 
@@ -108,7 +77,7 @@ KERNEL(moe_gate_up, MoeParams, UP_WARPS * 32, 2) {
 // What one warp multiplies at a time: UNIT_K elements of k of one expert (or of the shared expert).
 struct DownUnit {
   const u16 *low_row, *high_row;
-  int expert, k_begin, k_end;  // expert -1: shared
+  int expert, unique, k_begin, k_end;  // expert -1: shared
 };
 
 DEVICE DownUnit down_unit(const MoeParams& p, int unit, int shared_units, int parts, int row0, int g) {
@@ -122,7 +91,8 @@ DEVICE DownUnit down_unit(const MoeParams& p, int unit, int shared_units, int pa
     weight = p.shared_down;
   } else {
     const int routed = unit - shared_units;
-    u.expert = p.unique_ids[routed / parts];
+    u.unique = routed / parts;
+    u.expert = p.unique_ids[u.unique];
     u.k_begin = routed % parts * UNIT_K;
     width = p.width;
     weight = p.down + static_cast<i64>(u.expert) * p.hidden * width;
@@ -137,8 +107,9 @@ DEVICE DownUnit down_unit(const MoeParams& p, int unit, int shared_units, int pa
 DEVICE void add_unit(const MoeParams& p, const DownUnit& u, const TileWeights<DOWN_CHUNKS>& tile, int row0, float* out) {
   const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
   const bool is_shared = u.expert < 0;
-  const int* pairs = is_shared ? nullptr : p.expert_pairs + static_cast<i64>(u.expert) * p.tokens;
-  const int count = is_shared ? p.tokens : p.expert_counts[u.expert];
+  const int begin = is_shared ? 0 : p.unique_offsets[u.unique];
+  const int* pairs = is_shared ? nullptr : p.expert_pairs + begin;
+  const int count = is_shared ? p.tokens : p.unique_offsets[u.unique + 1] - begin;
   for (int n0 = 0; n0 < count; n0 += TILE_COLS) {
     float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
     const u16* column = nullptr;

@@ -26,8 +26,8 @@ struct RouterParams {
   float* topk_weights;       // (tokens, top_k) fp32
   int* num_unique;           // one int
   int* unique_ids;           // (experts): the chosen experts, ascending
-  int* expert_counts;        // (experts): pairs of each expert; only chosen ones are written
-  int* expert_pairs;         // (experts, tokens): token * top_k + choice, ascending
+  int* unique_offsets;       // (experts + 1): where each chosen expert's pairs begin; one past the last: their number
+  int* expert_pairs;         // (tokens * top_k): token * top_k + choice, grouped by expert, ascending within
   int tokens, experts, hidden, top_k;
   int score, num_groups, topk_groups, group_top2, renormalise;
   float renormalise_eps, scale;
@@ -124,31 +124,45 @@ DEVICE void choose(const RouterParams& p, const float* logits, int token, float*
   warp_sync();  // the next token overwrites the scores
 }
 
-// `chosen`: (tokens, top_k) in shared memory. Lists by expert, and the ascending list of experts that have any pair.
+// `chosen`: (tokens, top_k) in shared memory. The pairs grouped by expert, experts ascending, pairs in token order.
 DEVICE void list_experts(const RouterParams& p, const int* chosen, int* counts) {
   const int lane = threadIdx.x % 32, pairs = p.tokens * p.top_k;
   for (int e = threadIdx.x; e < p.experts; e += ROUTER_THREADS) {
     int count = 0;
-    for (int pair = 0; pair < pairs; ++pair)
-      if (chosen[pair] == e) p.expert_pairs[static_cast<i64>(e) * p.tokens + count++] = pair;
+    for (int pair = 0; pair < pairs; ++pair) count += chosen[pair] == e;
     counts[e] = count;
-    if (count > 0) p.expert_counts[e] = count;
   }
   block_sync();
-  if (threadIdx.x >= 32) return;
-  int unique = 0;
-  for (int e0 = 0; e0 < p.experts; e0 += 32) {
-    int before = e0 + lane < p.experts && counts[e0 + lane] > 0 ? 1 : 0;
-    const int mine = before;
+  if (threadIdx.x < 32) {  // counts become starts; one sum carries pairs (high half) and experts (low half)
+    int total = 0;
+    for (int e0 = 0; e0 < p.experts; e0 += 32) {
+      const int count = e0 + lane < p.experts ? counts[e0 + lane] : 0;
+      const int mine = count > 0 ? (count << 16) + 1 : 0;
+      int sum = mine;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {  // inclusive sum over the lanes
-      const int other = shfl(before, lane >= step ? lane - step : lane);
-      if (lane >= step) before += other;
+      for (int step = 1; step < 32; step *= 2) {  // inclusive over the lanes
+        const int other = shfl(sum, lane >= step ? lane - step : lane);
+        if (lane >= step) sum += other;
+      }
+      const int before = total + sum - mine;
+      if (mine) {
+        p.unique_ids[before & 0xffff] = e0 + lane;
+        p.unique_offsets[before & 0xffff] = before >> 16;
+      }
+      if (e0 + lane < p.experts) counts[e0 + lane] = before >> 16;
+      total += shfl(sum, 31);
     }
-    if (mine) p.unique_ids[unique + before - 1] = e0 + lane;
-    unique += shfl(before, 31);
+    if (lane == 0) {
+      *p.num_unique = total & 0xffff;
+      p.unique_offsets[total & 0xffff] = pairs;
+    }
   }
-  if (lane == 0) *p.num_unique = unique;
+  block_sync();
+  for (int e = threadIdx.x; e < p.experts; e += ROUTER_THREADS) {
+    int at = counts[e];
+    for (int pair = 0; pair < pairs; ++pair)
+      if (chosen[pair] == e) p.expert_pairs[at++] = pair;
+  }
 }
 
 struct RouterSmem {
