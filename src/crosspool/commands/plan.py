@@ -52,22 +52,25 @@ def show(plan: Plan, console: Console) -> None:
             f"budget {format_bytes(group.budget_bytes)}, P{plan.quantile * 100:g} needs "
             f"{format_bytes(group.required_bytes)}, enough for {group.coverage:.2%} of moments"
         )
-        table = Table(title=title, title_justify="left")
-        columns = ("model", "FFN", "KV B/token", "page", "alone P", "floor", "ceiling", "longest context", "KV over")
-        for column in columns:
-            table.add_column(column, justify="left" if column in ("model", "KV over") else "right")
+        console.print(title, highlight=False)
+        table = Table(box=None, pad_edge=False)
+        for column in ("model", "FFN", "KV B/token", "page", "floor", "ceiling", "context", "KV"):
+            table.add_column(column, justify="left" if column in ("model", "KV") else "right", no_wrap=True)
         for model in group.models:
             table.add_row(
                 model.name,
                 format_bytes(sum(model.ffn_slice_bytes)),
                 f"{model.kv_bytes_per_token:,}",
                 f"{model.page_tokens}",
-                format_bytes(model.quantile_bytes),
                 f"{model.floor_pages}",
                 f"{model.ceiling_pages:,}",
                 f"{model.longest_context_tokens:,}",
                 model.kv_parallelism,
             )
         console.print(table)
+    if len(plan.groups) > 1:
+        console.print(
+            f"- grouped by {plan.placement.method}; proven within {plan.placement.gap:.1%} of the best", highlight=False
+        )
     for note in plan.notes:
         console.print(f"- {note}", highlight=False)

@@ -19,8 +19,8 @@ def plan_notes(
             width = (group.required_high_bytes - group.required_low_bytes) / 2 / max(1, group.required_bytes)
             notes.append(
                 f"{group.name}: P{given.quantile * 100:g} is known to {width:.1%}, not to the "
-                f"{given.precision:.1%} asked for: the trace holds {group.effective_samples:.0f} "
-                "independent moments; a longer one would tell more"
+                f"{given.precision:.1%} asked for: its samples are worth {group.effective_samples:,.0f} "
+                "independent moments; a longer trace would tell more"
             )
         if len(group.kv_ranks) > 1 and any(model.kv_parallelism != "one" for model in group.models):
             notes.append(

@@ -7,6 +7,7 @@ together. Per group, with x[m, g] = 1 where model m is in group g:
   KV and its weights sum (k w[m] + mean[m] + z var[m] / (2 s)) x[m,g] + z s/2  <= k x room
   stage times        low[g] <= a[m] <= high[g] for its models, for attention and FFN each
   minimise           sum over groups of (high - low), and the largest group's share of the traffic
+                                                                (of FFN bytes, where there is no traffic)
 
 The KV line bounds mean + z * sqrt(sum of variances) from above for any s > 0 (arithmetic and geometric mean); s is the
 deviation of an average group. Groups are alike, so model i may only go to the first i + 1 groups.
@@ -26,9 +27,10 @@ from crosspool.units import format_bytes
 NORMAL_P99 = 2.33
 """Standard deviations above the mean of the 99th percentile of a normal distribution."""
 
-BALANCE_WEIGHT = 0.25
-NODE_LIMIT = 20000
-RELATIVE_GAP = 1e-3
+BALANCE_WEIGHT = 1.0
+NODE_LIMIT = 2000
+RELATIVE_GAP = 1e-2
+"""Where the solver may stop; the gap it has proven by then is printed with the plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,7 @@ def place_models(
     num_groups: int,
     *,
     deviations: float = NORMAL_P99,
-    time_limit_s: float = 60,
+    time_limit_s: float = 300,
 ) -> tuple[list[list[str]], Placement]:
     """Names of the models of each group. Raises CapacityError where no grouping fits, with the totals.
 
@@ -124,7 +126,7 @@ def _program(order: Sequence[Candidate], room: GroupRoom, num_groups: int, devia
         for item in order
     ]
     kv_room = room.num_kv * room.kv_bytes_per_rank - deviations * spread / 2
-    busy = sum(item.busy for item in order) or 1.0
+    shares = [item.busy for item in order] if any(item.busy for item in order) else [item.ffn_bytes for item in order]
     rows: list[np.ndarray[Any, np.dtype[np.float64]]] = []
     high: list[float] = []
 
@@ -143,7 +145,7 @@ def _program(order: Sequence[Candidate], room: GroupRoom, num_groups: int, devia
         add({x[idx]: item.ffn_bytes / ffn_room for idx, item in enumerate(order)}, 1.0)
         scale = max(1.0, abs(kv_room))
         add({x[idx]: kv_cost[idx] / scale for idx in range(num)}, kv_room / scale)
-        share = {x[idx]: num_groups * item.busy / busy for idx, item in enumerate(order)}
+        share = {x[idx]: num_groups * part / sum(shares) for idx, part in enumerate(shares)}
         add({**share, width - 1: -1.0}, 0.0)
         for stage, times in enumerate((attention, ffn)):
             top, bottom = bounds + 2 * stage, bounds + 2 * stage + 1

@@ -83,6 +83,8 @@ def estimate_pool(
 ) -> PoolDemand:
     """Sample until half the confidence interval is at most `precision` of the value, or MAX_CHUNKS are drawn.
 
+    An interval of one page is narrow enough too: the budget is made of pages.
+
     Raises ValueError for no load, and for a precision that is not above 0.
     """
     if not loads:
@@ -96,7 +98,7 @@ def estimate_pool(
         if sampler.num_chunks < check_at and sampler.num_chunks < sampler.max_chunks:
             continue
         paged = sampler.estimate(quantile, confidence, "paged")
-        reached = paged.relative_half_width <= precision
+        reached = paged.relative_half_width <= precision or paged.high - paged.low <= sampler.largest_page_bytes
         if reached or sampler.num_chunks >= sampler.max_chunks:
             break
         check_at = sampler.num_chunks + max(1, ceil(sampler.num_chunks / 4))
@@ -122,6 +124,7 @@ class _Sampler:
         self.is_stationary = all(load.is_stationary for load in loads)
         self.is_recorded = any(isinstance(load.arrivals, RecordedArrivals) for load in loads)
         self.horizon_s = horizon_s(loads)
+        self.largest_page_bytes = max(load.holding.page_bytes for load in loads)
         is_fixed = all(isinstance(load.arrivals, RecordedArrivals) for load in loads)
         self.min_chunks = 1 if self.is_recorded else 2 if self.is_stationary else MIN_PATHS
         self.max_chunks = 4 if is_fixed else MAX_CHUNKS  # only the moments differ: more of them would tell no more
@@ -179,7 +182,9 @@ def horizon_s(loads: Sequence[ModelLoad]) -> float:
 
 def demand_over_time(loads: Sequence[ModelLoad], seed: int, num: int = 1024) -> tuple[FloatColumn, FloatColumn]:
     """One path for a picture: (num,) moments and (num_models, num) paged bytes on the loads' common clock."""
-    moments = np.linspace(0.0, horizon_s(loads), num, endpoint=False)
+    stay = max(load.requests.mean_service_s for load in loads)
+    length = max((load.period_s for load in loads), default=0.0) or 200.0 * stay
+    moments = np.linspace(0.0, length, num, endpoint=False)
     paths = [
         along_path(load, np.random.default_rng([seed, 0, crc32(load.name.encode())]), moments).paged for load in loads
     ]
