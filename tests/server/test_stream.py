@@ -115,7 +115,7 @@ async def test_a_failure_before_the_first_token_is_a_plain_status(http: httpx2.A
     assert not engine.running
 
 
-async def test_a_failure_in_mid_stream_is_one_error_event_and_one_done(
+async def test_a20_a_failure_in_mid_stream_is_one_error_event_and_one_done(
     http: httpx2.AsyncClient, engine: FakeEngine
 ) -> None:
     engine.scripts["tiny"] = Script(fail_after=2)

@@ -14,12 +14,15 @@ from typing import Any
 
 import httpx2
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.server_fixtures import events
 from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_tokenizer import END_OF_TEXT
 
 CONTEXT = 1024
 GOOD = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 10, "temperature": 0}
@@ -371,6 +374,35 @@ async def test_a20_bad_streams_are_refused_before_they_start(http: httpx2.AsyncC
         response = await http.post("/v1/completions", json={"model": "P", "prompt": "a", "n": n, "stream": True})
         assert response.status_code == 400
         assert "[DONE]" not in response.text
+
+
+async def test_a28_one_begin_token(tmp_path: Path) -> None:
+    """A model whose tokenizer adds the begin token and whose template writes it too."""
+    path = write_tiny_model(tmp_path / "begins", "qwen3_moe", num_layers=2)
+    raw = Tokenizer.from_file(str(path / "tokenizer.json"))
+    raw.post_processor = TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)])
+    raw.save(str(path / "tokenizer.json"))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+    config |= {"bos_token": END_OF_TEXT, "chat_template": template}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+    async def count(path: str, **body: Any) -> int:
+        response = await http.post(path, json={"model": "P", "max_tokens": 1, **body})
+        assert response.status_code == 200, response.text
+        tokens: int = response.json()["usage"]["prompt_tokens"]
+        return tokens
+
+    with live_deployment(deployment({"P": path})) as live:
+        async with connect(live) as http:
+            assert await count("/v1/chat/completions", messages=[{"role": "user", "content": "hi"}]) == 1 + 2 + 1
+            rendered = f"{END_OF_TEXT}hi<|end|>"
+            assert await count("/v1/completions", prompt=rendered) == 1 + 2 + 1
+            assert await count("/v1/completions", prompt="hi") == 1 + 2
+            assert await count("/v1/completions", prompt="hi", add_special_tokens=False) == 2
+            marked = f"{END_OF_TEXT}<|end|>"  # plain text inside a message: one token for each of its characters
+            turns = [{"role": "user", "content": marked}]
+            assert await count("/v1/chat/completions", messages=turns) > 1 + len(marked) // 2
 
 
 async def test_a31_a_short_pool_makes_requests_wait_and_all_of_them_end(directories: dict[str, Path]) -> None:
