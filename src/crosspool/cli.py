@@ -121,6 +121,22 @@ def demo(
 
 
 @app.command()
+def plan(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with gpus:, models: and their load")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan here, as JSON")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
+    explained: Annotated[bool, typer.Option("--explain", help="print why each number is what it is")] = False,
+    plot: Annotated[Path | None, typer.Option(help="folder for pictures of demand and contexts")] = None,
+) -> None:
+    """Say before you buy what fits: KV budget, placement and context limits of many models on given GPUs."""
+    from rich.console import Console
+
+    from crosspool.commands.plan import run
+
+    run(source, output=output, as_json=as_json, explained=explained, plot_dir=plot, console=Console())
+
+
+@app.command()
 def chat(
     model: Annotated[str | None, typer.Argument(help="a served name; may be left out where one is served")] = None,
     quick: Annotated[str | None, typer.Option("--quick", "-q", help="ask this once and leave")] = None,
