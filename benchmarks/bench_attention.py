@@ -1,4 +1,4 @@
-"""How long does decode attention alone take, split pass and merge, over a paged cache on one GPU?
+"""How long does decode attention alone take (QK norms, rotation, cache write, split pass, merge) on one GPU?
 
     python -m benchmarks.bench_attention [--out DIRECTORY] [--contexts 4096,...]
 
@@ -15,9 +15,13 @@ import torch
 from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import copy_tb_per_s, guarded, replay_us, seeded_cache, write_failures
 from benchmarks.report import RESULTS, Report
-from crosspool.backends.cuda.attention import AttentionScratch, attention_decode, key_value_dims, num_splits
+from crosspool.backends.cuda.attention import AttentionScratch, attention_decode
+from crosspool.backends.cuda.attention_variants import key_value_dims, num_splits
 from crosspool.backends.cuda.launch import DeviceKernels
+from crosspool.backends.cuda.params import GqaInput, MlaInput
+from crosspool.backends.cuda.rope import RopeTable, gqa_input, mla_input
 from crosspool.kv_pool.geometry import PageGeometry
+from crosspool.models.spec import GQASpec, MLASpec
 from crosspool.units import MiB, ceil_div
 
 KINDS = {"gqa": "qwen3-30b-a3b", "mla": "glm-4.7-flash", "mla16": "deepseek-v2-lite"}
@@ -42,19 +46,24 @@ def measure(report: Report, kernels: DeviceKernels, kind: str, context: int, bat
         frame_bytes=2 * MiB,
     )
     cache = seeded_cache(geometry, batch, context, SEED)
-    key_dim, value_dim = key_value_dims(spec)
+    _, value_dim = key_value_dims(spec)
     num_sms = torch.cuda.get_device_properties(kernels.device).multi_processor_count
     splits = num_splits(spec, batch, num_sms)
     scratch = AttentionScratch.for_specs({spec}, batch, num_sms, kernels.device)
-    q = torch.randn(batch, spec.num_heads, key_dim, device="cuda").bfloat16()
-    out = torch.empty(batch, spec.num_heads, value_dim, dtype=torch.bfloat16, device="cuda")
     lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    positions = lengths - 1
+    rope = RopeTable.allocate(spec.rope, batch, kernels.device)
+    rope.update(kernels, positions)
+    inputs, _keep = projections(spec, rope, batch)
+    out = torch.empty(batch, spec.num_heads, value_dim, dtype=torch.bfloat16, device="cuda")
     units = max(layers, 8)
 
     def work() -> None:
         for unit in range(units):
             layer = unit % layers
-            attention_decode(kernels, spec, cache, layer, q, lengths, out, scratch, splits=splits, overlap=False)
+            attention_decode(
+                kernels, spec, inputs, cache, layer, positions, lengths, out, scratch, splits=splits, overlap=False
+            )
 
     times = replay_us(work, units=units, replays=30)
     floor = layer_bytes / tb_per_s / 1e6
@@ -62,6 +71,22 @@ def measure(report: Report, kernels: DeviceKernels, kind: str, context: int, bat
     report.samples(name, times, limit=floor, note=f"cache bytes at {tb_per_s:.2f} TB/s; {splits} splits")
     median = sorted(times)[len(times) // 2]
     print(f"{name}: {median:.2f} us, floor {floor:.2f}, {median / floor:.2f}x", flush=True)
+
+
+def projections(
+    spec: GQASpec | MLASpec, rope: RopeTable, tokens: int
+) -> tuple[GqaInput | MlaInput, tuple[torch.Tensor, ...]]:
+    """Random q, k, v of each token as attention takes them, and the tensors to keep alive."""
+    if isinstance(spec, MLASpec):
+        q_latent = torch.randn(tokens, spec.num_heads, spec.kv_lora_rank, device="cuda").bfloat16()
+        q = torch.randn(tokens, spec.num_heads * spec.qk_head_dim, device="cuda").bfloat16()
+        kv_a = torch.randn(tokens, spec.kv_elements_per_token, device="cuda").bfloat16()
+        norm = torch.ones(spec.kv_lora_rank, device="cuda", dtype=torch.bfloat16)
+        return mla_input(spec, rope, q_latent, q, kv_a, kv_a_norm=norm), (q_latent, q, kv_a, norm)
+    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    qkv = torch.randn(tokens, width, device="cuda").bfloat16()
+    norm = torch.ones(spec.head_dim, device="cuda", dtype=torch.bfloat16)
+    return gqa_input(spec, rope, qkv, q_norm=norm, k_norm=norm, eps=1e-6), (qkv, norm)
 
 
 def main() -> None:

@@ -7,16 +7,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.attention import (  # noqa: E402
-    AttentionScratch,
-    attention_decode,
-    choose_variant,
-    key_value_dims,
-)
+from crosspool.backends.cuda.attention import AttentionScratch, attention_decode  # noqa: E402
+from crosspool.backends.cuda.attention_variants import choose_variant, key_value_dims  # noqa: E402
 from crosspool.backends.cuda.ffn_weights import pack_ffn  # noqa: E402
 from crosspool.backends.cuda.gemv import gemv  # noqa: E402
 from crosspool.backends.cuda.moe import FFNScratch, ffn  # noqa: E402
+from crosspool.backends.cuda.rope import RopeTable, gqa_input, mla_input  # noqa: E402
 from crosspool.backends.cuda.router import Routing, route, route_lists  # noqa: E402
+from crosspool.backends.numpy.rotary import RotaryTable  # noqa: E402
 from crosspool.backends.numpy.router import route as numpy_route  # noqa: E402
 from crosspool.kv_pool.geometry import PageGeometry  # noqa: E402
 from crosspool.models.spec import GQASpec, MLASpec, MoEFFNSpec, RopeSpec, RouterSpec, SharedExpertSpec  # noqa: E402
@@ -74,13 +72,14 @@ def test_gemv_refuses_what_it_cannot_load():
 
 
 ROPE = RopeSpec(theta=10000.0, dim=64)
+INTERLEAVED = RopeSpec(theta=10000.0, dim=64, interleaved=True)
 
 
 def gqa(heads, kv_heads, dim, **options):
     return GQASpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, rope=ROPE, softmax_scale=dim**-0.5, **options)
 
 
-def mla(heads):
+def mla(heads, rope=ROPE):
     return MLASpec(
         num_heads=heads,
         q_lora_rank=None,
@@ -88,19 +87,20 @@ def mla(heads):
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,
         v_head_dim=128,
-        rope=ROPE,
+        rope=rope,
         softmax_scale=192**-0.5,
     )
 
 
 ATTENTIONS = {
-    "gqa_d64": gqa(4, 2, 64),
-    "gqa_d128_group_of_8": gqa(16, 2, 128),
+    "gqa_d64": gqa(4, 2, 64, qk_norm="full"),
+    "gqa_d128_group_of_8": gqa(16, 2, 128, qk_norm="head"),
     "gqa_d128_group_of_12": gqa(24, 2, 128),
-    "gqa_d256": gqa(8, 2, 256),
+    "gqa_d128_group_of_20": gqa(20, 1, 128),
+    "gqa_d256": gqa(8, 2, 256, qk_norm="head"),
     "gqa_window_sinks": gqa(8, 1, 64, sliding_window=100, sinks=True),
     "mla_16_heads": mla(16),
-    "mla_20_heads": mla(20),
+    "mla_20_heads": mla(20, INTERLEAVED),
 }
 
 
@@ -108,7 +108,6 @@ ATTENTIONS = {
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention_equals_softmax_over_the_cache(name, any_shape):
     spec = ATTENTIONS[name]
-    key_dim, value_dim = key_value_dims(spec)
     geometry = PageGeometry(
         num_layers=3,
         elements_per_token_layer=spec.kv_elements_per_token,
@@ -116,22 +115,30 @@ def test_attention_equals_softmax_over_the_cache(name, any_shape):
         page_tokens=48,
         frame_bytes=2 * 48 * spec.kv_elements_per_token * 2,
     )
-    lengths = [1, 300, 197]
+    lengths = [1, 300, 257]
     cache = shuffled_cache(geometry, 3, 300, CPU)
     rows = draw(3, 300, spec.kv_elements_per_token, seed=5)
-    fill(cache, 2, rows, lengths)
-    q, out = draw(3, spec.num_heads, key_dim, seed=6), nan(3, spec.num_heads, value_dim, dtype=torch.bfloat16)
+    fill(cache, 2, rows, [length - 1 for length in lengths])
+    kernels, splits = EmulatedKernels(), 3
+    positions = torch.tensor(lengths, dtype=torch.int32) - 1
+    rope = RopeTable.allocate(spec.rope, 3, CPU)
+    rope.update(kernels, positions)
+    inputs, queries, newest, _keep = project(spec, rope, positions)
+    for row, length in enumerate(lengths):
+        rows[row, length - 1] = newest[row].bfloat16()
+    _, value_dim = key_value_dims(spec)
+    out = nan(3, spec.num_heads, value_dim, dtype=torch.bfloat16)
     sinks = draw(spec.num_heads, seed=7) if getattr(spec, "sinks", False) else None
-    variant = choose_variant(spec)
-    assert variant is not None
-    splits = 3
-    scratch = AttentionScratch(nan(3 * splits * spec.num_heads * value_dim), nan(3 * splits * spec.num_heads * 2))
+    assert choose_variant(spec) is not None
+    most = 3 * splits * spec.num_heads
+    scratch = AttentionScratch(nan(most * value_dim), nan(most * 2), nan(most * 600, dtype=torch.bfloat16))
     attention_decode(
-        EmulatedKernels(),
+        kernels,
         spec,
+        inputs,
         cache,
         2,
-        q,
+        positions,
         torch.tensor(lengths, dtype=torch.int32),
         out,
         scratch,
@@ -139,8 +146,69 @@ def test_attention_equals_softmax_over_the_cache(name, any_shape):
         sinks=sinks,
         any_shape=any_shape,
     )
-    expected = torch.stack([reference(spec, q[i], rows[i, :length], sinks) for i, length in enumerate(lengths)])
-    assert relative_error(out, expected) < ROUNDED
+    expected = torch.stack([reference(spec, queries[i], rows[i, :length], sinks) for i, length in enumerate(lengths)])
+    assert relative_error(out, expected) < 2 * ROUNDED
+    for row, length in enumerate(lengths):
+        assert relative_error(slot(cache, 2, row, length - 1), newest[row]) < ROUNDED
+
+
+def project(spec, rope, positions):
+    """Random projections; what they become in float64: queries (tokens, heads, D) and cache rows (tokens, row)."""
+    tokens = len(positions)
+    if isinstance(spec, MLASpec):
+        q_latent = draw(tokens, spec.num_heads, 512, seed=6)
+        q, kv_a = draw(tokens, spec.num_heads * 192, seed=8), draw(tokens, 576, seed=9)
+        norm = draw(512, seed=10)
+        inputs = mla_input(spec, rope, q_latent, q, kv_a, kv_a_norm=norm)
+        turned = rotated(spec.rope, q.view(tokens, -1, 192)[..., 128:], positions)
+        latent = rms(kv_a[:, :512].double(), spec.lora_norm_eps) * norm.double()
+        key = rotated(spec.rope, kv_a[:, None, 512:], positions)[:, 0]
+        queries = torch.cat([q_latent.double(), turned], dim=-1)
+        return inputs, queries, torch.cat([latent, key], dim=-1), (q_latent, q, kv_a, norm)
+    heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    qkv = draw(tokens, (heads + 2 * kv_heads) * dim, seed=6)
+    q, k, v = qkv.double().split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
+    norms = [None, None]
+    if spec.qk_norm != "none":
+        widths = (heads * dim, kv_heads * dim) if spec.qk_norm == "full" else (dim, dim)
+        norms = [draw(width, seed=8 + width) for width in widths]
+        q, k = (
+            (rms(x.view(tokens, -1, width), 1e-6) * norm.double()).reshape(tokens, -1)
+            for x, width, norm in zip((q, k), widths, norms, strict=True)
+        )
+    inputs = gqa_input(spec, rope, qkv, q_norm=norms[0], k_norm=norms[1], eps=1e-6)
+    q, k = (rotated(spec.rope, x.view(tokens, -1, dim), positions) for x in (q, k))
+    return inputs, q, torch.cat([k.flatten(1), v], dim=-1), (qkv, *norms)
+
+
+def rms(x, eps):
+    return x / torch.sqrt((x**2).mean(-1, keepdim=True) + eps)
+
+
+def rotated(rope, x, positions):
+    """x (tokens, heads, D): its first rope.dim elements turned, in float64."""
+    turns = torch.from_numpy(RotaryTable(rope).turns(positions.numpy().astype(np.int64))).to(torch.complex128)
+    x, half = x.double().clone(), rope.dim // 2
+    first, second = (
+        (x[..., : rope.dim : 2], x[..., 1 : rope.dim : 2])
+        if rope.interleaved
+        else (
+            x[..., :half],
+            x[..., half : rope.dim],
+        )
+    )
+    product = torch.complex(first, second) * turns
+    first.copy_(product.real)
+    second.copy_(product.imag)
+    return x
+
+
+def slot(cache, layer, row, token):
+    geometry = cache.geometry
+    page, at = divmod(token, geometry.page_tokens)
+    frame = cache.frame_table[row, page, geometry.frame_of_layer(layer)]
+    start = geometry.offset_of_layer(layer) // 2 + at * geometry.elements_per_token_layer
+    return cache.frames.view(torch.bfloat16)[frame, start : start + geometry.elements_per_token_layer]
 
 
 def fill(cache, layer, rows, lengths):

@@ -13,13 +13,16 @@ from collections.abc import Sequence
 
 import torch
 
-from crosspool.backends.cuda.attention import AttentionScratch, attention_decode, num_splits
+from crosspool.backends.cuda.attention import AttentionScratch, attention_decode
+from crosspool.backends.cuda.attention_variants import num_splits
 from crosspool.backends.cuda.attention_weights import AttentionLayerWeights, GQAWeights, MLAWeights
 from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.gemv import gemv
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.norm import residual_norm
-from crosspool.backends.cuda.rope import Rope, gqa_rope_cache, mla_rope_cache
+from crosspool.backends.cuda.params import GqaInput, MlaInput
+from crosspool.backends.cuda.prefetch import prefetch
+from crosspool.backends.cuda.rope import RopeTable, gqa_input, mla_input
 from crosspool.backends.cuda.weights import AttentionWeights
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 
@@ -48,7 +51,7 @@ class AttentionHalf:
         device = weights.embed.device
         specs = {layer.attention for layer in spec.layers}
         self._splits = {attention: num_splits(attention, tokens, num_sms) for attention in specs}
-        self._ropes = {attention.rope: Rope.on(attention.rope, device) for attention in specs}
+        self._ropes = {attention.rope: RopeTable.allocate(attention.rope, tokens, device) for attention in specs}
         self._scratch = AttentionScratch.for_specs(specs, tokens, num_sms, device)
         self.token_ids, self.positions = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
         self.lengths = torch.ones(tokens, dtype=torch.int32, device=device)
@@ -58,7 +61,7 @@ class AttentionHalf:
         self._buffers: dict[tuple[int, ...], torch.Tensor] = {}
 
     def embed(self) -> None:
-        """Residual stream from `token_ids`; the first kernel of a step, so it waits for all before it."""
+        """Residual stream from `token_ids`, angles from `positions`. Starts a step: waits for all before it."""
         residual_norm(
             self._kernels,
             self.residual,
@@ -69,6 +72,8 @@ class AttentionHalf:
             embed=self._weights.embed,
             overlap=False,
         )
+        for rope in self._ropes.values():
+            rope.update(self._kernels, self.positions)
 
     def attend(self, layer: int) -> torch.Tensor:
         """Attention of one layer onto the residual stream; returns the FFN's rows, normed: (tokens, hidden) bf16."""
@@ -100,6 +105,17 @@ class AttentionHalf:
         layers = self._weights.layers
         return layers[layer + 1].input_norm if layer + 1 < len(layers) else self._weights.final_norm
 
+    def prefetch(self, layer: int, *, overlap: bool = True) -> None:
+        """Bring the layer's attention weights into L2, as while the FFN of the layer before runs elsewhere."""
+        attention = self._weights.layers[layer].attention
+        if isinstance(attention, GQAWeights):
+            matrices = [attention.qkv, attention.o]
+        else:
+            matrices = [attention.down, attention.key_up, attention.value_up, attention.o]
+            if attention.q_b is not None:
+                matrices.insert(1, attention.q_b)
+        prefetch(self._kernels, matrices, overlap=overlap)
+
     def logits(self) -> torch.Tensor:
         """(tokens, vocabulary) fp32, after the last `add`."""
         gemv(self._kernels, self._weights.head, self.normed, self.logits_out)
@@ -110,23 +126,17 @@ class AttentionHalf:
         assert isinstance(spec, GQASpec)
         tokens = len(self.normed)
         qkv = self._buffer(1, tokens, attention.qkv.shape[0])
-        q = self._buffer(2, tokens, spec.num_heads, spec.head_dim)
-        attended = self._buffer(3, tokens, spec.num_heads, spec.head_dim)
         gemv(self._kernels, attention.qkv, self.normed, qkv, bias=attention.qkv_bias)
-        gqa_rope_cache(
-            self._kernels,
+        inputs = gqa_input(
             spec,
             self._ropes[spec.rope],
-            self.cache,
-            layer,
             qkv,
-            self.positions,
-            q,
             q_norm=attention.q_norm,
             k_norm=attention.k_norm,
             eps=self.spec.norm_eps,
         )
-        self._attention(spec, layer, q, attended, attention.sinks)
+        attended = self._buffer(2, tokens, spec.num_heads, spec.head_dim)
+        self._attention(spec, layer, inputs, attended, attention.sinks)
         return attended.view(tokens, -1)
 
     def _mla(self, layer: int, weights: AttentionLayerWeights, attention: MLAWeights) -> torch.Tensor:
@@ -134,40 +144,43 @@ class AttentionHalf:
         assert isinstance(spec, MLASpec)
         tokens, heads, lora = len(self.normed), spec.num_heads, spec.kv_lora_rank
         down = self._buffer(1, tokens, attention.down.shape[0])
-        first = attention.down.shape[0] - lora - spec.qk_rope_head_dim
+        first = attention.down.shape[0] - spec.kv_elements_per_token
         gemv(self._kernels, attention.down, self.normed, down, bias=attention.down_bias)
         q = down[:, :first]
         if attention.q_b is not None:
             query = self._buffer(2, tokens, heads * spec.qk_head_dim)
             gemv(self._kernels, attention.q_b, q, query, norm_weight=attention.q_a_norm, norm_eps=spec.lora_norm_eps)
             q = query
-        q_latent = self._buffer(3, tokens, heads, lora + spec.qk_rope_head_dim)
+        q_latent = self._buffer(3, tokens, heads, lora)
         by_head = q.unflatten(1, (heads, spec.qk_head_dim))
-        gemv(self._kernels, attention.key_up, by_head[:, :, : spec.qk_nope_head_dim], q_latent[:, :, :lora])
-        mla_rope_cache(
-            self._kernels,
-            spec,
-            self._ropes[spec.rope],
-            self.cache,
-            layer,
-            down[:, first:],
-            q,
-            self.positions,
-            q_latent,
-            kv_a_norm=attention.kv_a_norm,
-        )
+        gemv(self._kernels, attention.key_up, by_head[:, :, : spec.qk_nope_head_dim], q_latent)
+        inputs = mla_input(spec, self._ropes[spec.rope], q_latent, q, down[:, first:], kv_a_norm=attention.kv_a_norm)
         latent = self._buffer(4, tokens, heads, lora)
-        self._attention(spec, layer, q_latent, latent, None)
+        self._attention(spec, layer, inputs, latent, None)
         attended = self._buffer(5, tokens, heads, spec.v_head_dim)
         gemv(self._kernels, attention.value_up, latent, attended)
         return attended.view(tokens, -1)
 
     def _attention(
-        self, spec: GQASpec | MLASpec, layer: int, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None
+        self,
+        spec: GQASpec | MLASpec,
+        layer: int,
+        inputs: GqaInput | MlaInput,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
     ) -> None:
-        splits = self._splits[spec]
         attention_decode(
-            self._kernels, spec, self.cache, layer, q, self.lengths, out, self._scratch, splits=splits, sinks=sinks
+            self._kernels,
+            spec,
+            inputs,
+            self.cache,
+            layer,
+            self.positions,
+            self.lengths,
+            out,
+            self._scratch,
+            splits=self._splits[spec],
+            sinks=sinks,
         )
 
     def _buffer(self, role: int, *shape: int) -> torch.Tensor:

@@ -11,9 +11,10 @@ _VARIANTS = ((4, 2), (4, 4), (4, 6), (8, 4), (16, 4), (8, 8), (16, 8), (16, 10))
 _RED_FLOATS = 160
 
 
-def variant(rows: int, k: int, groups: int = 1) -> tuple[int, int]:
-    """(warps, chunks of 32 elements of k a warp): the smallest block that takes k in one pass, else the largest."""
-    del rows, groups
+def variant(rows: int, k: int) -> tuple[int, int]:
+    """(warps, chunks of 32 elements of k a warp): the block that takes k in one pass, by measurement on an H200."""
+    if 1024 < k <= 2048:  # very many rows: smaller blocks that take k in two passes; few: fewer, longer warps
+        return (8, 4) if rows > 32768 else (16, 4) if rows > 4500 else (8, 8)
     for warps, chunks in _VARIANTS:
         if warps * chunks * 32 >= k:
             return warps, chunks
@@ -57,7 +58,7 @@ def gemv(
         raise ValueError("weight must be contiguous bfloat16, rows of x and y contiguous")
     if x.dtype == torch.float32 and norm_weight is None:
         raise ValueError("x is float32; without a norm it must be bfloat16")
-    warps, chunks = shape or variant(rows, k, groups)
+    warps, chunks = shape or variant(rows, k)
     params = GemvParams(
         weight=address(weight),
         x=address(x),

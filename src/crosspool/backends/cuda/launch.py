@@ -8,7 +8,7 @@ import torch
 
 from crosspool.backends.cuda.compile import architecture, cubin
 
-SOURCES = ("gemv", "norm", "rope", "attention", "router", "moe", "moe_ring", "transport")
+SOURCES = ("gemv", "norm", "rope", "attention", "router", "moe", "moe_ring", "prefetch", "transport")
 
 
 BULK_COPY_SOURCES = ("moe_ring",)

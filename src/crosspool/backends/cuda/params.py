@@ -6,6 +6,7 @@ import torch
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
 MAX_PARTIALS = 8
+MAX_REGIONS = 16
 
 
 class GemvParams(ctypes.Structure):
@@ -36,34 +37,54 @@ class CacheView(ctypes.Structure):
     ]
 
 
-class RopeParams(ctypes.Structure):
-    _fields_ = [("inv_freq", _P), ("factor", _F), ("rope_dim", _I), ("interleaved", _I)]
+class RopeTableParams(ctypes.Structure):
+    _fields_ = [*((name, _P) for name in ("inv_freq", "positions", "cos_sin")), ("factor", _F), ("half", _I)]
+
+
+class RopeView(ctypes.Structure):
+    _fields_ = [("cos_sin", _P), ("rope_dim", _I), ("interleaved", _I)]
+
+
+class GqaInput(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("qkv", "q_norm", "k_norm")),
+        ("rope", RopeView),
+        *((name, _I) for name in ("heads", "kv_heads", "head_dim", "norm_full")),
+        ("eps", _F),
+    ]
+
+
+class MlaInput(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("q_latent", "q", "kv_a", "kv_a_norm")),
+        ("rope", RopeView),
+        ("q_stride", _L),
+        ("kv_a_stride", _L),
+        *((name, _I) for name in ("heads", "latent", "nope")),
+        ("eps", _F),
+    ]
 
 
 class GqaRopeParams(ctypes.Structure):
     _fields_ = [
-        *((name, _P) for name in ("qkv", "q_norm", "k_norm", "positions", "table_rows", "q")),
-        ("rope", RopeParams),
+        ("input", GqaInput),
+        *((name, _P) for name in ("positions", "table_rows", "q")),
         ("cache", CacheView),
-        *((name, _I) for name in ("tokens", "heads", "kv_heads", "head_dim", "norm_full")),
-        ("eps", _F),
     ]
 
 
 class MlaRopeParams(ctypes.Structure):
     _fields_ = [
-        *((name, _P) for name in ("kv_a", "kv_a_norm", "q", "positions", "table_rows", "q_latent")),
-        ("rope", RopeParams),
+        ("input", MlaInput),
+        *((name, _P) for name in ("positions", "table_rows", "q")),
         ("cache", CacheView),
-        ("kv_a_stride", _L),
-        ("q_stride", _L),
-        *((name, _I) for name in ("tokens", "heads", "latent", "nope")),
-        ("eps", _F),
     ]
 
 
 class AttentionParams(ctypes.Structure):
     _fields_ = [
+        ("gqa", GqaInput),
+        ("mla", MlaInput),
         ("q", _P),
         ("cache", CacheView),
         *((name, _P) for name in ("lengths", "table_rows", "partial_o", "partial_ml")),
@@ -102,6 +123,10 @@ class MoeParams(ctypes.Structure):
         ("out_is_float", _I),
         ("max_unique", _I),
     ]
+
+
+class PrefetchParams(ctypes.Structure):
+    _fields_ = [("regions", _P * MAX_REGIONS), ("bytes", _L * MAX_REGIONS), ("num_regions", _I)]
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

@@ -68,8 +68,8 @@ def random_layers(spec: ModelSpec, pool: Pool, seed: int, device: torch.device) 
 
     Every tensor has its own seed, so a share is the same whatever else is drawn. Embeddings have unit variance and
     norms are one, so that attention's average does not drown the token; the router keeps the logits of normed rows
-    near unit variance, so that routing is near uniform; o and down are scaled so that the residual stream's variance
-    doubles over the whole depth, which keeps a random model's rounding errors from growing layer by layer.
+    near unit variance, so that routing is near uniform; o and down are scaled so that all layers together add an
+    eighth of the embedding's variance, which keeps a random model's rounding errors from growing layer by layer.
     """
     groups: dict[int | None, dict[str, TensorSpec]] = {None: {}}
     seeds: dict[TensorSpec, int] = {}
@@ -110,5 +110,5 @@ def _std(tensor: TensorSpec, spec: ModelSpec) -> float:
         return 0.02
     std = float(tensor.shape[-1]) ** -0.5
     if tensor.name in ("o", "down", "expert_down", "shared_down"):
-        std *= (2 * spec.num_layers) ** -0.5
+        std *= (16 * spec.num_layers) ** -0.5
     return std

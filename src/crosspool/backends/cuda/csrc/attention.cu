@@ -1,40 +1,45 @@
 // One block: one token, one group of up to 8 * NT query heads of one KV head, one split of the slots.
 //
 // Scores are computed transposed (slots x heads): a group of 8 heads fills the matrix unit's 8 columns. Tiles of slots
-// come through shared memory, STAGES - 1 ahead. Slots written by earlier steps do not depend on the kernel before, so
-// splits without the newest slot start to load before they wait for it.
+// come through shared memory, STAGES - 1 ahead. Slots of earlier steps do not depend on the kernel before, so their
+// loads start before the wait for it. Then each block norms and rotates its own queries; the block whose split holds
+// the newest slot makes that slot from the projections, writes it to the cache and patches it into its tile.
 #include "attention.cuh"
 
-constexpr int ATT_WARPS = 4;
-constexpr int ATT_THREADS = ATT_WARPS * 32;
-
-template <int KD, int VD, bool SEPARATE, int NT, int TILE, int STAGES>
+template <int KD, int VD, bool SEPARATE, int NT, int TILE, int STAGES, int WARPS>
 struct Attention {
+  static constexpr int THREADS = WARPS * 32;
   static constexpr int COLS = NT * 8;
   static constexpr int K_ROW = KD * 2 + 16;                  // bytes; 16 of padding against bank conflicts
   static constexpr int V_ROW = SEPARATE ? VD * 2 + 16 : 0;
   static constexpr int STAGE = TILE * (K_ROW + V_ROW);
   static constexpr int P_ROW = TILE * 2 + 16;
   static constexpr int S_STRIDE = TILE + 4;                  // floats
-  static constexpr int GROUPS = TILE / 16, K_PARTS = ATT_WARPS / GROUPS;
+  static constexpr int GROUPS = TILE / 16, K_PARTS = WARPS / GROUPS;
   static constexpr int K_STEPS = KD / 16 / K_PARTS;
-  static constexpr int V_TILES = VD / 16 / ATT_WARPS;
+  static constexpr int V_TILES = VD / 16 / WARPS;
+  static constexpr int S_BYTES = K_PARTS * COLS * S_STRIDE * 4, P_BYTES = COLS * P_ROW;
+  static constexpr int HEAD_BYTES = WARPS * VD * 4;          // one head a warp, before the first scores
+  static constexpr int WORK_BYTES = S_BYTES + P_BYTES > HEAD_BYTES ? S_BYTES + P_BYTES : HEAD_BYTES;
   static constexpr int OFF_Q = STAGES * STAGE;
   static constexpr int OFF_S = OFF_Q + COLS * K_ROW;
-  static constexpr int OFF_P = OFF_S + K_PARTS * COLS * S_STRIDE * 4;
-  static constexpr int OFF_ALPHA = OFF_P + COLS * P_ROW;
-  static constexpr int SMEM = OFF_ALPHA + COLS * 4;
-  static_assert(GROUPS * K_PARTS == ATT_WARPS && K_STEPS * K_PARTS * 16 == KD && V_TILES * ATT_WARPS * 16 == VD, "shape");
-  static_assert(STAGE % 16 == 0 && OFF_P % 16 == 0 && SMEM <= 227 * 1024, "shared memory");
+  static constexpr int OFF_P = OFF_S + S_BYTES;
+  static constexpr int OFF_ALPHA = OFF_S + WORK_BYTES;
+  static constexpr int OFF_NEWEST = OFF_ALPHA + COLS * 4;
+  static constexpr int NEWEST = (KD + (SEPARATE ? VD : 0)) * 2;
+  static constexpr int SMEM = OFF_NEWEST + NEWEST;
+  static_assert(GROUPS * K_PARTS == WARPS && K_STEPS * K_PARTS * 16 == KD && V_TILES * WARPS * 16 == VD, "shape");
+  static_assert(STAGE % 16 == 0 && OFF_P % 16 == 0 && OFF_NEWEST % 16 == 0 && SMEM <= 227 * 1024, "shared memory");
 
   const AttentionParams& p;
   u8* smem;
-  i64 table_row;
-  int kv_head, begin, end;
+  i64 token, table_row;
+  int kv_head, head0, heads_here, end;
+  bool has_newest;  // the split's last slot is the token's own
 
-  // Start loading the tile of slots that begins at `tile`. A warp takes TILE / 4 slots; a lane computes one address.
+  // Start loading the tile of slots that begins at `tile`. A warp takes TILE / WARPS slots; a lane computes one address.
   DEVICE void load_tile(int tile, int stage) const {
-    constexpr int PER_WARP = TILE / ATT_WARPS;
+    constexpr int PER_WARP = TILE / WARPS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int my_slot = min_int(tile + warp * PER_WARP + lane % PER_WARP, end - 1);
     const u64 mine = reinterpret_cast<u64>(slot_address(p.cache, table_row, my_slot));
@@ -43,7 +48,7 @@ struct Attention {
     for (int r = 0; r < PER_WARP; ++r) {
       const u8* slot = reinterpret_cast<const u8*>(shfl(mine, r));
       const int at = warp * PER_WARP + r;
-      const bool valid = tile + at < end;
+      const bool valid = tile + at < (has_newest ? end - 1 : end);
       for (int c = lane; c < (KD + (SEPARATE ? VD : 0)) / 8; c += 32) {
         if (!SEPARATE || c < KD / 8)
           copy_async16(rows + at * K_ROW + c * 16, slot + kv_head * p.key_head_bytes + c * 16, valid);
@@ -54,13 +59,63 @@ struct Attention {
     }
   }
 
-  DEVICE void load_q(i64 token, int head0, int heads_here) const {
-    u8* rows = smem + OFF_Q;
-    for (int i = threadIdx.x; i < COLS * (KD / 8); i += ATT_THREADS) {
-      const int h = i / (KD / 8), c = i % (KD / 8);
-      uint4 v = uint4{0, 0, 0, 0};
-      if (h < heads_here) v = load16(p.q + (token * p.heads + head0 + h) * KD + c * 8);
-      *reinterpret_cast<uint4*>(rows + h * K_ROW + c * 16) = v;
+  // Queries of this block's heads, normed and rotated, to shared memory; zeros for heads that are not there.
+  DEVICE void prepare_queries() const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float* v = reinterpret_cast<float*>(smem + OFF_S) + warp * VD;
+    for (int h = warp; h < COLS; h += WARPS) {
+      u16* row = reinterpret_cast<u16*>(smem + OFF_Q + h * K_ROW);
+      if (h >= heads_here) {
+        for (int i = lane; i < KD; i += 32) row[i] = 0;
+        continue;
+      }
+      if (SEPARATE) {
+        p.gqa.prepare(v, token, head0 + h);
+        for (int i = lane; i < KD; i += 32) row[i] = bf16_bits(v[i]);
+      } else {
+        const u16* latent = p.mla.q_latent + (token * p.heads + head0 + h) * VD;
+        for (int i = lane; i < VD / 8; i += 32) reinterpret_cast<uint4*>(row)[i] = load16(latent + i * 8);
+        p.mla.prepare_rope(v, token, head0 + h);
+        for (int i = lane; i < KD - VD; i += 32) row[VD + i] = bf16_bits(v[i]);
+      }
+      warp_sync();  // before the next head overwrites v
+    }
+  }
+
+  // The token's own slot from the projections: to shared memory, and by one block a KV head to the cache.
+  DEVICE void prepare_newest(bool write) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (warp > 1) return;
+    float* v = reinterpret_cast<float*>(smem + OFF_S) + warp * VD;
+    u16* newest = reinterpret_cast<u16*>(smem + OFF_NEWEST);
+    u8* slot = slot_address(p.cache, table_row, end - 1);
+    int count, at;
+    i64 offset;
+    if (SEPARATE) {
+      p.gqa.prepare(v, token, p.heads + warp * p.kv_heads + kv_head);
+      count = warp == 0 ? KD : VD;
+      at = warp * KD;
+      offset = warp == 0 ? kv_head * p.key_head_bytes : p.value_offset_bytes + kv_head * p.value_head_bytes;
+    } else if (warp == 0) {
+      p.mla.prepare_latent(v, token);
+      count = VD, at = 0, offset = 0;
+    } else {
+      p.mla.prepare_rope(v, token, p.heads);
+      count = KD - VD, at = VD, offset = VD * 2;
+    }
+    for (int i = lane; i < count; i += 32) {
+      newest[at + i] = bf16_bits(v[i]);
+      if (write) reinterpret_cast<u16*>(slot + offset)[i] = bf16_bits(v[i]);
+    }
+  }
+
+  // Into its tile, once the copies around it have arrived.
+  DEVICE void patch_newest(int tile, int stage) const {
+    u8* rows = smem + stage * STAGE;
+    const int at = end - 1 - tile;
+    for (int c = threadIdx.x; c < NEWEST / 16; c += THREADS) {
+      u8* to = c < KD / 8 ? rows + at * K_ROW + c * 16 : rows + TILE * K_ROW + at * V_ROW + (c - KD / 8) * 16;
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(smem + OFF_NEWEST + c * 16);
     }
   }
 
@@ -98,13 +153,13 @@ struct Attention {
   }
 
   // Running softmax; a warp owns heads warp, warp + 4, ... and keeps their maximum and sum in registers.
-  DEVICE void softmax(int tile, int window_begin, float (&m)[COLS / ATT_WARPS], float (&l)[COLS / ATT_WARPS]) const {
+  DEVICE void softmax(int tile, int window_begin, float (&m)[COLS / WARPS], float (&l)[COLS / WARPS]) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float* s = reinterpret_cast<const float*>(smem + OFF_S);
     float* alpha = reinterpret_cast<float*>(smem + OFF_ALPHA);
 #pragma unroll
-    for (int j = 0; j < COLS / ATT_WARPS; ++j) {
-      const int h = warp + j * ATT_WARPS;
+    for (int j = 0; j < COLS / WARPS; ++j) {
+      const int h = warp + j * WARPS;
       float v[TILE / 32], top = NEG_INF;
 #pragma unroll
       for (int i = 0; i < TILE / 32; ++i) {
@@ -180,23 +235,26 @@ struct Attention {
     const int length = p.lengths[token];
     const SplitRange range = split_range(p, length, split, TILE);
     const int window_begin = p.window > 0 ? max_int(length - p.window, 0) : 0;
-    const Attention self{p, dynamic_smem(), p.table_rows != nullptr ? p.table_rows[token] : token, kv_head, range.begin,
-                         range.end};
-    const bool newest_elsewhere = range.end < length;
-    grid_launch_dependents();
-    if (!newest_elsewhere) grid_wait();
     const int tiles = range.end > range.begin ? ceil_div(range.end - range.begin, TILE) : 0;
+    const bool has_newest = tiles > 0 && range.end == length;
+    const Attention self{p, dynamic_smem(), token, p.table_rows != nullptr ? p.table_rows[token] : token,
+                         kv_head, head0, heads_here, range.end, has_newest};
+    grid_launch_dependents();
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
       if (s < tiles) self.load_tile(range.begin + s * TILE, s);
       copy_async_commit();
     }
-    if (newest_elsewhere) grid_wait();
-    self.load_q(token, head0, heads_here);
+    grid_wait();
+    if (tiles > 0) self.prepare_queries();
+    if (has_newest) {
+      block_sync();  // the queries' warps are done with the work space
+      self.prepare_newest(blockIdx.y % groups_per_kv == 0);
+    }
 
-    float m[COLS / ATT_WARPS], l[COLS / ATT_WARPS], o[V_TILES][NT][4];
+    float m[COLS / WARPS], l[COLS / WARPS], o[V_TILES][NT][4];
 #pragma unroll
-    for (int j = 0; j < COLS / ATT_WARPS; ++j) m[j] = NEG_INF, l[j] = 0.0f;
+    for (int j = 0; j < COLS / WARPS; ++j) m[j] = NEG_INF, l[j] = 0.0f;
 #pragma unroll
     for (int i = 0; i < V_TILES; ++i)
 #pragma unroll
@@ -208,6 +266,10 @@ struct Attention {
       block_sync();  // the tile has arrived for all; the stage of tile i - 1 is free
       if (i + STAGES - 1 < tiles) self.load_tile(tile + (STAGES - 1) * TILE, (i + STAGES - 1) % STAGES);
       copy_async_commit();
+      if (has_newest && i == tiles - 1) {
+        self.patch_newest(tile, i % STAGES);
+        block_sync();
+      }
       self.scores(i % STAGES);
       block_sync();
       self.softmax(tile, window_begin, m, l);
@@ -217,8 +279,8 @@ struct Attention {
 
     const i64 part = (token * p.splits + split) * p.heads + head0;
 #pragma unroll
-    for (int j = 0; j < COLS / ATT_WARPS; ++j) {
-      const int h = warp + j * ATT_WARPS;
+    for (int j = 0; j < COLS / WARPS; ++j) {
+      const int h = warp + j * WARPS;
       if (h < heads_here && lane == 0) {
         p.partial_ml[(part + h) * 2] = m[j];
         p.partial_ml[(part + h) * 2 + 1] = l[j];
@@ -239,12 +301,12 @@ struct Attention {
 };
 
 // gqa_d<head_dim>_h<heads of a block>, mla_l<latent>_r<rope>_h<heads of a block>
-KERNEL(attention_gqa_d64_h8, AttentionParams, ATT_THREADS, 1) { Attention<64, 64, true, 1, 64, 4>::run(p); }
-KERNEL(attention_gqa_d128_h8, AttentionParams, ATT_THREADS, 1) { Attention<128, 128, true, 1, 64, 3>::run(p); }
-KERNEL(attention_gqa_d128_h16, AttentionParams, ATT_THREADS, 1) { Attention<128, 128, true, 2, 64, 3>::run(p); }
-KERNEL(attention_gqa_d256_h8, AttentionParams, ATT_THREADS, 1) { Attention<256, 256, true, 1, 64, 3>::run(p); }
-KERNEL(attention_mla_l512_r64_h16, AttentionParams, ATT_THREADS, 1) { Attention<576, 512, false, 2, 32, 4>::run(p); }
-KERNEL(attention_mla_l512_r64_h24, AttentionParams, ATT_THREADS, 1) { Attention<576, 512, false, 3, 32, 4>::run(p); }
+KERNEL(attention_gqa_d64_h8, AttentionParams, 128, 2) { Attention<64, 64, true, 1, 64, 4, 4>::run(p); }
+KERNEL(attention_gqa_d128_h8, AttentionParams, 128, 2) { Attention<128, 128, true, 1, 64, 3, 4>::run(p); }
+KERNEL(attention_gqa_d128_h16, AttentionParams, 128, 2) { Attention<128, 128, true, 2, 64, 2, 4>::run(p); }
+KERNEL(attention_gqa_d256_h8, AttentionParams, 128, 1) { Attention<256, 256, true, 1, 64, 3, 4>::run(p); }
+KERNEL(attention_mla_l512_r64_h16, AttentionParams, 256, 1) { Attention<576, 512, false, 2, 64, 2, 8>::run(p); }
+KERNEL(attention_mla_l512_r64_h24, AttentionParams, 256, 1) { Attention<576, 512, false, 3, 64, 2, 8>::run(p); }
 
 // Any shape, on plain arithmetic: one warp a (token, head, split). Slow; small models and checks use it.
 KERNEL(attention_any, AttentionParams, 32, 1) {
@@ -312,8 +374,8 @@ KERNEL(attention_combine, CombineParams, COMBINE_THREADS, 1) {
 #pragma unroll 8
     for (int s = warp; s < p.splits; s += GROUPS) {
       const float w = weights[s];
-      if (w == 0.0f) continue;  // an empty split wrote nothing
-      const float4 v = load_float4(o + static_cast<i64>(s) * p.heads * p.value_dim);
+      float4 v = float4{0.0f, 0.0f, 0.0f, 0.0f};
+      if (w != 0.0f) v = load_float4(o + static_cast<i64>(s) * p.heads * p.value_dim);  // an empty split wrote nothing
       acc.x += w * v.x;
       acc.y += w * v.y;
       acc.z += w * v.z;

@@ -1,9 +1,12 @@
 // Decode attention over a paged cache, split along the tokens; a second kernel merges the splits.
 #pragma once
 #include "cache.cuh"
+#include "rope.cuh"
 
 struct AttentionParams {
-  const u16* q;           // (tokens, heads, key_dim) bf16, rotated, not scaled
+  GqaInput gqa;           // what the kernels of one shape make queries and the newest slot from
+  MlaInput mla;
+  const u16* q;           // (tokens, heads, key_dim) bf16, ready: for the kernel of any shape alone
   CacheView cache;
   const int* lengths;     // (tokens): slots to attend to, the token's own included
   const int* table_rows;  // (tokens): row of the frame table, or null for the token's own index

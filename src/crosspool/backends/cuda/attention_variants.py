@@ -1,0 +1,88 @@
+"""Which compiled attention kernel a spec runs on, and how many splits fill the GPU."""
+
+from dataclasses import dataclass
+
+from crosspool.models.spec import GQASpec, MLASpec
+from crosspool.units import ceil_div
+
+MAX_SPLITS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One instance of the kernel template `Attention<key, value, separate, heads / 8, tile, stages, warps>`."""
+
+    name: str
+    key: int
+    value: int
+    separate: bool  # values lie beside keys; else they are the keys' first elements
+    heads: int  # query heads a block takes
+    tile: int = 64
+    stages: int = 3
+    warps: int = 4
+    blocks_per_sm: int = 2
+
+    @property
+    def smem_bytes(self) -> int:
+        """The template's SMEM."""
+        k_row = self.key * 2 + 16
+        v_row = self.value * 2 + 16 if self.separate else 0
+        parts = self.warps // (self.tile // 16)
+        scores = parts * self.heads * (self.tile + 4) * 4 + self.heads * (self.tile * 2 + 16)
+        newest = (self.key + (self.value if self.separate else 0)) * 2
+        work = max(scores, self.warps * self.value * 4)
+        return self.stages * self.tile * (k_row + v_row) + self.heads * (k_row + 4) + work + newest
+
+
+GQA_VARIANTS: dict[int, tuple[Variant, ...]] = {
+    64: (Variant("attention_gqa_d64_h8", 64, 64, True, 8, stages=4),),
+    128: (
+        Variant("attention_gqa_d128_h8", 128, 128, True, 8),
+        Variant("attention_gqa_d128_h16", 128, 128, True, 16, stages=2),
+    ),
+    256: (Variant("attention_gqa_d256_h8", 256, 256, True, 8, blocks_per_sm=1),),
+}
+"""By head_dim, narrowest first."""
+
+_MLA = {"stages": 2, "warps": 8, "blocks_per_sm": 1}
+MLA_VARIANTS: dict[tuple[int, int], tuple[Variant, ...]] = {
+    (512, 64): (
+        Variant("attention_mla_l512_r64_h16", 576, 512, False, 16, **_MLA),
+        Variant("attention_mla_l512_r64_h24", 576, 512, False, 24, **_MLA),
+    )
+}
+"""By (kv_lora_rank, qk_rope_head_dim)."""
+
+
+def choose_variant(spec: GQASpec | MLASpec) -> Variant | None:
+    """The kernel that takes a KV head's query heads in the fewest blocks; None: only the kernel for any shape fits."""
+    if isinstance(spec, MLASpec):
+        variants = MLA_VARIANTS.get((spec.kv_lora_rank, spec.qk_rope_head_dim), ())
+    else:
+        variants = GQA_VARIANTS.get(spec.head_dim, ())
+    if not variants:
+        return None
+    group = spec.num_heads // num_kv_heads(spec)
+    return min(variants, key=lambda variant: (ceil_div(group, variant.heads), variant.heads))
+
+
+def num_kv_heads(spec: GQASpec | MLASpec) -> int:
+    """KV heads the cache holds; all query heads share MLA's one."""
+    return 1 if isinstance(spec, MLASpec) else spec.num_kv_heads
+
+
+def key_value_dims(spec: GQASpec | MLASpec) -> tuple[int, int]:
+    """Width of a query and of a value as the cache sees them."""
+    if isinstance(spec, MLASpec):
+        return spec.kv_elements_per_token, spec.kv_lora_rank
+    return spec.head_dim, spec.head_dim
+
+
+def num_splits(spec: GQASpec | MLASpec, tokens: int, num_sms: int) -> int:
+    """Splits of each token's slots, so that a batch fills the GPU about once whatever its context."""
+    variant = choose_variant(spec)
+    if variant is None:
+        return max(1, min(8, num_sms // (tokens * spec.num_heads)))
+    kv_heads = num_kv_heads(spec)
+    per_token = kv_heads * ceil_div(spec.num_heads // kv_heads, variant.heads)
+    return max(1, min(MAX_SPLITS, num_sms * variant.blocks_per_sm // (tokens * per_token)))
