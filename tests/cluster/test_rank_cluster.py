@@ -194,6 +194,47 @@ def test_a_step_whose_kv_rank_had_finished_is_done_although_a_weights_rank_died(
     stepped.cluster.close()
 
 
+def test_a_rank_that_did_its_part_and_sleeps_is_not_taken_for_hung_with_the_one_that_is(tmp_path):
+    model = FakeModel(num_layers=1)
+    stepped = SteppedCluster(make_config(1), 0)
+    add(stepped, "a", model, tmp_path, ("w0",))
+    (lane,) = make_lanes(1, {"a": model})
+    stepped.cluster.submit(lane.next_step())
+    kv, weights = stepped.by_rank["kv0"], stepped.by_rank["w0"]
+    while not weights._loops["w0"].is_busy or not kv._loops["kv0"].is_busy:
+        kv.turn(stepped.rng)
+        weights.turn(stepped.rng)
+    while weights._loops["w0"].is_busy:
+        weights.turn(stepped.rng)
+    kv.is_frozen = True
+    events = until(stepped, RankReady)
+    assert [event.rank for event in events if isinstance(event, RankLost)] == ["kv0"]
+    assert weights.num_launches == 1
+    stepped.cluster.close()
+
+
+def test_a_step_that_fails_on_its_kv_rank_ends_on_the_others(tmp_path):
+    """One weights rank is busy with other things for longer than the deadline: nobody is killed for it."""
+    model = FakeModel(num_layers=2)
+    stepped = SteppedCluster(make_config(2), 0)
+    add(stepped, "a", model, tmp_path, ("w0", "w1"))
+    (lane,) = make_lanes(1, {"a": model})
+    stepped.cluster.submit(lane.next_step())
+    busy = stepped.by_rank["w0"]
+    busy.turn = lambda rng: bool(busy._board.set_beat(busy._host, busy._board.beat(busy._host) + 1))
+    events = until(stepped, StepFailed)
+    assert [(event.waiting_on, event.fatal) for event in events if isinstance(event, StepFailed)] == [(("w0",), False)]
+    for _ in range(5):
+        stepped.turn()
+        events += stepped.cluster.poll(0)
+    assert not stepped.by_rank["w1"]._loops["w1"].is_busy
+    assert not [event for event in events if isinstance(event, RankLost)]
+    del busy.turn
+    run_lanes(stepped, [lane])
+    check_tokens([lane], {"a": model}, 2)
+    stepped.cluster.close()
+
+
 def test_an_exception_in_either_half_ends_that_step_only(tmp_path):
     model = FakeModel(poison_token=666, poison_num_tokens=13)
     stepped = SteppedCluster(make_config(2), 3)

@@ -8,7 +8,7 @@ import pytest
 from crosspool.backends.base import Wait
 from crosspool.cluster import messages
 from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, a2f_part, f2a_part, link_bytes
-from crosspool.cluster.loading import start_now
+from crosspool.cluster.loading import Loader, start_now
 from crosspool.cluster.messages import LoadFailed, StepEnded, StepFinished
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.region import ArrayRegion
@@ -339,3 +339,34 @@ def test_a_load_that_fails_is_told_in_one_line(make_rig, tmp_path):
     rig.loop.handle(messages.AddModel(FakeModel().placement("n", tmp_path / "n", ("w0",)), 2))
     rig.loop.advance()
     assert rig.said[-1] == LoadFailed("n", 2, "FileNotFoundError: no such file")
+
+
+def test_a_load_given_up_when_all_but_done_is_removed_before_the_next_of_its_name(tmp_path):
+    worker, started = ScriptedAttention(), []
+    loader = Loader(worker, lambda run, name: started.append(run), lambda: None)
+    placement = FakeModel().placement("m", tmp_path / "m", ("w0",))
+    loader.add(messages.AddModel(placement, 1))
+    started[0]()
+    assert worker.models == {"m"}
+    assert loader.cancel("m")
+    loader.add(messages.AddModel(placement, 2))
+    assert len(started) == 1, "two loads of one name do not overlap"
+    outcomes = loader.outcomes()
+    assert [type(outcome).__name__ for outcome in outcomes] == ["Loading", "LoadFailed"]
+    assert worker.models == set()
+    started[1]()
+    assert [outcome.load_id for outcome in loader.outcomes()] == [2, 2]
+    assert worker.models == {"m"}
+    assert not loader.is_busy
+
+
+def test_a_load_that_is_cancelled_under_way_ends_at_its_next_progress(tmp_path):
+    worker, started = ScriptedAttention(), []
+    loader = Loader(worker, lambda run, name: started.append(run), lambda: None)
+    loader.add(messages.AddModel(FakeModel().placement("m", tmp_path / "m", ("w0",)), 1))
+    loader.cancel_all()
+    started[0]()
+    (failed,) = loader.outcomes()
+    assert isinstance(failed, LoadFailed)
+    assert worker.models == set()
+    assert not loader.cancel("m")

@@ -34,6 +34,7 @@ class SteppedHost:
         self._loops: dict[str, RankLoop] = {}
         self._to_host: deque[tuple[str, ToRank]] = deque()
         self._from_host: deque[tuple[str, FromRank]] = deque()
+        self._is_nudged = False
 
     def launch(self) -> None:
         self.num_launches += 1
@@ -47,7 +48,7 @@ class SteppedHost:
 
     def _loop(self, rank: str) -> RankLoop:
         config = self._config
-        worker = make_worker(config.backend, rank, rank in config.kv_ranks, config.num_frames, config.frame_bytes)
+        worker = make_worker(config, rank)
         around = RankSurroundings(
             emit=lambda message: self._from_host.append((rank, message)),
             ring=lambda peer: lambda: None,
@@ -63,7 +64,9 @@ class SteppedHost:
         """One message or one segment; False if there is nothing to do, or it cannot move."""
         if not self.is_alive or self.is_frozen:
             return False
-        self._board.set_beat(self._host, self._board.beat(self._host) + 1)
+        if self._to_host or self._is_nudged or any(loop.is_busy for loop in self._loops.values()):
+            self._is_nudged = False
+            self._board.set_beat(self._host, self._board.beat(self._host) + 1)  # a real one sleeps otherwise
         if self._to_host and rng.random() < 0.5:
             rank, message = self._to_host.popleft()
             self._loops[rank].handle(message)
@@ -91,6 +94,9 @@ class SteppedHost:
 
     def fd(self) -> int | None:
         return None
+
+    def nudge(self) -> None:
+        self._is_nudged = True
 
     def kill(self) -> bool:
         self.is_alive = False

@@ -16,7 +16,7 @@ class ClusterConfig:
     kv_ranks: tuple[str, ...] = ("kv0",)
     weights_ranks: tuple[str, ...] = ("w0",)
     hosts: tuple[tuple[str, ...], ...] = ()  # ranks that share a thread or process; those not named get one each
-    backend: str = "numpy"  # or a module with `attention_worker(num_frames, frame_bytes)` and `ffn_worker(rank)`
+    backend: str = "numpy"  # or `cuda`, or a module (`worker.make_worker`)
     num_frames: int  # of each KV rank
     frame_bytes: int
     max_tokens_per_step: int
@@ -25,6 +25,7 @@ class ClusterConfig:
     step_deadline_s: float = 5.0  # how long one wait for a peer may take
     spin_us: float = 50.0  # how long a process looks at its flags before it sleeps; threads sleep at once
     threads_per_rank: int = 1  # of the linear algebra library, in processes
+    devices: tuple[tuple[str, int], ...] = ()  # (rank, GPU); a rank not named takes its place among the ranks
     start_timeout_s: float = 60.0
     max_failed_starts: int = 3  # in a row, before a rank is given up
 
@@ -52,6 +53,11 @@ class ClusterConfig:
         return self.kv_ranks + self.weights_ranks
 
     @property
+    def device_of(self) -> dict[str, int]:
+        """Every rank's GPU, for backends that have any."""
+        return {rank: idx for idx, rank in enumerate(self.ranks)} | dict(self.devices)
+
+    @property
     def all_hosts(self) -> tuple[tuple[str, ...], ...]:
         """Every host's ranks: the named groups first, then one host for each rank left."""
         grouped = {rank for host in self.hosts for rank in host}
@@ -60,6 +66,9 @@ class ClusterConfig:
     def _check_names(self) -> None:
         if len(set(self.ranks)) < len(self.ranks):
             raise ValueError(f"rank names {', '.join(self.ranks)} must differ")
+        for rank, device in self.devices:
+            if rank not in self.ranks or device < 0:
+                raise ValueError(f"devices puts {rank!r} on GPU {device}; ranks are {', '.join(self.ranks)}")
         grouped = [rank for host in self.hosts for rank in host]
         for rank in grouped:
             if rank not in self.ranks:

@@ -36,6 +36,10 @@ class Host(Protocol):
         """The descriptor that becomes readable with a message; None if it rings the parent's doorbell instead."""
         ...
 
+    def nudge(self) -> None:
+        """Wake it, so that it beats if it can."""
+        ...
+
     def kill(self) -> bool:
         """End it from outside if it has not ended by itself; False where that is impossible."""
         ...
@@ -60,7 +64,7 @@ def make_host_loop(
 
     loops = []
     for rank in config.all_hosts[host]:
-        worker = make_worker(config.backend, rank, rank in config.kv_ranks, config.num_frames, config.frame_bytes)
+        worker = make_worker(config, rank)
         around = RankSurroundings(
             emit=inbox.answer(rank),
             ring=ring,

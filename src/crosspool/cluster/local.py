@@ -77,6 +77,9 @@ class ThreadHost:
     def fd(self) -> int | None:
         return None
 
+    def nudge(self) -> None:
+        self._doorbells[self._host].ring()
+
     def kill(self) -> bool:
         return False
 

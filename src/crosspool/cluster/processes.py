@@ -91,6 +91,9 @@ class ProcessHost:
     def fd(self) -> int | None:
         return None if self._control is None else self._control.fd
 
+    def nudge(self) -> None:
+        self._doorbells[self._host].ring()
+
     def kill(self) -> bool:
         if self._process is not None and self._process.returncode is None:
             if self._control is not None and self._process.poll() is None:

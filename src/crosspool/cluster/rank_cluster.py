@@ -299,10 +299,13 @@ class RankCluster:
         self._launch_due(now_s)
         owing = self._owing()
         for number, host in enumerate(self._hosts):
-            if self._supervisor.is_up(host.ranks[0]):
-                reason = self._supervisor.overdue(number, now_s, self._board.beat(number), number in owing)
-                if reason is not None:
-                    self._lose(number, reason)
+            if not self._supervisor.is_up(host.ranks[0]):
+                continue
+            reason = self._supervisor.overdue(number, now_s, self._board.beat(number), number in owing)
+            if reason is not None:
+                self._lose(number, reason)
+            elif number in owing:
+                host.nudge()  # it may have done its part of a step that others still work on, and sleep
 
     def _lose(self, number: int, reason: str | None) -> None:
         """A host has ended, or hangs for the given reason and is ended here."""

@@ -105,6 +105,8 @@ class RankLoop:
                 for ends in (self._outlets, self._inlets):
                     for key in [key for key in ends if key[1] == peer]:
                         del ends[key]
+                if self._worker.links is not None:
+                    self._worker.links.close_links(peer)
             case messages.AddModel(placement):
                 self._peers[placement.name] = placement.weights_ranks
                 self._loader.add(message)
@@ -211,6 +213,11 @@ class RankLoop:
     def _open(self, message: messages.OpenChannels) -> None:
         memory = message.region.map()
         message.region.close()
+        if self._worker.links is not None:
+            ring = self._around.ring(message.peer)
+            ends = self._worker.links.open_link(message.lane, message.peer, memory, message.capacity, ring)
+            self._outlets[message.lane, message.peer], self._inlets[message.lane, message.peer] = ends
+            return
         a2f, f2a = a2f_part(memory, message.capacity), f2a_part(memory, message.capacity)
         key = (message.lane, message.peer)
         out, into = (a2f, f2a) if self._worker.is_kv else (f2a, a2f)

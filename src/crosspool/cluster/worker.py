@@ -1,12 +1,16 @@
 """RankWorker: the one worker that a rank runs, made by the backend inside the rank's own thread or process."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from crosspool.backends.base import AttentionWorker, FFNWorker, Progress
+from crosspool.backends.base import AttentionWorker, FFNWorker, Inlet, Outlet, Progress
 from crosspool.cluster.base import ModelPlacement
+from crosspool.cluster.config import ClusterConfig
+
+DEVICE_DEADLINE = 0.8
+"""Part of a step's deadline after which a wait on a device gives up, so that the device is free when the host does."""
 
 
 class LoadsModels(Protocol):
@@ -19,12 +23,28 @@ class LoadsModels(Protocol):
     def memory_bytes(self) -> Mapping[str, int]: ...
 
 
+class OpensLinks(Protocol):
+    """A worker whose channels lie elsewhere than in the host memory that the cluster gives both ends.
+
+    The two ends of a link may use that region, zeroed, to find each other.
+    """
+
+    def open_link(
+        self, lane: int, peer: str, region: memoryview, capacity: int, ring: Callable[[], None]
+    ) -> tuple[Outlet, Inlet]:
+        """This rank's ends of the lane's channels with `peer`, or new ones in their place."""
+        ...
+
+    def close_links(self, peer: str) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RankWorker:
     """A worker of one of the pools: an attention worker on a KV rank, an FFN worker on a weights rank."""
 
     attention_worker: AttentionWorker | None = None
     ffn_worker: FFNWorker | None = None
+    links: OpensLinks | None = None  # None: channels in host memory
 
     @property
     def is_kv(self) -> bool:
@@ -45,24 +65,44 @@ class RankWorker:
         return self.ffn_worker
 
 
-def make_worker(backend: str, rank: str, is_kv: bool, num_frames: int, frame_bytes: int) -> RankWorker:
+def make_worker(config: ClusterConfig, rank: str) -> RankWorker:
     """The worker of a rank.
 
-    `backend` is `numpy`, or a module with `attention_worker(num_frames, frame_bytes)` and `ffn_worker(rank)`.
+    `config.backend` is `numpy`, `cuda`, or a module with `attention_worker(num_frames, frame_bytes)` and
+    `ffn_worker(rank)`.
     """
-    if backend == "numpy":
-        return _numpy_worker(rank, is_kv, num_frames, frame_bytes)
-    module = importlib.import_module(backend)
+    is_kv = rank in config.kv_ranks
+    if config.backend == "numpy":
+        return _numpy_worker(config, rank)
+    if config.backend == "cuda":
+        return _cuda_worker(config, rank)
+    module = importlib.import_module(config.backend)
     if is_kv:
-        return RankWorker(attention_worker=module.attention_worker(num_frames, frame_bytes))
+        return RankWorker(attention_worker=module.attention_worker(config.num_frames, config.frame_bytes))
     return RankWorker(ffn_worker=module.ffn_worker(rank))
 
 
-def _numpy_worker(rank: str, is_kv: bool, num_frames: int, frame_bytes: int) -> RankWorker:
-    if is_kv:
+def _numpy_worker(config: ClusterConfig, rank: str) -> RankWorker:
+    if rank in config.kv_ranks:
         from crosspool.backends.numpy.kv_worker import NumpyAttentionWorker
 
-        return RankWorker(attention_worker=NumpyAttentionWorker(num_frames, frame_bytes))
+        return RankWorker(attention_worker=NumpyAttentionWorker(config.num_frames, config.frame_bytes))
     from crosspool.backends.numpy.ffn_worker import NumpyFFNWorker
 
     return RankWorker(ffn_worker=NumpyFFNWorker(rank))
+
+
+def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
+    from crosspool.backends.cuda.workers import CudaWorkers
+
+    workers = CudaWorkers(
+        rank,
+        config.device_of,
+        has_processes=config.layout == "processes",
+        deadline_s=config.step_deadline_s * (DEVICE_DEADLINE if rank in config.kv_ranks else 2 * DEVICE_DEADLINE),
+    )
+    if rank in config.kv_ranks:
+        attention = workers.attention(config.num_frames, config.frame_bytes)
+        return RankWorker(attention_worker=attention, links=attention)
+    ffn = workers.ffn()
+    return RankWorker(ffn_worker=ffn, links=ffn)
