@@ -2,7 +2,7 @@
 
 import pytest
 
-from crosspool.cluster.base import RankFailed, RankLost, RankReady, StepFailed
+from crosspool.cluster.base import RankFailed, RankLost, RankReady, StepDone, StepFailed
 from crosspool.core import FinishReason
 from crosspool.errors import StepError, WorkerLostError
 from tests.support.core_drive import Drive, a_config, a_model
@@ -198,6 +198,23 @@ def test_news_of_steps_that_nobody_waits_for_is_ignored():
         RankReady(rank="w0", seconds=0.0),
     ):
         assert drive.core.on_event(event, drive.now) == []
+    drive.run()
+    drive.check_all_ended()
+
+
+def test_a_result_of_a_kv_rank_that_has_been_lost_is_ignored():
+    drive = Drive(a_config(), [a_model("p")])
+    [sequence_id] = started(drive, "p", max_tokens=100)
+    drive.turn()
+    [step] = drive.cluster.running.values()
+    tokens = len(drive.tokens[sequence_id])
+    drive._take(drive.core.on_event(RankLost(rank="kv0", reason="killed"), drive.now))
+    late = StepDone(result=drive.cluster._result(step))
+    drive._take(drive.core.on_event(late, drive.now))
+    drive.cluster.fail_now(step.header.lane)
+    drive.cluster.known.clear()
+    assert len(drive.tokens[sequence_id]) == tokens
+    drive._take(drive.core.on_event(RankReady(rank="kv0", seconds=1.0), drive.now))
     drive.run()
     drive.check_all_ended()
 

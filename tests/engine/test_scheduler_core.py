@@ -32,6 +32,10 @@ def test_a_stop_token_ends_a_sequence_but_not_below_min_tokens():
     drive.run()
     assert drive.tokens[first] == [stop]
     assert drive.ends[first].finish_reason is FinishReason.STOP
+    again = token_at(1, 6)
+    [second] = drive.add("p", prompt=5, max_tokens=8, stops=[token_at(1, 5), again], min_tokens=2)
+    drive.run()
+    assert drive.tokens[second] == [token_at(1, 5), again]
     drive.check_all_ended()
 
 
@@ -188,6 +192,22 @@ def test_an_abort_in_any_state_frees_pages_once_no_step_uses_them(turns):
     held = drive.core.stats(drive.now).pools[0].frames_used
     assert (held > 0) == bool(in_flight)
     drive.run()
+    drive.check_all_ended()
+
+
+def test_while_a_running_sequence_lacks_a_page_nothing_is_admitted():
+    drive = Drive(a_config(10, admission="forecast"), [a_model("p")])
+    for _ in range(40):
+        drive.core._estimate.record("p", 33)
+    drive.core._estimate.expected_tokens = lambda model, num_generated, max_tokens: num_generated + 1
+    long = [drive.add("p", prompt=4, max_tokens=32)[0] for _ in range(2)]
+    while not drive.core.dispatcher.num_stalls:
+        drive.turn()
+        drive.now = drive.next_moment()
+    [small] = drive.add("p", prompt=1, max_tokens=2)
+    assert drive.core.stats(drive.now).models[0].num_queued == 1
+    drive.run()
+    assert drive.first_token_s[small] > min(drive.ends[sequence_id].time_s for sequence_id in long)
     drive.check_all_ended()
 
 

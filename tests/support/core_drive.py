@@ -85,6 +85,7 @@ class Drive:
         *,
         n: int = 1,
         stops: Sequence[int] = (),
+        min_tokens: int = 0,
         priority: int = 0,
         deadline_s: float | None = None,
     ) -> list[int]:
@@ -95,7 +96,9 @@ class Drive:
                 request_id=f"r{first}",
                 model=model,
                 prompt_token_ids=[(first + position) % VOCAB_SIZE for position in range(prompt)],
-                sampling=SamplingParams(max_tokens=max_tokens, seed=first + index, stop_token_ids=tuple(stops)),
+                sampling=SamplingParams(
+                    max_tokens=max_tokens, min_tokens=min_tokens, seed=first + index, stop_token_ids=tuple(stops)
+                ),
                 priority=priority,
                 arrival_s=self.now,
                 deadline_s=deadline_s,
@@ -176,7 +179,11 @@ class Drive:
         request = self.requests[sequence_id]
         sampling = request.sampling
         return expected_tokens(
-            sampling.seed, len(request.prompt_token_ids), sampling.max_tokens, sampling.stop_token_ids
+            sampling.seed,
+            len(request.prompt_token_ids),
+            sampling.max_tokens,
+            sampling.stop_token_ids,
+            sampling.min_tokens,
         )
 
     def _take(self, updates: Sequence[SequenceUpdate]) -> None:
