@@ -25,6 +25,9 @@ class Driver:
         """Whether kernels on `device` can reach memory of `peer`."""
         return device == peer or bool(self.call("cuDeviceCanAccessPeer", self.device(device), self.device(peer)))
 
+    def reach_each_other(self, device: int, peer: int) -> bool:
+        return self.can_access_peer(device, peer) and self.can_access_peer(peer, device)
+
     def device(self, index: int) -> Any:
         self.call("cuInit", 0)
         return self.call("cuDeviceGet", index)

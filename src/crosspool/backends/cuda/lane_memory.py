@@ -70,6 +70,10 @@ class LaneMemory:
         """Make the waits of every pass up to `base` give up."""
         self._host_words[ABORT] = max(base, int(self._host_words[ABORT]))
 
+    def abort_all(self) -> None:
+        """Make every wait that is under way give up."""
+        self.abort(self._last_epoch)
+
     @property
     def is_drained(self) -> bool:
         """Whether every pass pushed so far has ended; a new step begins no sooner, so that the ring never overflows."""

@@ -1,0 +1,121 @@
+"""The weights pool's CUDA worker: a step is one graph replay per pass, and a wait for its end."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
+from crosspool.backends.cuda.ffn_half import FFNHalf
+from crosspool.backends.cuda.ffn_pass import FFNPass
+from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.lane import LaneIdle, WorkerLane, device_inlets, on_device
+from crosspool.backends.cuda.lane_memory import WaitRule
+from crosspool.backends.cuda.launch import Launcher
+from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
+from crosspool.backends.cuda.passes import PASS_TOKENS, passes
+from crosspool.backends.cuda.random_slices import num_bytes
+from crosspool.backends.cuda.streaming import stream_share
+from crosspool.backends.cuda.transport import FFNCrossing
+from crosspool.backends.cuda.weights import pack_ffn_weights
+from crosspool.cluster.base import ModelPlacement
+from crosspool.models.directory import read_model_dir
+from crosspool.models.spec import ModelSpec
+from crosspool.scheduler.step import StepHeader
+
+
+@dataclass
+class FFNModel:
+    """One model's slice on this rank; each lane has its own scratch."""
+
+    spec: ModelSpec
+    layers: tuple[FFNLayerWeights, ...]
+    halves: dict[int, FFNHalf] = field(default_factory=dict)
+
+
+class CudaFFNWorker:
+    """Implements `backends.base.FFNWorker` on one device. `rank` tells this worker its slice of each model."""
+
+    def __init__(self, site: Site, kernels: Launcher, rule: WaitRule) -> None:
+        self._site, self._kernels, self._rule = site, kernels, rule
+        self._models: dict[str, FFNModel] = {}
+        self._lanes: dict[int, WorkerLane] = {}
+
+    def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
+        rank = self._site.rank
+        if rank not in placement.weights_ranks:
+            raise ValueError(f"{placement.name} is placed on {placement.weights_ranks}, not on rank {rank}")
+        directory = read_model_dir(placement.directory)
+        index, count = placement.weights_ranks.index(rank), len(placement.weights_ranks)
+        _, layers = stream_share(directory, "weights", self._site.device, progress, index, count)
+        self.add_weights(placement.name, directory.spec, pack_ffn_weights(directory.spec, iter(layers)))
+
+    def add_weights(self, name: str, spec: ModelSpec, layers: Sequence[FFNLayerWeights]) -> None:
+        """The same with weights that are on the device already."""
+        self._models[name] = FFNModel(spec, tuple(layers))
+
+    def open_link(
+        self, lane: int, peer: str, region: memoryview, capacity: int, ring: Callable[[], None]
+    ) -> tuple[Outlet, Inlet]:
+        """This rank's ends of the lane's channels with a KV rank."""
+        return self._lane(lane).open_link(peer, region, capacity, False, ring)
+
+    def close_links(self, peer: str) -> None:
+        for lane in self._lanes.values():
+            lane.close_link(peer)
+
+    def run(self, header: StepHeader, links: LaneLinks) -> HalfStep[None]:
+        model = self._models.get(header.model)
+        if model is None:
+            raise ValueError(f"model {header.model!r} is not on rank {self._site.rank}; it has {sorted(self._models)}")
+        lane = self._lane(header.lane)
+        (inlet,) = device_inlets(links.inlets.values())
+        plan = passes(header.num_tokens, header.step_seq, model.spec.num_layers)
+        yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
+        last_epoch = plan[-1].base + model.spec.num_layers
+        has_ended = False
+        try:
+            for part in plan:
+                source = self._pass(header, model, lane, inlet, part.bucket)
+                lane.memory.push(part.base, model.spec.num_layers)
+                if lane.stream is not None:
+                    lane.replay(header.model, (inlet.link, part.bucket))
+                    continue
+                for layer in source.kernels():
+                    yield Wait((inlet,), part.base + layer + 1)
+            yield Wait((inlet,), last_epoch)
+            has_ended = True
+        finally:
+            if not has_ended:
+                lane.memory.abort(last_epoch)
+
+    def remove_model(self, model: str) -> None:
+        for lane in self._lanes.values():
+            lane.drop(model)
+        self._models.pop(model, None)
+
+    def memory_bytes(self) -> Mapping[str, int]:
+        weights = sum(num_bytes(model.layers) for model in self._models.values())
+        return {
+            "ffn_weights": weights,
+            "kv_cache": 0,
+            "graphs": sum(lane.graph_bytes for lane in self._lanes.values()),
+            "channels": sum(lane.channel_bytes for lane in self._lanes.values()),
+        }
+
+    def _lane(self, number: int) -> WorkerLane:
+        lane = self._lanes.get(number)
+        if lane is None:
+            lane = self._lanes[number] = WorkerLane(self._site, self._rule)
+        return lane
+
+    def _pass(self, header: StepHeader, model: FFNModel, lane: WorkerLane, inlet: DeviceInlet, bucket: int) -> FFNPass:
+        def make() -> FFNPass:
+            half = model.halves.get(header.lane)
+            if half is None:
+                half = model.halves[header.lane] = FFNHalf(self._kernels, model.layers, PASS_TOKENS)
+            crossing = FFNCrossing(self._kernels, lane.memory, inlet.link.map())
+            return FFNPass(self._kernels, lane.memory, half, crossing, bucket, model.spec.hidden_size)
+
+        with on_device(self._site.device):
+            source = lane.find_pass(header.model, (inlet.link, bucket), make)
+        assert isinstance(source, FFNPass)
+        return source

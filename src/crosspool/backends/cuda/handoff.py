@@ -1,0 +1,103 @@
+"""How a descriptor reaches the one process it is for: a key in a region that both map, and a socket that asks for it.
+
+Pairwise on purpose: a rank that was started anew meets each peer alone, whenever either is ready.
+"""
+
+import os
+import secrets
+import socket
+import struct
+import threading
+from dataclasses import dataclass
+
+from crosspool.cluster.fence import Fence
+
+_RECORD = struct.Struct("<IIQQ16s80s")
+_WORD_BYTES = 8
+_IS_PUBLISHED = 0x43524F5353504F4C
+RECORD_BYTES = _WORD_BYTES + _RECORD.size
+
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Memory that its owner offers to one peer: an address for a peer in the same process, a descriptor for others."""
+
+    pid: int
+    device: int
+    address: int
+    num_bytes: int
+    key: bytes = b""
+    server: str = ""
+
+    @property
+    def is_of_this_process(self) -> bool:
+        return self.pid == os.getpid()
+
+
+def publish(region: memoryview, offer: Offer) -> None:
+    """Write the offer at the start of a zeroed region, then the word that tells of it."""
+    fields = (offer.pid, offer.device, offer.address, offer.num_bytes, offer.key, offer.server.encode())
+    region[_WORD_BYTES:RECORD_BYTES] = _RECORD.pack(*fields)
+    Fence().stores_or_loads()
+    region[:_WORD_BYTES].cast("Q")[0] = _IS_PUBLISHED
+
+
+def find(region: memoryview) -> Offer | None:
+    """The offer in a region, or None as long as there is none."""
+    if region[:_WORD_BYTES].cast("Q")[0] != _IS_PUBLISHED:
+        return None
+    Fence().stores_or_loads()
+    pid, device, address, num_bytes, key, server = _RECORD.unpack(region[_WORD_BYTES:RECORD_BYTES])
+    return Offer(pid, device, address, num_bytes, key, server.rstrip(b"\0").decode())
+
+
+class DescriptorServer:
+    """Hands descriptors of this process to peers that show the key. One daemon thread, an abstract socket (Linux)."""
+
+    def __init__(self) -> None:
+        self.name = f"crosspool-{os.getpid()}-{secrets.token_hex(8)}"
+        self._fds: dict[bytes, int] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind("\0" + self.name)
+        self._socket.listen(16)
+        threading.Thread(target=self._serve, name="crosspool-descriptors", daemon=True).start()
+
+    def offer(self, fd: int) -> bytes:
+        """Own `fd` and give it to whoever shows the returned key."""
+        key = secrets.token_bytes(16)
+        self._fds[key] = fd
+        return key
+
+    def withdraw(self, key: bytes) -> None:
+        fd = self._fds.pop(key, None)
+        if fd is not None:
+            os.close(fd)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError:
+                return  # closed at the end of the process
+            with peer:
+                peer.settimeout(_TIMEOUT_S)
+                try:
+                    fd = self._fds.get(peer.recv(16))
+                    if fd is not None:
+                        socket.send_fds(peer, [b"!"], [fd])
+                except OSError:
+                    continue  # that peer is gone or silent; it asks again or is started anew
+
+
+def fetch(offer: Offer) -> int:
+    """The offered descriptor, now this process's own. Raises ConnectionError where its owner is gone."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.settimeout(_TIMEOUT_S)
+        peer.connect("\0" + offer.server)
+        peer.sendall(offer.key)
+        _, fds, _, _ = socket.recv_fds(peer, 1, 1)
+    if not fds:
+        raise ConnectionError(f"process {offer.pid} no longer offers the channel memory on its device {offer.device}")
+    return fds[0]

@@ -1,0 +1,249 @@
+"""The KV pool's CUDA worker: a step is one graph replay per pass, then sampling from what the device left."""
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
+from crosspool.backends.cuda.batch import Batch, SampledRow, needs_logits
+from crosspool.backends.cuda.kv_pass import KVPass, KVRows
+from crosspool.backends.cuda.lane import LaneIdle, WorkerLane, device_inlets, on_device
+from crosspool.backends.cuda.lane_memory import WaitRule, pinned
+from crosspool.backends.cuda.launch import Launcher
+from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
+from crosspool.backends.cuda.passes import Pass, passes
+from crosspool.backends.cuda.streaming import stream_share
+from crosspool.backends.cuda.transport import AttentionCrossing
+from crosspool.backends.cuda.weights import AttentionWeights, pack_attention_weights
+from crosspool.backends.numpy.sampler import sample
+from crosspool.backends.numpy.sequences import Sequence
+from crosspool.cluster.base import ModelPlacement
+from crosspool.core import SampledToken
+from crosspool.kv_pool.geometry import PageGeometry, page_geometry
+from crosspool.models.directory import read_model_dir
+from crosspool.models.spec import ModelSpec
+from crosspool.scheduler.step import StepDescriptor
+from crosspool.units import ceil_div
+
+
+@dataclass
+class KVModel:
+    """One model's non-FFN weights and the row buffers of each (lane, bucket)."""
+
+    spec: ModelSpec
+    weights: AttentionWeights
+    num_bytes: int
+    geometry: PageGeometry
+    max_pages: int
+    rows: dict[tuple[int, int], KVRows] = field(default_factory=dict)
+
+
+class CudaAttentionWorker:
+    """Implements `backends.base.AttentionWorker` on one device. One arena for all models; the cache holds bfloat16."""
+
+    def __init__(self, site: Site, kernels: Launcher, rule: WaitRule, num_frames: int, frame_bytes: int) -> None:
+        self._site, self._kernels, self._rule = site, kernels, rule
+        self._arena = torch.zeros((num_frames, frame_bytes), dtype=torch.uint8, device=site.device)
+        self._models: dict[str, KVModel] = {}
+        self._lanes: dict[int, WorkerLane] = {}
+        self._sequences: dict[int, Sequence] = {}
+        is_cuda = site.device.type == "cuda"
+        self._num_sms = torch.cuda.get_device_properties(site.device).multi_processor_count if is_cuda else 8
+
+    def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
+        directory = read_model_dir(placement.directory)
+        self.check(placement)
+        model, layers = stream_share(directory, "kv", self._site.device, progress)
+        weights = pack_attention_weights(directory.spec, model, iter(layers))
+        num_bytes = sum(tensor.nbytes for tensors in (model, *layers) for tensor in tensors.values())
+        self.add_weights(placement, directory.spec, weights, num_bytes)
+
+    def check(self, placement: ModelPlacement) -> None:
+        """Raises ValueError for a cache dtype that the kernels do not read."""
+        if placement.kv_dtype != "bfloat16":
+            raise ValueError(
+                f"kv_dtype is {placement.kv_dtype} for {placement.name}; the CUDA backend holds bfloat16, set it so"
+            )
+
+    def add_weights(
+        self, placement: ModelPlacement, spec: ModelSpec, weights: AttentionWeights, num_bytes: int
+    ) -> None:
+        """The same with weights that are on the device already."""
+        num_frames, frame_bytes = self._arena.shape
+        geometry = page_geometry(
+            spec,
+            page_tokens=placement.page_tokens,
+            frame_bytes=frame_bytes,
+            kv_dtype="bfloat16",
+            model=placement.name,
+        )
+        most = min(
+            ceil_div(spec.max_position_embeddings, placement.page_tokens), num_frames // geometry.frames_per_page
+        )
+        self._models[placement.name] = KVModel(spec, weights, num_bytes, geometry, max(1, most))
+
+    def open_link(
+        self, lane: int, peer: str, region: memoryview, capacity: int, ring: Callable[[], None]
+    ) -> tuple[Outlet, Inlet]:
+        """This rank's ends of the lane's channels with a weights rank."""
+        return self._lane(lane).open_link(peer, region, capacity, True, ring)
+
+    def close_links(self, peer: str) -> None:
+        for lane in self._lanes.values():
+            lane.close_link(peer)
+
+    def run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
+        name, number = step.header.model, step.header.lane
+        model = self._models.get(name)
+        if model is None:
+            raise ValueError(f"model {name!r} is not on this KV rank; it has {sorted(self._models)}")
+        for new in step.joining:
+            self._sequences[new.sequence_id] = Sequence(
+                new, name, model.geometry.frames_per_page, model.spec.vocab_size
+            )
+        batch = Batch(step, self._sequences, model.geometry.page_tokens)
+        lane, num_layers = self._lane(number), model.spec.num_layers
+        inlets = device_inlets(links.inlets.values())
+        plan = passes(step.header.num_tokens, step.header.step_seq, num_layers)
+        yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
+        last_epoch = plan[-1].base + num_layers
+        outcome = Outcome(batch, lane)
+        has_ended = False
+        try:
+            for part in plan:
+                sampled = [row for row in batch.sampled if part.start <= row.token < part.stop]
+                source, key = self._pass(name, model, number, inlets, part, bool(sampled))
+                slot = self._push(lane, source, batch, part, num_layers)
+                if lane.stream is not None:
+                    lane.replay(name, key)
+                else:
+                    for layer in source.kernels():
+                        yield Wait(inlets, part.base + layer + 1)
+                outcome.expect(part, slot, sampled, source.rows.half.logits_out)
+            yield Wait(inlets, last_epoch)
+            if outcome.is_copying():
+                yield Wait((outcome,), last_epoch)
+            has_ended = True
+        finally:
+            if not has_ended:
+                lane.memory.abort(last_epoch)
+        return outcome.finish()
+
+    def forget(self, sequence_ids: SequenceOf[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._sequences.pop(sequence_id, None)
+
+    def remove_model(self, model: str) -> None:
+        for lane in self._lanes.values():
+            lane.drop(model)
+        self._models.pop(model, None)
+        self._sequences = {key: sequence for key, sequence in self._sequences.items() if sequence.model != model}
+
+    def memory_bytes(self) -> Mapping[str, int]:
+        return {
+            "attention_weights": sum(model.num_bytes for model in self._models.values()),
+            "kv_cache": int(self._arena.nbytes),
+            "ffn_weights": 0,
+            "graphs": sum(lane.graph_bytes for lane in self._lanes.values()),
+            "channels": sum(lane.channel_bytes for lane in self._lanes.values()),
+        }
+
+    def _lane(self, number: int) -> WorkerLane:
+        lane = self._lanes.get(number)
+        if lane is None:
+            lane = self._lanes[number] = WorkerLane(self._site, self._rule)
+        return lane
+
+    def _pass(
+        self, name: str, model: KVModel, number: int, inlets: tuple[DeviceInlet, ...], part: Pass, samples: bool
+    ) -> tuple[KVPass, Any]:
+        lane = self._lane(number)
+
+        def make() -> KVPass:
+            rows = model.rows.get((number, part.bucket))
+            if rows is None:
+                rows = model.rows[number, part.bucket] = KVRows(
+                    self._kernels,
+                    model.spec,
+                    model.weights,
+                    self._arena,
+                    model.geometry,
+                    part.bucket,
+                    model.max_pages,
+                    self._num_sms,
+                )
+            crossing = AttentionCrossing(self._kernels, lane.memory, [inlet.link.map() for inlet in inlets])
+            return KVPass(self._kernels, lane.memory, rows, crossing, samples)
+
+        key = (tuple(inlet.link for inlet in inlets), part.bucket, samples)
+        with on_device(self._site.device):
+            source = lane.find_pass(name, key, make)
+        assert isinstance(source, KVPass)
+        return source, key
+
+    def _push(self, lane: WorkerLane, source: KVPass, batch: Batch, part: Pass, num_layers: int) -> int:
+        """Upload what changed and push the pass's record; rows that are not in use repeat the first."""
+        spare = part.bucket - part.num_tokens
+        tokens = np.concatenate([np.arange(part.start, part.stop), np.full(spare, part.start)])
+        tables = [batch.tables[row] for row in batch.row_of_token[tokens]]
+        with torch.cuda.stream(lane.stream):
+            source.rows.set_tables(tables)
+        return lane.memory.push(part.base, num_layers, part.bucket, batch.token_ids[tokens], batch.positions[tokens])
+
+
+class Outcome:
+    """What a step leaves on the device for its end: best tokens, and logits where the host samples.
+
+    It is also an inlet: arrived once the logits are on the host.
+    """
+
+    def __init__(self, batch: Batch, lane: WorkerLane) -> None:
+        self._batch, self._lane = batch, lane
+        self._best: list[tuple[Pass, int, list[SampledRow]]] = []
+        self._logits: list[tuple[list[SampledRow], torch.Tensor]] = []
+        self._copied: Any = None
+
+    def expect(self, part: Pass, slot: int, sampled: list[SampledRow], logits: torch.Tensor) -> None:
+        """Note the rows that a pass samples; on a GPU their logits' copy is enqueued behind the pass."""
+        hosted = [row for row in sampled if needs_logits(self._batch.sampling_row(row))]
+        greedy = [row for row in sampled if row not in hosted]
+        if greedy:
+            self._best.append((part, slot, greedy))
+        if not hosted:
+            return
+        on_host = pinned((len(hosted), logits.shape[1]), torch.float32, logits.device)
+        with torch.cuda.stream(self._lane.stream):
+            for idx, row in enumerate(hosted):
+                on_host[idx].copy_(logits[row.token - part.start], non_blocking=True)
+            if self._lane.stream is not None:
+                self._copied = torch.cuda.Event()
+                self._copied.record()
+        self._logits.append((hosted, on_host))
+
+    def is_copying(self) -> bool:
+        return self._copied is not None and not self._copied.query()
+
+    def arrived(self, epoch: int) -> bool:
+        return not self.is_copying()
+
+    def take(self, layer: int, num_tokens: int, width: int) -> Any:
+        raise TypeError("it carries no rows")
+
+    def finish(self) -> tuple[SampledToken, ...]:
+        """Sample and commit: one token per row with `sample`, in row order."""
+        found: dict[int, SampledToken] = {}
+        for part, slot, greedy in self._best:
+            tokens = self._lane.memory.tokens(slot, part.bucket)
+            for row in greedy:
+                sequence_id = self._batch.rows[row.row].sequence_id
+                found[row.row] = SampledToken(sequence_id, tokens[row.token - part.start])
+        for hosted, logits in self._logits:
+            rows = [self._batch.sampling_row(row) for row in hosted]
+            for row, token in zip(hosted, sample(logits.numpy(), rows), strict=True):
+                found[row.row] = token
+        self._batch.commit(found)
+        return tuple(found[row.row] for row in self._batch.sampled)

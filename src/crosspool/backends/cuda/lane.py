@@ -1,0 +1,100 @@
+"""What a worker keeps of one lane: its stream, its words, its links and the passes captured for it."""
+
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from crosspool.backends.base import Inlet
+from crosspool.backends.cuda.graphs import Capturable, StepGraph, capture
+from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule
+from crosspool.backends.cuda.link import DeviceInlet, DeviceLink, DeviceOutlet, Site
+
+
+class WorkerLane:
+    """One lane of one worker. Passes are kept per model; new channels drop those that were captured for the old."""
+
+    def __init__(self, site: Site, rule: WaitRule) -> None:
+        self.site = site
+        self.memory = LaneMemory(site.device, rule)
+        self.stream: Any = torch.cuda.Stream(site.device) if site.device.type == "cuda" else None
+        self.links: dict[str, DeviceLink] = {}
+        self._passes: dict[tuple[str, Hashable], Capturable] = {}
+        self._graphs: dict[tuple[str, Hashable], StepGraph] = {}
+
+    def open_link(
+        self, peer: str, region: memoryview, capacity: int, is_kv: bool, ring: Callable[[], None]
+    ) -> tuple[DeviceOutlet, DeviceInlet]:
+        self.close_link(peer)
+        link = DeviceLink(self.site, peer, region, capacity, is_kv)
+        self.links[peer] = link
+        return DeviceOutlet(link, ring), DeviceInlet(self.memory, link)
+
+    def close_link(self, peer: str) -> None:
+        """Forget the channels with a peer; a pass that still waits for it gives up."""
+        link = self.links.pop(peer, None)
+        if link is not None:
+            if not self.memory.is_drained:
+                self.memory.abort_all()
+            self.drop(None)
+            link.close()
+
+    def drop(self, model: str | None) -> None:
+        """Forget the passes of a model (None: of all), after those under way have ended."""
+        if self.stream is not None:
+            self.stream.synchronize()  # bounded: every wait has a deadline
+        for kept in (self._passes, self._graphs):
+            for key in [key for key in kept if model in (None, key[0])]:
+                del kept[key]
+
+    def find_pass(self, model: str, key: Hashable, make: Callable[[], Capturable]) -> Capturable:
+        """The model's pass under `key`, made and, on a GPU, captured where it is new."""
+        source = self._passes.get((model, key))
+        if source is None:
+            source = self._passes[model, key] = make()
+            if self.stream is not None:
+                self._graphs[model, key] = capture(source, self.stream)
+        return source
+
+    def replay(self, model: str, key: Hashable) -> None:
+        """Enqueue the captured pass on the lane's stream."""
+        with torch.cuda.stream(self.stream):
+            self._graphs[model, key].replay()
+
+    @property
+    def graph_bytes(self) -> int:
+        return sum(graph.num_bytes for graph in self._graphs.values())
+
+    @property
+    def channel_bytes(self) -> int:
+        return sum(link.num_bytes for link in self.links.values())
+
+
+class LaneIdle:
+    """An inlet that has arrived once every pass of a lane has ended: what a new step waits for first."""
+
+    def __init__(self, lane: LaneMemory) -> None:
+        self._lane = lane
+
+    def arrived(self, epoch: int) -> bool:
+        return self._lane.is_drained
+
+    def take(self, layer: int, num_tokens: int, width: int) -> Any:
+        raise TypeError("it carries no rows")
+
+
+def device_inlets(inlets: Iterable[Inlet]) -> tuple[DeviceInlet, ...]:
+    """The inlets of a step in rank order, each told its place. Raises TypeError for host channels."""
+    found = []
+    for index, inlet in enumerate(inlets):
+        if not isinstance(inlet, DeviceInlet):
+            raise TypeError(f"{type(inlet).__name__} is a channel in host memory; the CUDA workers open their own")
+        inlet.index = index
+        found.append(inlet)
+    return tuple(found)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make `device` the current one where it is a GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

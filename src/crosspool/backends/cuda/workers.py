@@ -1,0 +1,33 @@
+"""Makes the CUDA workers of a rank: device, kernels, driver and the way its peers find its memory."""
+
+from collections.abc import Mapping
+
+import torch
+
+from crosspool.backends.cuda.driver import Driver
+from crosspool.backends.cuda.ffn_worker import CudaFFNWorker
+from crosspool.backends.cuda.handoff import DescriptorServer
+from crosspool.backends.cuda.kv_worker import CudaAttentionWorker
+from crosspool.backends.cuda.lane_memory import WaitRule
+from crosspool.backends.cuda.launch import DeviceKernels
+from crosspool.backends.cuda.link import Site
+
+
+class CudaWorkers:
+    """What the workers of one rank are made of. Raises ValueError where its GPU does not exist."""
+
+    def __init__(self, rank: str, devices: Mapping[str, int], *, has_processes: bool, deadline_s: float) -> None:
+        index, count = devices[rank], torch.cuda.device_count()
+        if index >= count:
+            raise ValueError(f"{rank} is placed on GPU {index}, but this machine has {count}; set `devices`")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        self._kernels = DeviceKernels(device)
+        self._site = Site(rank, device, Driver(rank), devices, DescriptorServer() if has_processes else None)
+        self._rule = WaitRule(deadline_s=deadline_s)
+
+    def attention(self, num_frames: int, frame_bytes: int) -> CudaAttentionWorker:
+        return CudaAttentionWorker(self._site, self._kernels, self._rule, num_frames, frame_bytes)
+
+    def ffn(self) -> CudaFFNWorker:
+        return CudaFFNWorker(self._site, self._kernels, self._rule)

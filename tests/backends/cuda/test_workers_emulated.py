@@ -1,0 +1,220 @@
+"""The CUDA workers on the CPU, through real steps: against the NumPy workers, token for token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from crosspool.backends.base import LaneLinks  # noqa: E402
+from crosspool.backends.cuda.driver import Driver  # noqa: E402
+from crosspool.backends.cuda.ffn_worker import CudaFFNWorker  # noqa: E402
+from crosspool.backends.cuda.kv_worker import CudaAttentionWorker  # noqa: E402
+from crosspool.backends.cuda.lane_memory import WaitRule  # noqa: E402
+from crosspool.backends.cuda.link import Site  # noqa: E402
+from crosspool.backends.cuda.passes import passes  # noqa: E402
+from crosspool.cluster.base import ModelPlacement  # noqa: E402
+from crosspool.cluster.channel import link_bytes  # noqa: E402
+from crosspool.cluster.region import ArrayRegion  # noqa: E402
+from crosspool.core import SamplingParams  # noqa: E402
+from crosspool.kv_pool.geometry import page_geometry  # noqa: E402
+from crosspool.models.directory import read_model_dir  # noqa: E402
+from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow  # noqa: E402
+from tests.backends.cuda.decoding import FRAME_BYTES  # noqa: E402
+from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
+from tests.support.tiny_models import write_tiny_model  # noqa: E402
+
+pytestmark = pytest.mark.judge
+
+CPU = torch.device("cpu")
+PAGE_TOKENS = 8
+NUM_FRAMES = 64
+
+
+class Pair:
+    """One KV worker and some FFN workers in one thread; links are opened as a cluster opens them."""
+
+    def __init__(self, directory, num_weights: int = 1, max_tokens: int = 64) -> None:
+        ranks = tuple(f"w{idx}" for idx in range(num_weights))
+        devices = {"kv0": 0} | {rank: idx + 1 for idx, rank in enumerate(ranks)}
+        kernels, rule = EmulatedKernels(), WaitRule()
+        spec = directory.spec
+        self.name = "tiny"
+        self.placement = ModelPlacement(
+            name=self.name,
+            directory=directory.path,
+            hidden_size=spec.hidden_size,
+            kv_rank="kv0",
+            weights_ranks=ranks,
+            page_tokens=PAGE_TOKENS,
+            frame_bytes=FRAME_BYTES,
+            kv_dtype="bfloat16",
+        )
+        self.kv = CudaAttentionWorker(site("kv0", devices), kernels, rule, NUM_FRAMES, FRAME_BYTES)
+        self.ffn = {rank: CudaFFNWorker(site(rank, devices), kernels, rule) for rank in ranks}
+        self.inlets, self.outlets, self.ends = {}, {}, {}
+        capacity = spec.hidden_size * max_tokens
+        for rank, worker in self.ffn.items():
+            region = ArrayRegion(link_bytes(capacity)).map()
+            self.outlets[rank], self.inlets[rank] = self.kv.open_link(0, rank, region, capacity, lambda: None)
+            self.ends[rank] = worker.open_link(0, "kv0", region, capacity, lambda: None)
+            worker.add_model(self.placement, lambda loaded, total: None)
+        self.kv.add_model(self.placement, lambda loaded, total: None)
+
+    def run(self, step: StepDescriptor, max_segments: int | None = None):
+        halves = {"kv0": self.kv.run(step, LaneLinks(self.outlets, self.inlets))}
+        for rank, worker in self.ffn.items():
+            outlet, inlet = self.ends[rank]
+            halves[rank] = worker.run(step.header, LaneLinks({"kv0": outlet}, {"kv0": inlet}))
+        waits, result, count = dict.fromkeys(halves), None, 0
+        while halves:
+            ready = [rank for rank in halves if waits[rank] is None or waits[rank].satisfied()]
+            assert ready, f"nobody can go on: {waits}"
+            for rank in ready:
+                if max_segments is not None and count >= max_segments:
+                    for half in halves.values():
+                        half.close()
+                    return None
+                count += 1
+                try:
+                    waits[rank] = next(halves[rank])
+                except StopIteration as stop:
+                    result = stop.value if rank == "kv0" else result
+                    del halves[rank]
+        return result
+
+
+def site(rank, devices):
+    return Site(rank, CPU, Driver(rank), devices, None)
+
+
+def pages(directory, count, first=1):
+    width = page_geometry(
+        directory.spec, page_tokens=PAGE_TOKENS, frame_bytes=FRAME_BYTES, kv_dtype="bfloat16"
+    ).frames_per_page
+    return tuple(tuple(range(first + idx * width, first + (idx + 1) * width)) for idx in range(count))
+
+
+def prefill_step(directory, prompt, step_seq, sampling, sequence_id=1, first_frame=1, num_pages=8):
+    header = StepHeader(lane=0, model="tiny", step_seq=step_seq, phase="prefill", num_tokens=len(prompt))
+    row = StepRow(
+        sequence_id=sequence_id,
+        token_ids=tuple(prompt),
+        num_cached_tokens=0,
+        num_new_tokens=len(prompt),
+        new_pages=pages(directory, num_pages, first_frame),
+    )
+    new = NewSequence(sequence_id=sequence_id, prompt_token_ids=tuple(prompt), output_token_ids=(), sampling=sampling)
+    return StepDescriptor(header=header, rows=(row,), joining=(new,))
+
+
+def decode_step(cached, step_seq):
+    header = StepHeader(lane=0, model="tiny", step_seq=step_seq, phase="decode", num_tokens=len(cached))
+    rows = tuple(
+        StepRow(sequence_id=key, token_ids=None, num_cached_tokens=value, num_new_tokens=1)
+        for key, value in cached.items()
+    )
+    return StepDescriptor(header=header, rows=rows)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("m") / "tiny"
+    return read_model_dir(write_tiny_model(path, "qwen3_moe", dtype="bfloat16", tokenizer=False))
+
+
+def greedy(max_tokens=8, **options):
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **options)
+
+
+def prompt_of(directory, length, seed=0):
+    return np.random.default_rng(seed).integers(1, directory.spec.vocab_size, size=length).tolist()
+
+
+def generate(pair, directory, prompt, count, sampling):
+    (token,) = pair.run(prefill_step(directory, prompt, 1, sampling))
+    tokens = [token.token_id]
+    for idx in range(count - 1):
+        (token,) = pair.run(decode_step({1: len(prompt) + idx}, idx + 2))
+        tokens.append(token.token_id)
+    return tokens
+
+
+def test_a_prompt_of_several_passes_gives_the_same_tokens_as_one_run_token_by_token(directory):
+    prompt = prompt_of(directory, 37)
+    whole = generate(Pair(directory), directory, prompt, 3, greedy())
+    other, tokens = Pair(directory), []
+    for step_seq, token in enumerate(prompt, start=1):
+        if step_seq == 1:
+            step = prefill_step(directory, [token], 1, greedy())
+        else:
+            header = StepHeader(lane=0, model="tiny", step_seq=step_seq, phase="prefill", num_tokens=1)
+            row = StepRow(sequence_id=1, token_ids=(token,), num_cached_tokens=step_seq - 1, num_new_tokens=1)
+            step = StepDescriptor(header=header, rows=(row,))
+        (sampled,) = other.run(step)
+    tokens = [sampled.token_id]
+    assert tokens == whole[:1]
+
+
+def test_two_weights_ranks_give_the_tokens_of_one(directory):
+    prompt = prompt_of(directory, 5)
+    one, two = (generate(Pair(directory, count), directory, prompt, 4, greedy()) for count in (1, 2))
+    assert one == two
+
+
+def test_rows_that_are_not_in_use_change_nothing(directory):
+    """Three sequences on kernels of four rows give what each gives alone."""
+    prompts = [prompt_of(directory, 4 + idx, seed=idx) for idx in range(3)]
+    pair, seq = Pair(directory), 0
+    together = {}
+    width = len(pages(directory, 1)[0])
+    for idx, prompt in enumerate(prompts):
+        seq += 1
+        step = prefill_step(directory, prompt, seq, greedy(), idx, 1 + idx * 2 * width, num_pages=2)
+        together[idx] = [pair.run(step)[0].token_id]
+    for turn in range(3):
+        seq += 1
+        cached = {idx: len(prompt) + turn for idx, prompt in enumerate(prompts)}
+        for token in pair.run(decode_step(cached, seq)):
+            together[token.sequence_id].append(token.token_id)
+    for idx, prompt in enumerate(prompts):
+        assert generate(Pair(directory), directory, prompt, 4, greedy()) == together[idx]
+
+
+def test_a_step_that_was_given_up_can_be_replayed(directory):
+    prompt = prompt_of(directory, 5)
+    expected = generate(Pair(directory), directory, prompt, 2, greedy())
+    pair = Pair(directory)
+    (first,) = pair.run(prefill_step(directory, prompt, 1, greedy()))
+    assert pair.run(decode_step({1: len(prompt)}, 2), max_segments=5) is None
+    for worker_lane in (pair.kv._lanes[0], pair.ffn["w0"]._lanes[0]):
+        worker_lane.memory._last_epoch = 0  # emulated kernels of a step that was given up never end
+        worker_lane.memory._cursor = int(worker_lane.memory.words[2])
+    (second,) = pair.run(decode_step({1: len(prompt)}, 3))
+    assert [first.token_id, second.token_id] == expected
+
+
+def test_the_host_samples_what_is_more_than_the_best_token(directory):
+    prompt = prompt_of(directory, 5)
+    (token,) = Pair(directory).run(prefill_step(directory, prompt, 1, greedy(num_logprobs=3)))
+    assert token.token_id == token.top_logprobs[0].token_id
+    assert token.logprob == token.top_logprobs[0].logprob
+    sampling = SamplingParams(max_tokens=4, temperature=1.0, seed=5)
+    drawn = [generate(Pair(directory), directory, prompt, 3, sampling) for _ in range(2)]
+    assert drawn[0] == drawn[1]
+
+
+def test_wrong_steps_are_named(directory):
+    pair = Pair(directory)
+    with pytest.raises(ValueError, match="not known here"):
+        pair.run(decode_step({9: 3}, 1))
+    with pytest.raises(ValueError, match="lower max_tokens_per_step"):
+        passes(20000, 1, directory.spec.num_layers)
+    wrong = pair.placement.__class__(**{**placement_fields(pair.placement), "kv_dtype": "float32"})
+    with pytest.raises(ValueError, match="bfloat16"):
+        pair.kv.add_model(wrong, lambda loaded, total: None)
+
+
+def placement_fields(placement):
+    return {name: getattr(placement, name) for name in placement.__slots__}
