@@ -157,7 +157,10 @@ class _Sampler:
             return estimate_quantile(np.concatenate(chunks), quantile, confidence)
         if self.is_recorded:
             blocks = [chunk.reshape(NUM_BLOCKS, -1) for chunk in chunks]
-            return estimate_grouped(np.concatenate(blocks, axis=1), quantile, confidence)
+            replaced = self.horizon_s / replacement_s(self.loads)
+            return estimate_grouped(
+                np.concatenate(blocks, axis=1), quantile, confidence, most_effective=max(1.0, replaced)
+            )
         return estimate_grouped(np.stack(chunks), quantile, confidence)
 
     def model_demand(self, idx: int, quantile: float) -> ModelDemand:
@@ -178,6 +181,16 @@ def horizon_s(loads: Sequence[ModelLoad]) -> float:
     """Length of one path: the longest period, and long against how long requests stay."""
     stay = max(load.requests.mean_service_s for load in loads)
     return max(SHORTEST_HORIZON_S, 100.0 * stay, *(load.period_s for load in loads))
+
+
+def replacement_s(loads: Sequence[ModelLoad]) -> float:
+    """Seconds after which what the pool holds has been replaced: the integral of its autocorrelation.
+
+    E[T^2] / E[T] for one model with constant holdings; over models, weighted with their variances.
+    """
+    variances = np.array([variance_bytes(load) for load in loads])
+    stays = np.array([(load.requests.service_s**2).mean() / load.requests.mean_service_s for load in loads])
+    return float(np.average(stays, weights=variances)) if variances.any() else float(stays.max())
 
 
 def demand_over_time(loads: Sequence[ModelLoad], seed: int, num: int = 1024) -> tuple[FloatColumn, FloatColumn]:

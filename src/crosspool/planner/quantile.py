@@ -6,7 +6,7 @@ a path of time are not independent: how far the share of samples below the quant
 """
 
 from dataclasses import dataclass
-from math import exp, floor, lgamma, log, sqrt
+from math import exp, floor, inf, lgamma, log, sqrt
 from statistics import NormalDist
 
 import numpy as np
@@ -40,10 +40,14 @@ def estimate_quantile(samples: FloatColumn, quantile: float, confidence: float =
     return _estimate(samples, quantile, confidence, float(len(samples)), 1.0)
 
 
-def estimate_grouped(groups: FloatColumn, quantile: float, confidence: float = 0.95) -> QuantileEstimate:
+def estimate_grouped(
+    groups: FloatColumn, quantile: float, confidence: float = 0.95, *, most_effective: float = inf
+) -> QuantileEstimate:
     """From groups of samples, (num_groups, samples_per_group): groups are independent, samples of one group are not.
 
-    Few groups widen the interval by Student's t. Raises ValueError for fewer than two groups.
+    Few groups widen the interval by Student's t. most_effective: what the samples can be worth at most, from what is
+    known about the process; groups that hardly ever exceed the quantile would say more. Raises ValueError for fewer
+    than two groups.
     """
     num_groups = groups.shape[0]
     if num_groups < 2:
@@ -53,7 +57,8 @@ def estimate_grouped(groups: FloatColumn, quantile: float, confidence: float = 0
     below = (groups <= value).mean(axis=1)
     spread = float(below.var(ddof=1)) / num_groups
     independent = quantile * (1 - quantile)
-    effective = float(len(samples)) if spread == 0 else min(float(len(samples)), independent / spread)
+    most = min(float(len(samples)), most_effective)
+    effective = most if spread == 0 else min(most, independent / spread)
     return _estimate(samples, quantile, confidence, effective, _student_factor(confidence, num_groups - 1))
 
 

@@ -1,6 +1,7 @@
 """Any recorded trace by its path: the format is told or recognised by the file's first bytes."""
 
 import json
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def read_trace(path: Path, format_name: str = "auto", model: str | None = None) 
         raise ValueError(f"trace format {format_name!r} is unknown; use auto, {', '.join(FORMATS)}")
     try:
         return FORMATS[format_name](path, model)
-    except (OSError, EOFError, UnicodeDecodeError) as error:  # gzip notices damage while it reads
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:  # gzip notices damage while it reads
         raise ValueError(f"cannot read {path}: {error}") from None
 
 
@@ -37,7 +38,7 @@ def recognise(path: Path) -> str:
     try:
         with open_text(path) as file:
             first = file.readline(1 << 16).strip()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
     if first.startswith("TIMESTAMP,"):
         return "azure"

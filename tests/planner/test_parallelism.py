@@ -1,0 +1,41 @@
+"""How caches are cut over KV ranks, and what one request sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from crosspool.planner.catalogue import catalogue_facts
+from crosspool.planner.parallelism import kv_parallelism, monolithic_share_seen, share_seen
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "expected"),
+    [
+        ("qwen3-30b-a3b", 1, "one"),
+        ("qwen3-30b-a3b", 2, "heads"),
+        ("qwen3-30b-a3b", 4, "heads"),
+        ("qwen3-30b-a3b", 3, "tokens"),
+        ("qwen3-30b-a3b", 8, "tokens"),
+        ("glm-4.7-flash", 2, "tokens"),
+        ("deepseek-v3", 8, "tokens"),
+        ("olmoe-1b-7b", 8, "heads"),
+    ],
+)
+def test_heads_are_cut_where_they_divide_and_tokens_elsewhere(name, ranks, expected):
+    assert kv_parallelism(catalogue_facts(name), ranks) == expected
+
+
+def test_a_request_sees_the_whole_pool_unless_one_rank_is_wanted():
+    facts = catalogue_facts("glm-4.7-flash")
+    assert share_seen(kv_parallelism(facts, 4), 4) == 1.0
+    assert share_seen(kv_parallelism(facts, 4, "one"), 4) == 0.25
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"glm-4\.7-flash has 1 KV heads, which 2 KV ranks do not divide"):
+        kv_parallelism(catalogue_facts("glm-4.7-flash"), 2, "heads")
+
+
+@pytest.mark.parametrize(("heads", "gpus", "share"), [(1, 4, 0.25), (2, 4, 0.5), (4, 4, 1.0), (8, 5, 1.0), (4, 8, 0.5)])
+def test_together_with_weights_a_request_sees_its_heads_part(heads, gpus, share):
+    assert monolithic_share_seen(heads, gpus) == share
