@@ -7,7 +7,6 @@ import time
 import pytest
 
 from crosspool.cluster.base import LoadProgress, ModelFailed, ModelReady, RankFailed, RankReady, StepDone, StepFailed
-from crosspool.cluster.processes import ProcessHost
 from crosspool.cluster.start import start_cluster
 from tests.support.fake_backend import FakeModel, expected_tokens
 from tests.support.lane_driver import LaneDriver, Run, Sequence_, wait_for
@@ -160,7 +159,7 @@ def test_a_rank_that_cannot_start_ends_in_an_error_not_a_loop(layout):
         failed = wait_for(cluster, RankFailed, 2, limit_s=30)
         assert {event.rank for event in failed} == {"kv0", "w0"}
         cluster.poll(0.3)
-        assert all(not isinstance(host, ProcessHost) or host.pid is None for host in cluster._hosts)
+        assert cluster.pids() == {}
     finally:
         cluster.close()
 

@@ -48,7 +48,7 @@ def add_models(cluster: RankCluster, models: dict[str, FakeModel], directory: Pa
 
 def pids(cluster: RankCluster) -> dict[str, int]:
     """The process of each rank; layout `processes` only."""
-    return {rank: host.pid for host in cluster._hosts for rank in host.ranks}
+    return cluster.pids()
 
 
 def children(pid: int | None = None) -> list[int]:

@@ -23,6 +23,7 @@ class SteppedHost:
 
     def __init__(self, config: ClusterConfig, host: int, board: Board, clock: Callable[[], float]) -> None:
         self.ranks = config.all_hosts[host]
+        self.pid = None
         self.is_alive = False
         self.is_frozen = False
         self.num_launches = 0

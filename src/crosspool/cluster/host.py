@@ -18,6 +18,11 @@ class Host(Protocol):
 
     ranks: tuple[str, ...]
 
+    @property
+    def pid(self) -> int | None:
+        """Its process, if it has one of its own and is not known to have ended."""
+        ...
+
     def launch(self) -> None:
         """Start it, for the first time or after its end; messages may be sent at once."""
         ...

@@ -56,6 +56,10 @@ class ThreadHost:
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name=f"crosspool-{self.ranks[0]}", daemon=True)
 
+    @property
+    def pid(self) -> int | None:
+        return None
+
     def launch(self) -> None:
         self._thread.start()
 

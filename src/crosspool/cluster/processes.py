@@ -63,7 +63,6 @@ class ProcessHost:
 
     @property
     def pid(self) -> int | None:
-        """The process as last launched, while it is not known to have ended."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     def launch(self) -> None:

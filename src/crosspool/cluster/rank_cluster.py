@@ -162,7 +162,8 @@ class RankCluster:
     def wake(self) -> None:
         """Make a `poll` in another thread return at once."""
         self._is_woken = True
-        self._doorbell.ring()
+        if not self._is_closed:
+            self._doorbell.ring()
 
     def memory_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes by rank and kind, as the workers last reported them; nothing for a rank that is away."""
@@ -171,6 +172,10 @@ class RankCluster:
     def states(self) -> dict[str, RankState]:
         """Where every rank stands."""
         return {rank: self._supervisor.state(rank) for rank in self._host_of}
+
+    def pids(self) -> dict[str, int]:
+        """The process of each rank that lives in one of its own and is not known to have ended."""
+        return {rank: host.pid for host in self._hosts for rank in host.ranks if host.pid is not None}
 
     def close(self) -> None:
         """Stop every rank; nothing of it is left. A second call does nothing."""
