@@ -1,4 +1,4 @@
-"""Load, disconnects and killed or frozen workers on the real stack: nothing accepted is lost, everything is given back."""
+"""Load, disconnects, killed and frozen workers on the real stack: nothing accepted is lost, all is given back."""
 
 from __future__ import annotations
 
