@@ -5,7 +5,6 @@ processes ever write to it. Unix only: descriptors cross by SCM_RIGHTS.
 """
 
 import os
-import pickle
 import select
 import socket
 import struct
@@ -15,6 +14,7 @@ from typing import Generic, TypeVar
 
 from crosspool.cluster.messages import Boot, FromRank, OpenChannels, ToRank
 from crosspool.cluster.region import FileRegion
+from crosspool.cluster.wire import dumps, loads
 
 In = TypeVar("In", ToRank, FromRank)
 Out = TypeVar("Out", ToRank, FromRank)
@@ -113,7 +113,7 @@ class ControlSocket(Generic[In, Out]):
             end = start + _HEADER.size + length
             if len(self._in) < end:
                 break
-            rank, message = pickle.loads(memoryview(self._in)[start + _HEADER.size : end])
+            rank, message = loads(memoryview(self._in)[start + _HEADER.size : end])
             if num_fds:
                 _attach(message, [self._in_fds.popleft() for _ in range(num_fds)])
             messages.append((rank, message))
@@ -132,7 +132,7 @@ def _encode(message: tuple[str, ToRank | FromRank]) -> tuple[bytes, list[int]]:
     """The frame, and the descriptors that go with it; they are duplicates, closed once they are sent."""
     region = _region(message[1])
     fds = [] if region is None else [os.dup(region.fd)]
-    payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    payload = dumps(message)
     return _HEADER.pack(len(payload), len(fds)) + payload, fds
 
 

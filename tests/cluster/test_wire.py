@@ -1,0 +1,46 @@
+"""Messages survive the way through bytes, every field of them."""
+
+import dataclasses
+
+import pytest
+
+from crosspool.cluster import wire
+from crosspool.cluster.messages import Forget, Step, StepEnded, StepFinished
+from crosspool.core import SampledToken, SamplingParams, TokenLogprob
+from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepResult, StepRow
+
+HEADER = StepHeader(lane=3, model="m", step_seq=9, phase="prefill", num_tokens=4, priority=1, kv_rank="kv1")
+ROW = StepRow(
+    sequence_id=5,
+    token_ids=(1, 2, 3),
+    num_cached_tokens=7,
+    num_new_tokens=3,
+    first_new_page=2,
+    new_pages=((4, 5), (6, 7)),
+    sample=False,
+)
+SAMPLING = SamplingParams(max_tokens=4, min_tokens=2, logit_bias=((3, 1.5),), stop_token_ids=(8,), num_logprobs=2)
+NEW = NewSequence(sequence_id=5, prompt_token_ids=(1, 2), output_token_ids=(3,), sampling=SAMPLING)
+TOKEN = SampledToken(5, 77, -0.5, (TokenLogprob(77, -0.5), TokenLogprob(1, -9999.0)))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Step(HEADER),
+        Step(StepDescriptor(header=HEADER, rows=(ROW, dataclasses.replace(ROW, token_ids=None)), joining=(NEW,))),
+        StepFinished(StepResult(lane=3, step_seq=9, sampled=(TOKEN, SampledToken(6, 1)), attention_s=0.5, wait_s=0.1)),
+        StepEnded(1, 2, ("w0",), "w0: late", fatal=True),
+        Forget((1, 2)),
+    ],
+)
+def test_a_message_is_the_same_on_the_other_side(message):
+    there = wire.loads(wire.dumps(("kv0", message)))
+    assert there == ("kv0", message)
+    assert repr(there) == repr(("kv0", message))
+
+
+def test_no_field_of_a_message_is_at_its_default_in_this_test():
+    for value in (HEADER, ROW, NEW, TOKEN):
+        for field in dataclasses.fields(value):
+            assert getattr(value, field.name) != field.default, f"{type(value).__name__}.{field.name}"
