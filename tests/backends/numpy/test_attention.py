@@ -25,7 +25,7 @@ def gqa(**options):
     return GQASpec(rope=RopeSpec(theta=100.0, dim=values.pop("rope_dim", 8)), **values)
 
 
-def mla(q_lora_rank=None, kv_lora_rank=12, **options):
+def mla(q_lora_rank=None, kv_lora_rank=12, interleaved=True, **options):
     return MLASpec(
         num_heads=3,
         q_lora_rank=q_lora_rank,
@@ -33,7 +33,7 @@ def mla(q_lora_rank=None, kv_lora_rank=12, **options):
         qk_nope_head_dim=6,
         qk_rope_head_dim=4,
         v_head_dim=5,
-        rope=RopeSpec(theta=100.0, dim=4, interleaved=True),
+        rope=RopeSpec(theta=100.0, dim=4, interleaved=interleaved),
         softmax_scale=0.3,
         **options,
     )
@@ -51,7 +51,7 @@ SPECS = {
     "mla": mla(),
     "mla with q_lora": mla(q_lora_rank=10),
     "mla with biases": mla(q_lora_rank=10, qkv_bias=True),
-    "mla narrow latent": mla(kv_lora_rank=20),
+    "mla wide latent, pairs apart": mla(kv_lora_rank=20, interleaved=False),
 }
 
 

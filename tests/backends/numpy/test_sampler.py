@@ -83,6 +83,11 @@ def test_equal_logits_go_to_the_lowest_id_when_greedy_or_top_k_is_one():
     assert draw(logits, row(GREEDY), row(replace(WARM, top_k=1))) == [1, 1]
 
 
+def test_top_p_stops_once_the_mass_is_reached_not_when_it_is_passed():
+    rows = [row(replace(WARM, top_p=0.5), output=(0,) * idx) for idx in range(50)]
+    assert set(draw([0.0, 0.0], *rows)) == {0}
+
+
 def test_top_k_keeps_exactly_k_of_equal_logits():
     rows = [row(replace(WARM, top_k=2), output=(0,) * idx) for idx in range(200)]
     assert set(draw([1.0] * 6, *rows)) == {0, 1}
