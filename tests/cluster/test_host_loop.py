@@ -1,0 +1,149 @@
+"""The host's loop: it sleeps only when nothing is there, wakes for everything that comes, and beats while it works."""
+
+import threading
+import time
+
+import pytest
+
+from crosspool.cluster.doorbell import Board, Doorbell, ringer
+from crosspool.cluster.host_loop import HostLoop
+from crosspool.cluster.local import ThreadInbox
+from crosspool.cluster.messages import Memory, Stop
+from crosspool.cluster.region import ArrayRegion
+
+
+class StubLoop:
+    """A rank's loop whose work is counted out by the test."""
+
+    def __init__(self, name="kv0"):
+        self.name = name
+        self.num_ready = 0
+        self.is_busy = False
+        self.handled = []
+        self.num_looks = 0
+        self.when_looked = lambda: None
+        self.said_hello = self.is_closed = False
+
+    def has_work(self):
+        self.num_looks += 1
+        self.when_looked()
+        return self.num_ready > 0
+
+    def advance(self):
+        if self.num_ready == 0:
+            return False
+        self.num_ready -= 1
+        return True
+
+    def handle(self, message):
+        self.handled.append(message)
+
+    def hello(self):
+        self.said_hello = True
+
+    def close(self):
+        self.is_closed = True
+
+
+class Rig:
+    def __init__(self, spin_us=0.0, num_loops=1):
+        self.doorbell, self.parent = Doorbell.create(), Doorbell.create()
+        self.board = Board(ArrayRegion(Board.num_bytes(2)))
+        self.inbox = ThreadInbox(self.parent)
+        self.loops = [StubLoop(f"r{idx}") for idx in range(num_loops)]
+        self.host = HostLoop(self.loops, self.inbox, self.doorbell, self.board, 1, spin_us)
+        self.ring = ringer(self.doorbell, self.board, 1)
+
+    def close(self):
+        self.doorbell.close()
+        self.parent.close()
+
+
+@pytest.fixture
+def rig():
+    made = Rig()
+    yield made
+    made.close()
+
+
+def in_time(limit_s, condition):
+    until_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+def test_messages_reach_their_rank_and_stop_ends_the_loop():
+    rig = Rig(num_loops=2)
+    rig.inbox.to_host.extend([("r1", Memory()), ("r0", Stop())])
+    rig.host.run()
+    assert [loop.handled for loop in rig.loops] == [[], [Memory()]]
+    assert all(loop.said_hello and loop.is_closed for loop in rig.loops)
+    rig.close()
+
+
+def test_every_turn_beats_and_every_rank_gets_a_segment():
+    rig = Rig(num_loops=2)
+    for loop in rig.loops:
+        loop.num_ready = 5
+    for _ in range(5):
+        rig.host.turn()
+    assert [loop.num_ready for loop in rig.loops] == [0, 0]
+    assert rig.board.beat(1) == 5
+    rig.close()
+
+
+def test_what_comes_just_before_the_sleep_is_seen(rig):
+    """A flag that is raised after the last advance, but before the mark, rings nobody: the second look finds it."""
+    (loop,) = rig.loops
+
+    def raise_flag():
+        if rig.board.may_sleep(1):
+            loop.num_ready = 1  # no ring: whoever raised it looked before the mark
+
+    loop.when_looked = raise_flag
+    rig.host.turn()  # would block for ever
+    assert loop.num_ready == 1
+    assert not rig.board.may_sleep(1)
+
+
+def test_a_ring_wakes_an_idle_host_and_is_needed_only_once(rig):
+    (loop,) = rig.loops
+    thread = threading.Thread(target=rig.host.run)
+    thread.start()
+    in_time(5, lambda: rig.board.may_sleep(1))
+    beat = rig.board.beat(1)
+    time.sleep(0.1)
+    assert rig.board.beat(1) == beat, "an idle host does not turn"
+    loop.num_ready = 3
+    rig.ring()
+    in_time(5, lambda: loop.num_ready == 0 and rig.board.may_sleep(1))
+    rig.inbox.to_host.append(("r0", Stop()))
+    rig.ring()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_busy_host_beats_although_nothing_comes(rig):
+    (loop,) = rig.loops
+    loop.is_busy = True
+    begun_s = time.monotonic()
+    for _ in range(4):
+        rig.host.turn()
+    assert rig.board.beat(1) == 4
+    assert 0.15 <= time.monotonic() - begun_s < 5
+
+
+def test_a_look_around_finds_what_comes_meanwhile_without_a_sleep():
+    rig = Rig(spin_us=5e6)
+    (loop,) = rig.loops
+    loop.is_busy = True
+
+    def arrives_late():
+        assert not rig.board.may_sleep(1)
+        loop.num_ready = int(loop.num_looks > 20)
+
+    loop.when_looked = arrives_late
+    rig.host.turn()
+    assert loop.num_ready == 1
+    rig.close()
