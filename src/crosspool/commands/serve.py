@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,9 @@ def run(
 ) -> None:
     """Serve until a signal. Raises CrossPoolError, in one line, for whatever keeps the server from starting."""
     config = deployment(sources, served_names, config_file, flags)
-    set_up_logging(config.server.log_level)
-    asyncio.run(_serve(config))
+    console = Console(stderr=True)
+    set_up_logging(config.server.log_level, console)
+    asyncio.run(_serve(config, console))
 
 
 def deployment(
@@ -67,8 +67,7 @@ def model_entries(sources: Sequence[str], served_names: Sequence[str]) -> list[d
     return [{**entry, "name": name} for entry, name in zip(entries, served_names, strict=True)]
 
 
-async def _serve(config: DeploymentConfig) -> None:
-    console = Console(stderr=True)
+async def _serve(config: DeploymentConfig, console: Console) -> None:
     listener = listen(config.server)  # before anything is loaded: a taken port is told at once
     with listener:
         models = prepare_models(config)
@@ -95,13 +94,13 @@ def _shown_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def set_up_logging(level: str) -> None:
-    """Log lines on standard error: coloured on a terminal, plain lines elsewhere."""
+def set_up_logging(level: str, console: Console) -> None:
+    """Log lines on standard error: coloured on a terminal (above the progress bars there), plain lines elsewhere."""
     handler: logging.Handler
-    if sys.stderr.isatty():
+    if console.is_terminal:
         from rich.logging import RichHandler
 
-        handler = RichHandler(console=Console(stderr=True), show_path=False)
+        handler = RichHandler(console=console, show_path=False)
         handler.setFormatter(logging.Formatter("%(message)s"))
     else:
         handler = logging.StreamHandler()
