@@ -1,0 +1,169 @@
+"""A model split over the GPUs of one process: attention on one, a slice of every FFN on each of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_timing import seeded_cache
+from crosspool.backends.cuda.attention_half import AttentionHalf
+from crosspool.backends.cuda.attention_pass import AttentionPass
+from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap
+from crosspool.backends.cuda.driver import Driver
+from crosspool.backends.cuda.ffn_half import FFNHalf
+from crosspool.backends.cuda.ffn_pass import FFNPass
+from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.graphs import Capturable, StepGraph, capture
+from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule
+from crosspool.backends.cuda.launch import DeviceKernels
+from crosspool.backends.cuda.peer_memory import PlainMemory
+from crosspool.backends.cuda.transport import AttentionCrossing, FFNCrossing
+from crosspool.backends.cuda.weights import AttentionWeights
+from crosspool.cluster.channel import channel_bytes
+from crosspool.kv_pool.geometry import page_geometry
+from crosspool.models.spec import ModelSpec
+from crosspool.units import MiB
+
+PAGE_TOKENS = 256
+SPARE_TOKENS = 256
+"""Slots of the cache beyond the context, so that steps have somewhere to go."""
+
+
+class Gpus:
+    """The GPUs of this process, each with its kernels, all reachable from one another."""
+
+    def __init__(self, count: int) -> None:
+        self.devices = [torch.device("cuda", idx) for idx in range(count)]
+        self.kernels = [DeviceKernels(device) for device in self.devices]
+        driver = Driver("bench")
+        for idx, device in enumerate(self.devices):
+            with torch.cuda.device(device):
+                for peer in range(count):
+                    if peer != idx:
+                        driver.enable_peer_access(peer)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One rank's lane on its GPU."""
+
+    kernels: DeviceKernels
+    lane: LaneMemory
+    stream: Any
+
+    @classmethod
+    def on(cls, kernels: DeviceKernels, rule: WaitRule) -> Side:
+        with torch.cuda.device(kernels.device):
+            return cls(kernels, LaneMemory(kernels.device, rule), torch.cuda.Stream(kernels.device))
+
+    def capture(self, source: Capturable) -> StepGraph:
+        with torch.cuda.device(self.kernels.device):
+            return capture(source, self.stream)
+
+    def replay(self, graph: StepGraph) -> None:
+        with torch.cuda.stream(self.stream):
+            graph.replay()
+
+
+def open_links(kv: torch.device, weights: Sequence[torch.device], capacity: int) -> tuple[list[LinkMap], list[Any]]:
+    """The links as the KV rank sees them, and what keeps their memory."""
+    links, kept = [], []
+    for device in weights:
+        into, out = PlainMemory(channel_bytes(capacity), kv), PlainMemory(channel_bytes(capacity), device)
+        links.append(LinkMap(ChannelMap(into.base, capacity), ChannelMap(out.base, capacity)))
+        kept += [into, out]
+    return links, kept
+
+
+class SplitModel:
+    """Decode steps of `batch` rows at `context` tokens, one captured graph a rank."""
+
+    def __init__(
+        self,
+        gpus: Gpus,
+        spec: ModelSpec,
+        attention: AttentionWeights,
+        slices: Sequence[tuple[int, Sequence[FFNLayerWeights]]],
+        *,
+        batch: int,
+        context: int,
+        rule: WaitRule | None = None,
+        staged: bool = False,
+        seed: int = 0,
+    ) -> None:
+        """`slices`: (GPU, weights) of each weights rank in order; attention runs on GPU 0."""
+        rule = rule or WaitRule()
+        self.spec, self.batch, self.position = spec, batch, context - 1
+        self.kv = Side.on(gpus.kernels[0], rule)
+        device = gpus.devices[0]
+        geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
+        with torch.cuda.device(device):
+            cache = seeded_cache(geometry, batch, context + SPARE_TOKENS, seed, device)
+            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            self.half = AttentionHalf(gpus.kernels[0], spec, attention, cache, batch, num_sms)
+        links, self._kept = open_links(device, [gpus.devices[gpu] for gpu, _ in slices], batch * spec.hidden_size)
+        crossing = AttentionCrossing(self.kv.kernels, self.kv.lane, links)
+        self.graph = self.kv.capture(AttentionPass(self.kv.kernels, self.kv.lane, self.half, crossing, True))
+        self.weights, self.ffn_graphs, self.ffn_halves = [], [], []
+        for (gpu, layers), link in zip(slices, links, strict=True):
+            side = Side.on(gpus.kernels[gpu], rule)
+            with torch.cuda.device(gpus.devices[gpu]):
+                half = FFNHalf(side.kernels, layers, batch)
+                mirrored = LinkMap(link.outbox, link.inbox)
+                own = FFNCrossing(side.kernels, side.lane, mirrored)
+                source = FFNPass(side.kernels, side.lane, half, own, batch, spec.hidden_size, staged=staged)
+            self.weights.append(side)
+            self.ffn_halves.append(half)
+            self.ffn_graphs.append(side.capture(source))
+        self._step = 0
+        torch.cuda.synchronize(device)
+
+    def enqueue(self, token_ids: Sequence[int] | None = None) -> int:
+        """One step behind those under way; without ids it takes what the step before it samples. Returns its slot."""
+        self._step += 1
+        base, layers = 1024 * self._step, self.spec.num_layers
+        ids = [-1 - row for row in range(self.batch)] if token_ids is None else list(token_ids)
+        for side, graph in zip(self.weights, self.ffn_graphs, strict=True):
+            side.lane.push(base, layers)
+            side.replay(graph)
+        self.position += 1
+        slot = self.kv.lane.push(base, layers, self.batch, ids, [self.position] * self.batch)
+        self.kv.replay(self.graph)
+        return slot
+
+    def rewind(self, context: int) -> None:
+        """Next steps write and read as if `context` tokens were cached."""
+        self.position = context - 1
+
+    def synchronize(self) -> None:
+        self.kv.stream.synchronize()
+        for side in self.weights:
+            side.stream.synchronize()
+
+    def late(self) -> list[int]:
+        """Peers' late epochs on every side; all zero in a healthy run."""
+        sides = [self.kv, *self.weights]
+        return [side.lane.late_epoch(peer) for side in sides for peer in range(len(self.weights))]
+
+
+def step_times_ms(model: SplitModel, context: int, steps: int = 24, rounds: int = 4) -> list[float]:
+    """Milliseconds from one step's end to the next one's, steps enqueued ahead; the first of each round is left out."""
+    samples: list[float] = []
+    stream = model.kv.stream
+    for number in range(rounds + 1):
+        model.rewind(context)
+        model.enqueue([100 + row for row in range(model.batch)])
+        events = []
+        for _ in range(steps):
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(stream)
+            events.append(event)
+            model.enqueue()
+        model.synchronize()
+        if number:
+            samples += [begin.elapsed_time(end) for begin, end in pairwise(events[1:])]
+    return samples

@@ -1,0 +1,246 @@
+"""The CUDA workers as processes of a cluster, a GPU each: tokens as on one GPU, and after a rank is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from crosspool.backends.cuda.launch import DeviceKernels  # noqa: E402
+from crosspool.cluster.base import (  # noqa: E402
+    ModelFailed,
+    ModelPlacement,
+    ModelReady,
+    RankFailed,
+    RankLost,
+    RankReady,
+    StepDone,
+    StepFailed,
+)
+from crosspool.cluster.config import ClusterConfig  # noqa: E402
+from crosspool.cluster.start import start_cluster  # noqa: E402
+from crosspool.core import SamplingParams  # noqa: E402
+from crosspool.kv_pool.geometry import page_geometry  # noqa: E402
+from crosspool.models.directory import read_model_dir  # noqa: E402
+from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow  # noqa: E402
+from tests.backends.cuda.decoding import FRAME_BYTES, build_decoder, decode_prompts  # noqa: E402
+from tests.support.tiny_models import write_tiny_model  # noqa: E402
+
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
+
+PAGE_TOKENS = 16
+NUM_FRAMES = 512
+
+
+@dataclass
+class Lane:
+    """One lane that decodes one prompt greedily."""
+
+    number: int
+    name: str
+    directory: object
+    prompt: list[int]
+    num_tokens: int
+    first_frame: int
+    tokens: list[int] = field(default_factory=list)
+    step_seq: int = 0
+    is_known: bool = False
+    replays: int = 0
+
+    def step(self) -> StepDescriptor:
+        self.step_seq += 1
+        known = [*self.prompt, *self.tokens]
+        joins = not self.is_known
+        count = len(known) if joins else 1
+        geometry = page_geometry(
+            self.directory.spec, page_tokens=PAGE_TOKENS, frame_bytes=FRAME_BYTES, kv_dtype="bfloat16"
+        )
+        width = geometry.frames_per_page
+        pages = tuple(
+            tuple(range(self.first_frame + idx * width, self.first_frame + (idx + 1) * width)) for idx in range(8)
+        )
+        header = StepHeader(
+            lane=self.number,
+            model=self.name,
+            step_seq=self.step_seq,
+            phase="prefill" if joins else "decode",
+            num_tokens=count,
+        )
+        row = StepRow(
+            sequence_id=self.number,
+            token_ids=tuple(known) if joins else None,
+            num_cached_tokens=0 if joins else len(known) - 1,
+            num_new_tokens=count,
+            new_pages=pages if joins else (),
+        )
+        new = NewSequence(
+            sequence_id=self.number,
+            prompt_token_ids=tuple(self.prompt),
+            output_token_ids=tuple(self.tokens),
+            sampling=SamplingParams(max_tokens=64, temperature=0.0),
+        )
+        return StepDescriptor(header=header, rows=(row,), joining=(new,) if joins else ())
+
+
+def placement(directory, name, ranks):
+    return ModelPlacement(
+        name=name,
+        directory=directory.path,
+        hidden_size=directory.spec.hidden_size,
+        kv_rank="kv0",
+        weights_ranks=ranks,
+        page_tokens=PAGE_TOKENS,
+        frame_bytes=FRAME_BYTES,
+        kv_dtype="bfloat16",
+    )
+
+
+def drive(cluster, lanes, kill_after=None, limit_s=120.0):
+    """Run the lanes to their end; `kill_after`: (tokens of the first lane, rank) to kill a rank once."""
+    until_s, away, waiting, seen = time.monotonic() + limit_s, set(), {lane.number for lane in lanes}, []
+    by_number = {lane.number: lane for lane in lanes}
+    while any(len(lane.tokens) < lane.num_tokens for lane in lanes):
+        assert time.monotonic() < until_s, f"lanes do not end; last events {seen[-6:]}"
+        if not away:
+            for number in sorted(waiting):
+                cluster.submit(by_number[number].step())
+            waiting.clear()
+        for event in cluster.poll(0.5):
+            seen.append(event)
+            match event:
+                case StepDone(result=result):
+                    lane = by_number[result.lane]
+                    lane.tokens += [token.token_id for token in result.sampled]
+                    lane.is_known = True
+                    if len(lane.tokens) < lane.num_tokens:
+                        waiting.add(lane.number)
+                    if kill_after and lane is lanes[0] and len(lane.tokens) == kill_after[0]:
+                        os.kill(cluster.pids()[kill_after[1]], signal.SIGKILL)
+                        kill_after = None
+                case StepFailed(lane=number, fatal=fatal, error=error):
+                    assert not fatal, error
+                    by_number[number].replays += 1
+                    waiting.add(number)
+                case RankLost(rank=rank):
+                    away.add(rank)
+                case RankReady(rank=rank):
+                    away.discard(rank)
+                case ModelFailed(error=error) | RankFailed(error=error):
+                    pytest.fail(error)
+    return seen
+
+
+def start(num_weights, directories):
+    ranks = tuple(f"w{idx}" for idx in range(num_weights))
+    cluster = start_cluster(
+        ClusterConfig(
+            backend="cuda",
+            weights_ranks=ranks,
+            num_frames=NUM_FRAMES,
+            frame_bytes=FRAME_BYTES,
+            max_tokens_per_step=128,
+            num_lanes=2,
+            spin_us=200_000,
+            start_timeout_s=120.0,
+            step_deadline_s=5.0,
+        )
+    )
+    for name, directory in directories.items():
+        cluster.add_model(placement(directory, name, ranks))
+    ready, until_s = 0, time.monotonic() + 150
+    while ready < len(directories):
+        assert time.monotonic() < until_s, "models are not ready"
+        for event in cluster.poll(0.5):
+            assert not isinstance(event, ModelFailed | RankFailed), event
+            ready += isinstance(event, ModelReady)
+    return cluster
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models")
+    return {
+        family: read_model_dir(write_tiny_model(path / family, family, dtype="bfloat16", tokenizer=False))
+        for family in ("qwen3_moe", "deepseek_v2")
+    }
+
+
+def expected_tokens(directory, prompt, count, num_slices):
+    """Greedy tokens of the undivided model on GPU 0."""
+    kernels = DeviceKernels(torch.device("cuda", 0))
+    decoder = build_decoder(
+        kernels, directory, 1, len(prompt) + count, kernels.device, num_slices=num_slices, page_tokens=PAGE_TOKENS
+    )
+    tokens = list(prompt)
+    for _ in range(count):
+        _, logits = decode_prompts(decoder, [tokens])
+        tokens.append(int(logits[-1][0].argmax()))
+    return tokens[len(prompt) :]
+
+
+def lanes_for(directories, num_tokens):
+    lanes, first = [], 1
+    for number, (family, directory) in enumerate(directories.items()):
+        prompt = np.random.default_rng(number).integers(1, directory.spec.vocab_size, size=40).tolist()
+        lanes.append(Lane(number, family, directory, prompt, num_tokens, first))
+        first += 200
+    return lanes
+
+
+def report_speed(seen, label):
+    done = [event.result for event in seen if isinstance(event, StepDone)]
+    busy = sorted(result.attention_s for result in done[len(done) // 2 :])
+    print(f"{label}: {len(done)} steps, host busy a step p50 {busy[len(busy) // 2] * 1e6:.0f} us")
+
+
+def test_two_models_in_two_lanes_give_the_undivided_models_tokens(directories):
+    num_weights = min(2, torch.cuda.device_count() - 1)
+    cluster = start(num_weights, directories)
+    try:
+        lanes = lanes_for(directories, 24)
+        report_speed(drive(cluster, lanes), "two lanes")
+        print(cluster.memory_bytes())
+    finally:
+        cluster.close()
+    for lane in lanes:
+        assert lane.tokens == expected_tokens(lane.directory, lane.prompt, 24, num_weights), lane.name
+        assert lane.replays == 0
+
+
+@pytest.mark.parametrize("rank", ["w0", "kv0"])
+def test_a_killed_rank_rejoins_and_tokens_are_those_of_an_undisturbed_run(rank, directories):
+    cluster = start(1, directories)
+    try:
+        lanes = lanes_for(directories, 24)
+        if rank == "kv0":
+            lanes = lanes[:1]
+        forget_on_loss(cluster, lanes, rank)
+        seen = drive(cluster, lanes, kill_after=(8, rank))
+        assert any(isinstance(event, RankLost) for event in seen)
+    finally:
+        cluster.close()
+    for lane in lanes:
+        assert lane.tokens == expected_tokens(lane.directory, lane.prompt, 24, 1), lane.name
+
+
+def forget_on_loss(cluster, lanes, rank):
+    """A lost KV rank takes its sequences along: they join anew, with the tokens they have."""
+    if rank != "kv0":
+        return
+    poll = cluster.poll
+
+    def watched(timeout_s):
+        events = poll(timeout_s)
+        for event in events:
+            if isinstance(event, RankLost):
+                for lane in lanes:
+                    lane.is_known = False
+        return events
+
+    cluster.poll = watched
