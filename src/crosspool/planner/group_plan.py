@@ -26,7 +26,7 @@ def check_contexts(models: Sequence[PlannedModel], split: Split) -> tuple[str, i
             return (
                 f"{model.name} is guaranteed {model.entry.context} tokens ({format_bytes(needed)} of KV), but one "
                 f"request of it sees {seen} tokens",
-                needed + model.facts.state_bytes,
+                needed + model.facts.state_bytes + (sum(floors.values()) - floors[model.name]) * split.frame_bytes,
             )
     return None
 

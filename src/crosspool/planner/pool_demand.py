@@ -178,9 +178,11 @@ class _Sampler:
 
 
 def horizon_s(loads: Sequence[ModelLoad]) -> float:
-    """Length of one path: the longest period, and long against how long requests stay."""
-    stay = max(load.requests.mean_service_s for load in loads)
-    return max(SHORTEST_HORIZON_S, 100.0 * stay, *(load.period_s for load in loads))
+    """Length of one path: of a recorded trace its period; else long against how long requests stay, too."""
+    period = max(load.period_s for load in loads)
+    if any(isinstance(load.arrivals, RecordedArrivals) for load in loads):
+        return period
+    return max(SHORTEST_HORIZON_S, 100.0 * max(load.requests.mean_service_s for load in loads), period)
 
 
 def replacement_s(loads: Sequence[ModelLoad]) -> float:
