@@ -3,8 +3,11 @@
 import os
 import threading
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from crosspool.cluster.base import LoadProgress, ModelFailed, ModelReady, RankFailed, RankReady, StepDone, StepFailed
 from crosspool.cluster.start import start_cluster
@@ -170,3 +173,21 @@ def test_a_new_rank_is_ready_with_no_model(layout):
         assert {event.rank for event in wait_for(cluster, RankReady, 3)} == {"kv0", "w0", "w1"}
     finally:
         cluster.close()
+
+
+def test_linear_algebra_keeps_to_its_threads_while_the_cluster_lives(layout):
+    """In processes the limit is in their environment; in threads it is this process's, and given back at the end."""
+
+    def num_threads():
+        assert np.ones((2, 2)) @ np.ones(2) is not None  # the library is loaded
+        return {library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"}
+
+    with threadpool_limits(2, "blas"), running(make_config(layout, 1)) as cluster:
+        if layout == "processes":
+            for pid in pids(cluster).values():
+                variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                assert "OPENBLAS_NUM_THREADS=1" in variables
+        else:
+            assert num_threads() == {1}
+            cluster.close()
+        assert num_threads() == {2}

@@ -106,8 +106,9 @@ class SteppedHost:
     def last_words(self) -> str:
         return "killed in a test"
 
-    def end(self, until_s: float) -> None:
+    def end(self, until_s: float) -> bool:
         self.is_alive = False
+        return True
 
 
 class SteppedCluster:

@@ -53,8 +53,8 @@ class Host(Protocol):
         """How it ended, in a few words."""
         ...
 
-    def end(self, until_s: float) -> None:
-        """After a `Stop`: wait for its end up to `until_s` (time.monotonic), then kill it; lets go of everything."""
+    def end(self, until_s: float) -> bool:
+        """After a `Stop`: wait for its end up to `until_s` (time.monotonic), then kill it. False if it lives on."""
         ...
 
 

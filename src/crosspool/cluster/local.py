@@ -90,10 +90,11 @@ class ThreadHost:
     def last_words(self) -> str:
         return self._error or "its thread ended"
 
-    def end(self, until_s: float) -> None:
+    def end(self, until_s: float) -> bool:
         self._thread.join(max(0.0, until_s - time.monotonic()))
         if self._thread.is_alive():
             logger.warning("the thread of %s does not end; it is left behind", ", ".join(self.ranks))
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:

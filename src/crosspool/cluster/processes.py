@@ -108,13 +108,14 @@ class ProcessHost:
             return "it does not end"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
-    def end(self, until_s: float) -> None:
+    def end(self, until_s: float) -> bool:
         if self._process is not None and self._process.returncode is None:
             try:
                 self._process.wait(max(0.0, until_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 logger.warning("%s did not stop in time; killing it", ", ".join(self.ranks))
         self.kill()
+        return self.pid is None
 
     def _reap(self) -> None:
         assert self._process is not None

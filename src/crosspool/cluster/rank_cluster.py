@@ -186,9 +186,8 @@ class RankCluster:
             if self._supervisor.is_up(host.ranks[0]):
                 host.send(host.ranks[0], messages.Stop())
         until_s = time.monotonic() + STOP_TIMEOUT_S
-        for host in self._hosts:
-            host.end(until_s)
-        self._release()
+        if all([host.end(until_s) for host in self._hosts]):
+            self._release()  # a thread that lives on may still use doorbells and board
 
     def _send(self, rank: str, message: ToRank) -> None:
         if self._supervisor.is_up(rank):

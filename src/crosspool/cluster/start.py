@@ -1,5 +1,7 @@
 """Start a cluster: doorbells and board first, then the hosts of the layout."""
 
+from threadpoolctl import threadpool_limits
+
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell
 from crosspool.cluster.local import ThreadHost
@@ -14,12 +16,15 @@ def start_cluster(config: ClusterConfig) -> RankCluster:
 
 
 def _start_threads(config: ClusterConfig) -> RankCluster:
+    """All in this process, whose linear algebra library is held to `threads_per_rank` while the cluster lives."""
+    limits = threadpool_limits(config.threads_per_rank, "blas")
     doorbells = [Doorbell.create() for _ in config.all_hosts]
     parent = Doorbell.create()
     board = Board(ArrayRegion(Board.num_bytes(len(doorbells))))
     hosts = [ThreadHost(config, number, doorbells, board, parent) for number in range(len(doorbells))]
 
     def release() -> None:
+        limits.restore_original_limits()
         board.close()
         for doorbell in (*doorbells, parent):
             doorbell.close()
