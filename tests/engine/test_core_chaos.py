@@ -107,3 +107,19 @@ def test_a_forecast_that_is_too_low_stalls_and_never_deadlocks():
     for drive in drives:
         drive.check_all_ended()
     assert sum(drive.core.dispatcher.num_stalls for drive in drives) > 20
+
+
+@pytest.mark.parametrize("admission", ["reserve", "forecast"])
+def test_a31_a_pool_at_a_fifth_of_the_need_serves_everything_in_turn(admission):
+    models = [a_model("p", page_tokens=16, frames_per_page=2), a_model("q", page_tokens=32, frames_per_page=3)]
+    num_frames = 2400  # 2 x 200 requests of about 800 tokens would take some 32,000 frames, 64 of them some 6,000
+    config = a_config(num_frames, admission=admission, max_queue=200, max_num_seqs=32, max_num_batched_tokens=2048)
+    drive = Drive(config, models)
+    rng = random.Random(31)
+    for model in models:
+        for _ in range(200):
+            drive.add(model.name, prompt=rng.randint(300, 900), max_tokens=124 if rng.random() < 0.5 else 100)
+    drive.run()  # every turn checks that no step lacks pages and that the counters add up to the pool
+    assert {end.finish_reason for end in drive.ends.values()} == {FinishReason.LENGTH}
+    assert len(drive.ends) == 400
+    drive.check_all_ended()

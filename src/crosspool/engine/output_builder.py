@@ -1,7 +1,5 @@
 """OutputBuilder: turns the updates of one sequence into the outputs its caller sees."""
 
-from dataclasses import replace
-
 from crosspool.core import FinishReason, SampledToken
 from crosspool.engine.detokenizer import Detokenizer
 from crosspool.engine.output import RequestOutput, Timings, TokenLogprobs, Usage
@@ -22,7 +20,10 @@ class OutputBuilder:
         self._request = request
         self._index = index
         self._detokenizer = detokenizer
-        self._timings = Timings(arrival_s=arrival_s)
+        self._arrival_s = arrival_s
+        self._scheduled_s: float | None = None
+        self._first_token_s: float | None = None
+        self._last_token_s: float | None = None
         self._num_tokens = 0
         self._pending: list[tuple[SampledToken, float]] = []  # tokens whose text is held back
 
@@ -32,8 +33,8 @@ class OutputBuilder:
         An output that ends with a stop string has `finish_reason` STOP though the update has none: the caller then
         ends the sequence.
         """
-        if self._timings.scheduled_s is None and update.scheduled_s is not None:
-            self._timings = replace(self._timings, scheduled_s=update.scheduled_s)
+        if update.scheduled_s is not None:
+            self._scheduled_s = update.scheduled_s
         text, stop = "", None
         reason = update.finish_reason
         if update.token is not None:
@@ -54,8 +55,9 @@ class OutputBuilder:
         """Count one token; its text and the stop string it completed. An end token has no text."""
         self._num_tokens += 1
         self._pending.append((token, now))
-        first_token_s = now if self._timings.first_token_s is None else self._timings.first_token_s
-        self._timings = replace(self._timings, first_token_s=first_token_s, last_token_s=now)
+        self._last_token_s = now
+        if self._first_token_s is None:
+            self._first_token_s = now
         is_hidden_end = reason is FinishReason.STOP and not self._request.include_stop_str_in_output
         if self._detokenizer is None or is_hidden_end:
             return "", None
@@ -85,7 +87,12 @@ class OutputBuilder:
             token_times_s=tuple(time_s for _, time_s in tokens),
             logprobs=logprobs,
             usage=Usage(prompt_tokens=len(self._request.prompt_token_ids), completion_tokens=self._num_tokens),
-            timings=self._timings,
+            timings=Timings(
+                arrival_s=self._arrival_s,
+                scheduled_s=self._scheduled_s,
+                first_token_s=self._first_token_s,
+                last_token_s=self._last_token_s,
+            ),
             finish_reason=reason,
             stop_reason=stop_reason,
             error=error,
