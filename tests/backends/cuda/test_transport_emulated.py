@@ -91,7 +91,7 @@ def norm_arguments():
 
 
 def test_rows_arrive_before_their_flag():
-    kernels, _kv, _ffn, attention, crossing, channels = sides(WaitRule())
+    _kernels, _kv, _ffn, attention, crossing, channels = sides(WaitRule())
     residual, weight, normed = norm_arguments()
     attention.norm_put(0, residual, weight, normed, 1e-6)
     crossing.wait(0)

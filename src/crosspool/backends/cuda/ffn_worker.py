@@ -7,7 +7,7 @@ from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress
 from crosspool.backends.cuda.ffn_half import FFNHalf
 from crosspool.backends.cuda.ffn_pass import FFNPass
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.lane import LaneIdle, WorkerLane, device_inlets, on_device
+from crosspool.backends.cuda.lane import LaneIdle, WorkerLane, device_inlets, finish, on_device
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
@@ -50,6 +50,7 @@ class CudaFFNWorker:
 
     def add_weights(self, name: str, spec: ModelSpec, layers: Sequence[FFNLayerWeights]) -> None:
         """The same with weights that are on the device already."""
+        finish(self._site.device)
         self._models[name] = FFNModel(spec, tuple(layers))
 
     def open_link(

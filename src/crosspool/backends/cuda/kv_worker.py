@@ -11,7 +11,7 @@ import torch
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
 from crosspool.backends.cuda.batch import Batch, SampledRow, needs_logits
 from crosspool.backends.cuda.kv_pass import KVPass, KVRows
-from crosspool.backends.cuda.lane import LaneIdle, WorkerLane, device_inlets, on_device
+from crosspool.backends.cuda.lane import LaneIdle, WorkerLane, device_inlets, finish, on_device
 from crosspool.backends.cuda.lane_memory import WaitRule, pinned
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
@@ -48,6 +48,7 @@ class CudaAttentionWorker:
     def __init__(self, site: Site, kernels: Launcher, rule: WaitRule, num_frames: int, frame_bytes: int) -> None:
         self._site, self._kernels, self._rule = site, kernels, rule
         self._arena = torch.zeros((num_frames, frame_bytes), dtype=torch.uint8, device=site.device)
+        finish(site.device)
         self._models: dict[str, KVModel] = {}
         self._lanes: dict[int, WorkerLane] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -84,6 +85,7 @@ class CudaAttentionWorker:
         most = min(
             ceil_div(spec.max_position_embeddings, placement.page_tokens), num_frames // geometry.frames_per_page
         )
+        finish(self._site.device)
         self._models[placement.name] = KVModel(spec, weights, num_bytes, geometry, max(1, most))
 
     def open_link(

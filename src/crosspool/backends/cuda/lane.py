@@ -17,8 +17,9 @@ class WorkerLane:
 
     def __init__(self, site: Site, rule: WaitRule) -> None:
         self.site = site
-        self.memory = LaneMemory(site.device, rule)
         self.stream: Any = torch.cuda.Stream(site.device) if site.device.type == "cuda" else None
+        with on_device(site.device), torch.cuda.stream(self.stream):
+            self.memory = LaneMemory(site.device, rule)
         self.links: dict[str, DeviceLink] = {}
         self._passes: dict[tuple[str, Hashable], Capturable] = {}
         self._graphs: dict[tuple[str, Hashable], StepGraph] = {}
@@ -52,7 +53,8 @@ class WorkerLane:
         """The model's pass under `key`, made and, on a GPU, captured where it is new."""
         source = self._passes.get((model, key))
         if source is None:
-            source = self._passes[model, key] = make()
+            with torch.cuda.stream(self.stream):  # what fills new buffers comes before what reads them
+                source = self._passes[model, key] = make()
             if self.stream is not None:
                 self._graphs[model, key] = capture(source, self.stream)
         return source
@@ -98,3 +100,9 @@ def device_inlets(inlets: Iterable[Inlet]) -> tuple[DeviceInlet, ...]:
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make `device` the current one where it is a GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def finish(device: torch.device) -> None:
+    """Wait for what this thread enqueued outside lanes, so that every lane finds it done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
