@@ -49,4 +49,4 @@ class DeadlineExceededError(CrossPoolError):
 
 
 class StepError(CrossPoolError):
-    """A worker raised in the middle of a step; only the requests of that step end with it."""
+    """A worker raised in the middle of a step, or its tokens gave no text; only the requests concerned end with it."""

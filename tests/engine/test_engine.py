@@ -328,6 +328,39 @@ async def test_a_failing_engine_thread_leaves_nobody_waiting():
             rig.face.generate(a_request("next"))
 
 
+async def test_outputs_of_the_step_in_which_the_engine_fails_are_still_told():
+    async with Rig(step_s=0.001) as rig:
+        real = rig.engine._core.schedule
+
+        def failing(now: float):
+            if rig.engine._core.loads["p"].num_finished[FinishReason.LENGTH]:
+                raise RuntimeError("a bug")
+            return real(now)
+
+        rig.engine._core.schedule = failing
+        long = rig.face.generate(a_request("long", "q", max_tokens=1000))
+        outputs = await asyncio.wait_for(collect(rig.face.generate(a_request("short"))), timeout=5)
+        assert outputs[-1].finish_reason is FinishReason.LENGTH
+        assert "a bug" in str((await collect(long))[-1].error)
+
+
+async def test_a_tokenizer_that_raises_ends_only_its_own_request():
+    async with Rig(step_s=0.001) as rig:
+        good = asyncio.create_task(collect(rig.face.generate(a_request("good", max_tokens=40))))
+        bad = rig.face.generate(a_request("bad", max_tokens=40))
+
+        def broken(token_id: int):
+            raise ValueError("Invalid prefix encountered")
+
+        [running] = [running for running in rig.engine._running.values() if running.request_id == "bad"]
+        running.builder._detokenizer.feed = broken
+        outputs = await collect(bad)
+        assert outputs[-1].finish_reason is FinishReason.ERROR
+        assert "Invalid prefix" in str(outputs[-1].error)
+        assert (await good)[-1].usage.completion_tokens == 40
+        await rig.until_empty()
+
+
 async def test_an_idle_engine_sleeps():
     async with Rig() as rig:
         await collect(rig.face.generate(a_request()))

@@ -35,7 +35,14 @@ from crosspool.engine.seeds import sequence_seed
 from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import EngineStats, ModelInfo
-from crosspool.errors import CheckpointError, CrossPoolError, ShuttingDownError, UnknownModelError, WorkerLostError
+from crosspool.errors import (
+    CheckpointError,
+    CrossPoolError,
+    ShuttingDownError,
+    StepError,
+    UnknownModelError,
+    WorkerLostError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +77,7 @@ class Engine:
         self._calls: deque[Callable[[float], list[SequenceUpdate]]] = deque()  # run on the engine thread
         self._closing = False
         self._stopped = False
-        self._failure: CrossPoolError | None = None
+        self._failure: str | None = None
         self._ended = threading.Condition(self._lock)
         self._thread = threading.Thread(target=self._run, name="crosspool-engine", daemon=True)
 
@@ -180,13 +187,14 @@ class Engine:
             if self._stopped:
                 return
             self._stopped = True
-        self._cluster.wake()
-        self._thread.join()
+        if self._thread.ident is not None:  # it was started
+            self._cluster.wake()
+            self._thread.join()
         self._cluster.close()
 
     def _check_open(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise WorkerLostError(self._failure)
         if self._closing:
             raise ShuttingDownError("the engine is shutting down and takes no new requests")
 
@@ -199,9 +207,10 @@ class Engine:
             error: CrossPoolError = ShuttingDownError("the engine was shut down while this request was running")
         except Exception as cause:  # a bug: nobody may wait for ever because of it
             logger.exception("the engine thread failed")
-            error = WorkerLostError(f"the engine failed: {type(cause).__name__}: {cause}")
+            failure = f"the engine failed: {type(cause).__name__}: {cause}"
+            error = WorkerLostError(failure)
             with self._lock:
-                self._failure = error
+                self._failure = failure
         self._end_all(error)
 
     def _poll_timeout_s(self) -> float:
@@ -213,30 +222,43 @@ class Engine:
         return IDLE_POLL_S if deadline is None else min(IDLE_POLL_S, max(0.0, deadline - now))
 
     def _step(self, events: list[Event]) -> None:
-        """Take in what has happened, hand out what can run, then tell callers."""
+        """Take in what has happened, hand out what can run, then tell callers (even if handing out failed)."""
         outputs: list[tuple[Sink, RequestOutput]] = []
-        with self._lock:
-            now = self._clock()
-            while self._calls:
-                outputs += self._outputs(self._calls.popleft()(now), now)
-            for event in events:
-                outputs += self._outputs(self._core.on_event(event, now), now)
-                outputs += self._outputs(self._on_model_event(event, now), now)
-            outputs += self._outputs(self._core.on_time(now), now)
-            self._remove_drained()
-            for kv_rank, sequence_ids in self._core.take_forgotten().items():
-                self._cluster.forget(kv_rank, sequence_ids)
-            for step in self._core.schedule(now):
-                self._cluster.submit(step)
-            if not self._running:
-                self._ended.notify_all()
-        self._deliver(outputs)
+        try:
+            with self._lock:
+                self._take_in(events, outputs)
+                self._hand_out()
+                if not self._running:
+                    self._ended.notify_all()
+        finally:
+            self._deliver(outputs)
+
+    def _take_in(self, events: list[Event], outputs: list[tuple[Sink, RequestOutput]]) -> None:
+        now = self._clock()
+        while self._calls:
+            outputs += self._outputs(self._calls.popleft()(now), now)
+        for event in events:
+            outputs += self._outputs(self._core.on_event(event, now), now)
+            outputs += self._outputs(self._on_model_event(event, now), now)
+        outputs += self._outputs(self._core.on_time(now), now)
+
+    def _hand_out(self) -> None:
+        self._remove_drained()
+        for kv_rank, sequence_ids in self._core.take_forgotten().items():
+            self._cluster.forget(kv_rank, sequence_ids)
+        for step in self._core.schedule(self._clock()):
+            self._cluster.submit(step)
 
     def _outputs(self, updates: list[SequenceUpdate], now: float) -> list[tuple[Sink, RequestOutput]]:
         outputs = []
         for update in updates:
             running = self._running[update.sequence_id]
-            output = running.builder.on_update(update)
+            try:
+                output = running.builder.on_update(update)
+            except Exception as cause:  # of the tokenizer, on this sequence's ids: the others go on
+                logger.exception("the text of request %s cannot be made", running.request_id)
+                self._core.end_sequence(update.sequence_id, FinishReason.ERROR, now)
+                output = running.builder.fail(StepError(f"the output cannot be made into text: {cause}"))
             if output is not None:
                 outputs.append((running.sink, output))
                 if output.finish_reason is not None:

@@ -51,6 +51,10 @@ class OutputBuilder:
             return self._output(text, release=False) if text else None
         return self._output(text, reason=reason, stop_reason=stop_reason, error=update.error)
 
+    def fail(self, error: CrossPoolError) -> RequestOutput:
+        """The last output of a sequence that ends with `error`; text held back is dropped."""
+        return self._output("", reason=FinishReason.ERROR, error=error)
+
     def _take(self, token: SampledToken, now: float, reason: FinishReason | None) -> tuple[str, str | None]:
         """Count one token; its text and the stop string it completed. An end token has no text."""
         self._num_tokens += 1
