@@ -172,6 +172,7 @@ def test_requests_over_several_kv_ranks_see_the_whole_pool_or_one_rank():
         model["kv_parallelism"] = "one"
     one = plan_deployment(parse_plan_input(given_input)).plan.groups[0]
     for both, single in zip(whole.models, one.models, strict=True):
+        assert both.seen_tokens == both.ceiling_pages * both.page_tokens
         assert single.seen_tokens == pytest.approx(both.seen_tokens / 2, rel=0.01)
 
 
