@@ -94,41 +94,48 @@ def _change(logits: FloatArray, row: SamplingRow) -> None:
 
 def _draw(logits: FloatArray, rows: Sequence[SamplingRow]) -> list[int]:
     """One random token per row, from logits (rows, vocabulary) that are not all -inf."""
-    temperatures = np.array([[row.params.temperature] for row in rows])
     weights = logits.astype(np.float64)
     weights -= weights.max(axis=-1, keepdims=True)
-    weights /= temperatures
+    weights /= np.array([[row.params.temperature] for row in rows])
     np.exp(weights, out=weights)  # unnormalised probabilities; the best token has weight 1
-    cut = [idx for idx, row in enumerate(rows) if row.params.top_k or row.params.top_p < 1 or row.params.min_p > 0]
-    if cut:
-        weights[cut] = _cut(weights[cut], [rows[idx].params for idx in cut])
-    cumulative = np.cumsum(weights, axis=-1)
-    uniform = np.array([row.uniform.at(row.position) for row in rows])
-    targets = uniform * cumulative[:, -1]
-    tokens: list[int] = (cumulative > targets[:, None]).argmax(axis=-1).tolist()
+    tokens = []
+    for own, row in zip(weights, rows, strict=True):
+        kept = _kept(own, row.params)
+        cumulative = np.cumsum(own if kept is None else own[kept])
+        target = row.uniform.at(row.position) * cumulative[-1]
+        place = int(cumulative.searchsorted(target, side="right"))
+        tokens.append(place if kept is None else int(kept[place]))
     return tokens
 
 
-def _cut(weights: Float64Array, params: Sequence[SamplingParams]) -> Float64Array:
-    """`weights` (rows, vocabulary) with zeros for tokens outside min-p, top-k and top-p."""
-    vocab_size = weights.shape[1]
-    ranked = np.sort(weights, axis=-1)[:, ::-1]
-    num_kept = np.count_nonzero(ranked >= np.array([[item.min_p] for item in params]), axis=-1)
-    top_k = np.array([min(item.top_k, vocab_size) or vocab_size for item in params])
-    num_kept = np.minimum(num_kept, top_k)
-    mass = np.cumsum(ranked, axis=-1)
-    kept_mass = np.take_along_axis(mass, num_kept[:, None] - 1, axis=-1)
-    wanted = np.array([[item.top_p] for item in params]) * kept_mass
-    # A token stays while the mass before it is below what is wanted; the first always stays.
-    num_wanted = 1 + np.count_nonzero(mass[:, :-1] < wanted, axis=-1)
-    num_kept = np.minimum(num_kept, num_wanted)
-    least = np.take_along_axis(ranked, num_kept[:, None] - 1, axis=-1)
-    kept = weights >= least
-    for idx in np.flatnonzero(np.count_nonzero(kept, axis=-1) > num_kept).tolist():
-        equal = np.flatnonzero(weights[idx] == least[idx])
-        num_above = np.count_nonzero(weights[idx] > least[idx])
-        kept[idx, equal[num_kept[idx] - num_above :]] = False
-    return np.where(kept, weights, 0.0)
+def _kept(weights: Float64Array, params: SamplingParams) -> IntArray | None:
+    """Ids, ascending, that min-p, top-k and top-p leave of one row's weights (vocabulary,); None: all."""
+    if not (params.min_p > 0 or 0 < params.top_k < len(weights) or params.top_p < 1):
+        return None
+    kept: IntArray = np.flatnonzero(weights >= params.min_p) if params.min_p > 0 else np.flatnonzero(weights)
+    if 0 < params.top_k < len(kept):
+        kept = kept[_largest(weights[kept], params.top_k)]
+    if params.top_p < 1:
+        own = weights[kept]
+        wanted = params.top_p * own.sum()
+        # Tokens far below the mean of what may be lost are lost, all of them together; sorting the others is quick.
+        candidates = own >= 0.5 * (1 - params.top_p) * own.sum() / len(own)
+        kept, own = kept[candidates], own[candidates]
+        mass = np.cumsum(np.sort(own)[::-1])
+        # A token stays while the mass before it is below what is wanted; the first always stays.
+        kept = kept[_largest(own, 1 + int(np.count_nonzero(mass[:-1] < wanted)))]
+    return kept
+
+
+def _largest(weights: Float64Array, count: int) -> IntArray:
+    """Indices, ascending, of the `count` largest weights, equal ones by index."""
+    least = np.partition(weights, len(weights) - count)[len(weights) - count]
+    chosen = np.flatnonzero(weights >= least)
+    surplus = len(chosen) - count
+    if surplus:
+        equal = np.flatnonzero(weights[chosen] == least)
+        chosen = np.delete(chosen, equal[len(equal) - surplus :])
+    return chosen
 
 
 def _result(row: SamplingRow, token: int, raw: FloatArray | None) -> SampledToken:
@@ -157,7 +164,6 @@ def _top(logprobs: Float64Array, count: int) -> list[int]:
     if count == 0:
         return []
     count = min(count, len(logprobs))
-    least = np.partition(logprobs, len(logprobs) - count)[len(logprobs) - count]
-    candidates = np.flatnonzero(logprobs >= least)
-    top: list[int] = candidates[(-logprobs[candidates]).argsort(kind="stable")][:count].tolist()
+    candidates = _largest(logprobs, count)
+    top: list[int] = candidates[(-logprobs[candidates]).argsort(kind="stable")].tolist()
     return top
