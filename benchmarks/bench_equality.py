@@ -159,6 +159,7 @@ def layer_errors(
     wrong, widest = 0, 0.0
     for position in range(reference.token_ids.shape[1]):
         set_position(half, reference.token_ids, position)
+        half.embed()  # angles of the position
         for layer in range(num_layers):
             half.residual.copy_(reference.inputs[layer][:, position])
             norm = weights.layers[layer].input_norm

@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 class EmulatedKernels:
     """The launcher of `backends/cuda` for CPU tensors."""
 
-    def __init__(self, *, num_sms: int = 8, has_bulk_copies: bool = True) -> None:
-        self.num_sms, self.has_bulk_copies = num_sms, has_bulk_copies
+    def __init__(self, *, num_sms: int = 8) -> None:
+        self.num_sms = num_sms
         self._libraries: dict[str, ctypes.CDLL] = {}
         self.launches: list[tuple[str, tuple[int, int, int], int]] = []
 

@@ -29,7 +29,7 @@ struct Warp { Barrier barrier; u64 slot[32][12]; };
 
 inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
-inline Barrier block_barrier, consumer_barrier;
+inline Barrier block_barrier;
 inline Fiber* current = nullptr;
 inline jmp_buf scheduler;
 inline Dim block_idx, block_dim, grid_dim;
@@ -52,7 +52,7 @@ inline void run_block(unsigned threads, unsigned smem_bytes) {
   smem.assign(smem_bytes + 256, 0xff);  // NaN in every floating-point type
   fibers.resize(threads);
   warps.assign((threads + 31) / 32, Warp{});
-  block_barrier = consumer_barrier = Barrier{};
+  block_barrier = Barrier{};
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& fiber = fibers[i];
     if (!fiber.stack) fiber.stack = static_cast<char*>(malloc(kStack));
@@ -139,6 +139,13 @@ inline uint4 load16(const void* p) { return load_as<uint4>(p); }
 inline uint2 load8(const void* p) { return load_as<uint2>(p); }
 inline float4 load_float4(const float* p) { return load_as<float4>(p); }
 inline float load_float_l2(const float* p) { return *p; }
+inline float4 load_float4_l2(const float* p) { return load_as<float4>(p); }
+inline u32 warp_max_u32(u32 v) {
+  return emulator::exchange(v, [](auto get) { u32 m = 0; for (int i = 0; i < 32; ++i) m = get(i) > m ? get(i) : m; return m; });
+}
+inline u32 warp_min_u32(u32 v) {
+  return emulator::exchange(v, [](auto get) { u32 m = ~0u; for (int i = 0; i < 32; ++i) m = get(i) < m ? get(i) : m; return m; });
+}
 inline void prefetch_l2(const void*) {}
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float exp_full(float x) { return expf(x); }
@@ -212,36 +219,3 @@ template <int N>
 inline void copy_async_wait() {}
 inline void grid_wait() {}
 inline void grid_launch_dependents() {}
-
-// A barrier's 64 bits: arrivals per phase, arrivals left, and bytes left * 2 + parity of the current phase.
-struct BarrierBits { u16 count, pending; int bytes_phase; };
-inline void barrier_check(BarrierBits* b) {
-  if (b->pending == 0 && b->bytes_phase >> 1 == 0) { b->pending = b->count; b->bytes_phase ^= 1; }
-}
-inline void barrier_init(u64* barrier, int count) {
-  *reinterpret_cast<BarrierBits*>(barrier) = {static_cast<u16>(count), static_cast<u16>(count), 0};
-}
-inline void barrier_init_fence() {}
-inline void barrier_arrive(u64* barrier) {
-  BarrierBits* b = reinterpret_cast<BarrierBits*>(barrier);
-  if (b->pending == 0) { fprintf(stderr, "too many arrivals at a barrier\n"); abort(); }
-  --b->pending;
-  barrier_check(b);
-}
-inline void barrier_arrive_expect(u64* barrier, int bytes) {
-  reinterpret_cast<BarrierBits*>(barrier)->bytes_phase += 2 * bytes;
-  barrier_arrive(barrier);
-}
-inline void barrier_wait(u64* barrier, u32 parity) {
-  while ((reinterpret_cast<BarrierBits*>(barrier)->bytes_phase & 1) == static_cast<int>(parity)) emulator::yield();
-}
-inline void copy_bulk(void* shared, const void* global, int bytes, u64* barrier) {
-  check_aligned(shared, 16), check_aligned(global, 16);
-  if (bytes % 16) { fprintf(stderr, "bulk copy of %d bytes\n", bytes); abort(); }
-  memcpy(shared, global, bytes);
-  BarrierBits* b = reinterpret_cast<BarrierBits*>(barrier);
-  b->bytes_phase -= 2 * bytes;
-  barrier_check(b);
-}
-template <int THREADS>
-inline void consumer_sync() { emulator::arrive(emulator::consumer_barrier, THREADS); }

@@ -8,10 +8,7 @@ import torch
 
 from crosspool.backends.cuda.compile import architecture, cubin
 
-SOURCES = ("gemv", "norm", "rope", "attention", "router", "moe", "moe_ring", "prefetch", "transport")
-
-
-BULK_COPY_SOURCES = ("moe_ring",)
+SOURCES = ("gemv", "norm", "rope", "attention", "router", "moe", "prefetch", "transport")
 
 
 class Launcher(Protocol):
@@ -19,8 +16,6 @@ class Launcher(Protocol):
 
     num_sms: int
     """Multiprocessors of the device."""
-    has_bulk_copies: bool
-    """Compute capability 9.0 or later: kernels may use the bulk copy engine."""
 
     def launch(
         self,
@@ -59,13 +54,12 @@ class DeviceKernels:
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # makes torch's primary context current
             capability = torch.cuda.get_device_capability(device)
-            self.has_bulk_copies = self._can_overlap = capability[0] >= 9
+            self._can_overlap = capability[0] >= 9
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
             arch = architecture(capability)
             self._modules = {
                 source: self._call("cuModuleLoadData", cubin(source, arch, cache_dir).read_bytes())
                 for source in SOURCES
-                if self.has_bulk_copies or source not in BULK_COPY_SOURCES
             }
 
     def launch(

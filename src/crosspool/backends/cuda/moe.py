@@ -11,12 +11,9 @@ from crosspool.backends.cuda.router import MAX_TOKENS, Routing, route
 from crosspool.models.spec import MoEFFNSpec
 from crosspool.units import ceil_div
 
-_UP_WARPS, _DOWN_WARPS = 8, 16
+_WARPS = 8
+_STREAM_BYTES = 96 * 1024  # stages * bytes of a stage, of either kernel
 _RED_FLOATS, _OUT_STRIDE = 160, 20
-_RING_WARPS = 8
-_RING_THREADS = (_RING_WARPS + 1) * 32
-_UP_RING_BYTES = 3 * 16 * (1024 * 2 + 64) + 3 * 16
-_DOWN_RING_BYTES = 4 * 16 * (768 * 2 + 64) + 4 * 16
 _ACTIVATIONS = {"silu": 0, "gpt_oss_swiglu": 1}
 
 
@@ -99,56 +96,22 @@ def ffn(
         out_is_float=out.dtype == torch.float32,
         max_unique=min(spec.num_experts, tokens * top_k) if isinstance(spec, MoEFFNSpec) else 1,
     )
-    first_overlap = overlap or (is_moe and not routed)
-    if kernels.has_bulk_copies:
-        _launch_rings(kernels, params, overlap=first_overlap)
-    else:
-        _launch_tiles(kernels, params, overlap=first_overlap)
-
-
-def _launch_rings(kernels: Launcher, params: MoeParams, *, overlap: bool) -> None:
-    """One block a multiprocessor; weights stream through shared memory."""
-    tokens = params.tokens
-    lists = (2 * params.max_unique + 1 + tokens * params.top_k) * 4
-    tiles = params.shared_width // 8 + (params.width // 8 * params.max_unique if params.num_unique else 0)
-    kernels.launch(
-        "moe_ring",
-        "moe_ring_gate_up",
-        grid=(min(kernels.num_sms, tiles), 1, 1),
-        threads=_RING_THREADS,
-        smem_bytes=_UP_RING_BYTES + 2 * _RING_WARPS * ceil_div(tokens, 8) * _RED_FLOATS * 4 + lists,
-        params=params,
-        overlap=overlap,
-    )
-    kernels.launch(
-        "moe_ring",
-        "moe_ring_down",
-        grid=(ceil_div(params.hidden, 16), 1, 1),
-        threads=_RING_THREADS,
-        smem_bytes=_DOWN_RING_BYTES + (_RING_WARPS * _OUT_STRIDE + params.top_k) * tokens * 4 + lists,
-        params=params,
-    )
-
-
-def _launch_tiles(kernels: Launcher, params: MoeParams, *, overlap: bool) -> None:
-    """One block a tile; weights go straight to registers."""
-    blocks = ceil_div(params.shared_width, 8)
-    if params.num_unique:
-        blocks += params.max_unique * ceil_div(params.width, 8)
+    lists_bytes = (2 * params.max_unique + 1 + 2 * tokens * top_k) * 4
+    tiles = shared_width // 8 + (width // 8 * params.max_unique if is_moe else 0)
     kernels.launch(
         "moe",
         "moe_gate_up",
-        grid=(blocks, 1, 1),
-        threads=_UP_WARPS * 32,
-        smem_bytes=_UP_WARPS * _RED_FLOATS * 4,
+        grid=(min(kernels.num_sms, tiles), 1, 1),
+        threads=_WARPS * 32,
+        smem_bytes=_STREAM_BYTES + 2 * _WARPS * ceil_div(tokens, 8) * _RED_FLOATS * 4 + lists_bytes,
         params=params,
-        overlap=overlap,
+        overlap=overlap or (is_moe and not routed),
     )
     kernels.launch(
         "moe",
         "moe_down",
-        grid=(ceil_div(params.hidden, 16), 1, 1),
-        threads=_DOWN_WARPS * 32,
-        smem_bytes=_DOWN_WARPS * params.tokens * _OUT_STRIDE * 4,
+        grid=(ceil_div(hidden, 16), 1, 1),
+        threads=_WARPS * 32,
+        smem_bytes=_STREAM_BYTES + (_WARPS * _OUT_STRIDE + top_k) * tokens * 4 + lists_bytes,
         params=params,
     )

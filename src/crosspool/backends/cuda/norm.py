@@ -7,6 +7,8 @@ import torch
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.params import MAX_PARTIALS, NormParams, address, check
 
+MAX_HIDDEN = 8192
+
 
 def residual_norm(
     kernels: Launcher,
@@ -49,7 +51,8 @@ def residual_norm(
     )
     for i, partial in enumerate(partials):
         params.partials[i] = address(partial)
-    smem_bytes = (32 + hidden) * 4
+    if hidden % 8 or hidden > MAX_HIDDEN:
+        raise ValueError(f"hidden is {hidden}; rows must be multiples of 8, at most {MAX_HIDDEN}")
     kernels.launch(
-        "norm", "residual_norm", grid=(tokens, 1, 1), threads=256, smem_bytes=smem_bytes, params=params, overlap=overlap
+        "norm", "residual_norm", grid=(tokens, 1, 1), threads=256, smem_bytes=128, params=params, overlap=overlap
     )

@@ -13,8 +13,8 @@ MAX_TOKENS = 32
 MAX_EXPERTS = 512
 MAX_TOP_K = 32
 MAX_GROUPS = 32
-_THREADS = 128
-_WARPS = 4
+_THREADS = 256
+_WARPS = 8
 _SMEM_BYTES = 4 * (2 * _WARPS * MAX_EXPERTS + MAX_TOKENS * _WARPS + MAX_TOKENS * 32 + MAX_EXPERTS + 1)
 _SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_topk": 2}
 

@@ -45,6 +45,10 @@ DEVICE uint2 load8(const void* p) { return *reinterpret_cast<const uint2*>(p); }
 DEVICE float4 load_float4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 // Data another block wrote during this kernel: past L1.
 DEVICE float load_float_l2(const float* p) { return __ldcg(p); }
+DEVICE float4 load_float4_l2(const float* p) { return __ldcg(reinterpret_cast<const float4*>(p)); }
+// The largest or smallest value of a warp's lanes.
+DEVICE u32 warp_max_u32(u32 v) { return __reduce_max_sync(~0u, v); }
+DEVICE u32 warp_min_u32(u32 v) { return __reduce_min_sync(~0u, v); }
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
@@ -101,39 +105,6 @@ DEVICE void grid_launch_dependents() { asm volatile("griddepcontrol.launch_depen
 #else
 DEVICE void grid_wait() {}
 DEVICE void grid_launch_dependents() {}
-#endif
-
-// Barriers in shared memory that count arrivals and copied bytes, and the bulk copies that report to them (sm_90).
-#if __CUDA_ARCH__ >= 900
-DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
-DEVICE void barrier_init(u64* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
-DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory"); }
-DEVICE void barrier_arrive(u64* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-DEVICE void barrier_arrive_expect(u64* barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-}
-// Returns once the phase of this parity has ended; a fresh barrier's phase before the first has parity 1.
-DEVICE void barrier_wait(u64* barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
-  } while (!done);
-}
-// `bytes` (a multiple of 16, both addresses aligned to 16) from global to shared memory, read once.
-DEVICE void copy_bulk(void* shared, const void* global, int bytes, u64* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-}
-// Barrier of the first `threads` threads of the block.
-template <int THREADS>
-DEVICE void consumer_sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 #endif
 
 #endif  // CROSSPOOL_EMULATOR

@@ -1,180 +1,312 @@
 // FFN of few tokens: every chosen expert's weights are read once, whatever number of tokens chose it; shared experts
 // and dense layers are experts that every token passes. Two kernels: gate and up with the activation, then down.
+//
+// One block a multiprocessor. A warp streams its own part of k of tile after tile through shared memory: every lane
+// copies exactly the bytes that it will multiply, STAGES - 1 stages ahead, so there is nothing to synchronise and
+// nothing to hold in registers, and the stream does not pause between tiles. Both kernels' buffers fit one
+// multiprocessor together: the second kernel fills its own while the first still computes.
 #include "moe.cuh"
 
-constexpr int UP_WARPS = 8, UP_CHUNKS = 8;       // 2,048 elements of k a pass
-constexpr int DOWN_WARPS = 16, DOWN_CHUNKS = 4;  // a warp's unit: 128 elements of k of one expert
-constexpr int UNIT_K = DOWN_CHUNKS * 32;
+constexpr int MOE_WARPS = 8, MOE_THREADS = MOE_WARPS * 32;
+constexpr int UP_STAGES = 3, UP_CHUNKS = 4;      // a stage: 4 chunks of 32 elements of k a warp
+constexpr int DOWN_STAGES = 4, DOWN_CHUNKS = 3;
+constexpr int UP_K = MOE_WARPS * UP_CHUNKS * 32;       // 1,024 elements of k a stage of the block
+constexpr int DOWN_K = MOE_WARPS * DOWN_CHUNKS * 32;   // 768
+constexpr int MAX_GROUPS = 4;                    // groups of 8 tokens
 constexpr int OUT_STRIDE = 20;                   // floats a token takes in a warp's sums
 
-// One block: eight gate rows and the same eight up rows of one expert. Shared blocks come first: their weights are
-// known before the router has ended.
-KERNEL(moe_gate_up, MoeParams, UP_WARPS * 32, 2) {
-  float* red = reinterpret_cast<float*>(dynamic_smem());  // UP_WARPS * RED_FLOATS
-  constexpr int PASS = UP_WARPS * UP_CHUNKS * 32;
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
-  const int shared_tiles = ceil_div(p.shared_width, 8), tiles = ceil_div(p.width, 8);
-  const bool is_shared = static_cast<int>(blockIdx.x) < shared_tiles;
-  const int routed = static_cast<int>(blockIdx.x) - shared_tiles;
-  const int k_warp = warp * UP_CHUNKS * 32;
-  TileWeights<UP_CHUNKS> tile;
-  const u16 *gate_row, *up_row;
-  const int* pairs = nullptr;
-  int count = p.tokens, i0, width, expert = 0;
-  if (is_shared) {
-    i0 = blockIdx.x * 8;
-    width = p.shared_width;
-    const i64 row = static_cast<i64>(min_int(i0 + g, width - 1)) * p.hidden;
-    gate_row = p.shared_gate + row;
-    up_row = p.shared_up + row;
-    tile.load(gate_row, up_row, k_warp, p.hidden);
-    grid_wait();
-  } else {
-    grid_wait();
-    if (routed / tiles >= *p.num_unique) {
-      grid_launch_dependents();
-      return;
-    }
-    const int unique = routed / tiles;
-    expert = p.unique_ids[unique];
-    i0 = routed % tiles * 8;
-    width = p.width;
-    gate_row = p.gate_up + (static_cast<i64>(expert) * 2 * width + min_int(i0 + g, width - 1)) * p.hidden;
-    up_row = gate_row + static_cast<i64>(width) * p.hidden;
-    tile.load(gate_row, up_row, k_warp, p.hidden);
-    pairs = p.expert_pairs + p.unique_offsets[unique];
-    count = p.unique_offsets[unique + 1] - p.unique_offsets[unique];
-  }
-  grid_launch_dependents();  // not before the router has ended: the next kernel reads its lists without waiting
+// A warp's stages: [stage][chunk][row of the pair][lane] of 16 bytes.
+template <int STAGES, int CHUNKS>
+struct Stream {
+  static constexpr int WARP_BYTES = STAGES * CHUNKS * 2 * 512;
+  static constexpr int BYTES = MOE_WARPS * WARP_BYTES;
+  u8* mine;  // this lane's first 16 bytes
 
-  for (int n0 = 0; n0 < count; n0 += TILE_COLS) {
-    float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    const u16* column = nullptr;
-    if (n0 + g < count) column = p.x + static_cast<i64>(pairs != nullptr ? pairs[n0 + g] / p.top_k : n0 + g) * p.hidden;
-    for (int pass = 0; pass * PASS < p.hidden; ++pass) {
-      if (pass > 0 || (n0 > 0 && PASS < p.hidden)) tile.load(gate_row, up_row, pass * PASS + k_warp, p.hidden);
-      tile.multiply(acc, column, pass * PASS + k_warp, p.hidden);
+  DEVICE explicit Stream(u8* smem) : mine(smem + threadIdx.x / 32 * WARP_BYTES + threadIdx.x % 32 * 16) {}
+  // Start copying this lane's part of two rows: chunks at k, k + 32, ...; zeros at and after k_end.
+  DEVICE void copy(int stage, const u16* low_row, const u16* high_row, int k, int k_end) const {
+    u8* to = mine + stage * CHUNKS * 1024;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const bool inside = k + c * 32 < k_end;
+      copy_async16(to + c * 1024, inside ? low_row + k + c * 32 : low_row, inside);
+      copy_async16(to + c * 1024 + 512, inside ? high_row + k + c * 32 : high_row, inside);
     }
-    store_tile(red + warp * RED_FLOATS, acc);
-    block_sync();
-    if (threadIdx.x < 64) {
-      const int n = n0 + threadIdx.x / 8, i = threadIdx.x % 8;
-      float gate = sum_tile<UP_WARPS>(red, threadIdx.x / 8, i), up = sum_tile<UP_WARPS>(red, threadIdx.x / 8, i + 8);
-      if (n < count && i0 + i < width) {
-        if (pairs != nullptr && p.gate_up_bias != nullptr) {
-          gate += bf16_value(p.gate_up_bias[static_cast<i64>(expert) * 2 * width + i0 + i]);
-          up += bf16_value(p.gate_up_bias[static_cast<i64>(expert) * 2 * width + width + i0 + i]);
-        }
-        const u16 v = bf16_bits(activate(p.activation, gate, up));
-        if (pairs != nullptr) p.act[static_cast<i64>(pairs[n]) * width + i0 + i] = v;
-        else p.shared_act[static_cast<i64>(n) * width + i0 + i] = v;
-      }
-    }
-    block_sync();
   }
-}
-
-// What one warp multiplies at a time: UNIT_K elements of k of one expert (or of the shared expert).
-struct DownUnit {
-  const u16 *low_row, *high_row;
-  int expert, unique, k_begin, k_end;  // expert -1: shared
+  DEVICE uint4 low(int stage, int c) const { return load16(mine + (stage * CHUNKS + c) * 1024); }
+  DEVICE uint4 high(int stage, int c) const { return load16(mine + (stage * CHUNKS + c) * 1024 + 512); }
 };
 
-DEVICE DownUnit down_unit(const MoeParams& p, int unit, int shared_units, int parts, int row0, int g) {
-  DownUnit u;
-  const u16* weight;
-  int width;
-  if (unit < shared_units) {
-    u.expert = -1;
-    u.k_begin = unit * UNIT_K;
-    width = p.shared_width;
-    weight = p.shared_down;
-  } else {
-    const int routed = unit - shared_units;
-    u.unique = routed / parts;
-    u.expert = p.unique_ids[u.unique];
-    u.k_begin = routed % parts * UNIT_K;
-    width = p.width;
-    weight = p.down + static_cast<i64>(u.expert) * p.hidden * width;
+// The other operand: one column (token) a lane of each group of 8, or null. The first group's is loaded ahead.
+template <int CHUNKS>
+struct Columns {
+  const u16* at[MAX_GROUPS];
+  uint4 first[CHUNKS];
+
+  DEVICE void load_first(int k, int k_end) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      first[c] = uint4{0, 0, 0, 0};
+      if (at[0] != nullptr && k + c * 32 < k_end) first[c] = load16(at[0] + k + c * 32);
+    }
   }
-  u.k_end = width;
-  u.low_row = weight + static_cast<i64>(min_int(row0 + g, p.hidden - 1)) * width;
-  u.high_row = weight + static_cast<i64>(min_int(row0 + g + 8, p.hidden - 1)) * width;
-  return u;
+};
+
+template <int STAGES, int CHUNKS>
+DEVICE void multiply_stage(float (&acc)[MAX_GROUPS][4], const Stream<STAGES, CHUNKS>& stream, int stage,
+                           const Columns<CHUNKS>& columns, int groups, int k, int k_end) {
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c) {
+    const uint4 low = stream.low(stage, c), high = stream.high(stage, c), b = columns.first[c];
+    mma_bf16(acc[0], low.x, high.x, low.y, high.y, b.x, b.y);
+    mma_bf16(acc[0], low.z, high.z, low.w, high.w, b.z, b.w);
+  }
+  for (int n = 1; n < groups; ++n) {
+#pragma unroll
+    for (int m = 1; m < MAX_GROUPS; ++m) {
+      if (m != n) continue;  // registers are indexed by constants only
+#pragma unroll
+      for (int c = 0; c < CHUNKS; ++c) {
+        const uint4 low = stream.low(stage, c), high = stream.high(stage, c);
+        uint4 b = uint4{0, 0, 0, 0};
+        if (columns.at[m] != nullptr && k + c * 32 < k_end) b = load16(columns.at[m] + k + c * 32);
+        mma_bf16(acc[m], low.x, high.x, low.y, high.y, b.x, b.y);
+        mma_bf16(acc[m], low.z, high.z, low.w, high.w, b.z, b.w);
+      }
+    }
+  }
 }
 
-// A unit's products, weighted, onto this warp's sums out[token][row].
-DEVICE void add_unit(const MoeParams& p, const DownUnit& u, const TileWeights<DOWN_CHUNKS>& tile, int row0, float* out) {
-  const int g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-  const bool is_shared = u.expert < 0;
-  const int begin = is_shared ? 0 : p.unique_offsets[u.unique];
-  const int* pairs = is_shared ? nullptr : p.expert_pairs + begin;
-  const int count = is_shared ? p.tokens : p.unique_offsets[u.unique + 1] - begin;
-  for (int n0 = 0; n0 < count; n0 += TILE_COLS) {
-    float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    const u16* column = nullptr;
-    if (n0 + g < count)
-      column = is_shared ? p.shared_act + static_cast<i64>(n0 + g) * p.shared_width
-                         : p.act + static_cast<i64>(pairs[n0 + g]) * p.width;
-    tile.multiply(acc, column, u.k_begin, u.k_end);
+DEVICE void clear(float (&acc)[MAX_GROUPS][4]) {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int n = n0 + 2 * q + c;
-      if (n >= count) continue;
-      const int token = is_shared ? n : pairs[n] / p.top_k;
-      const float w = is_shared ? (p.shared_scale != nullptr ? p.shared_scale[n] : 1.0f) : p.topk_weights[pairs[n]];
-      float low = acc[c], high = acc[c + 2];
-      if (!is_shared && u.k_begin == 0 && p.down_bias != nullptr) {
-        const u16* bias = p.down_bias + static_cast<i64>(u.expert) * p.hidden;
-        low += bf16_value(bias[min_int(row0 + g, p.hidden - 1)]);
-        high += bf16_value(bias[min_int(row0 + g + 8, p.hidden - 1)]);
+  for (int n = 0; n < MAX_GROUPS; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
+}
+
+// The chosen experts and their pairs, copied to shared memory. Entries past the number of chosen experts mean nothing.
+struct Lists {
+  int *ids, *offsets, *pairs, *tokens;
+
+  DEVICE Lists(const MoeParams& p, int* smem)
+      : ids(smem), offsets(ids + p.max_unique), pairs(offsets + p.max_unique + 1), tokens(pairs + p.tokens * p.top_k) {}
+  DEVICE void copy(const MoeParams& p) const {
+    for (int i = threadIdx.x; i < p.max_unique; i += MOE_THREADS) ids[i] = p.unique_ids[i];
+    for (int i = threadIdx.x; i <= p.max_unique; i += MOE_THREADS) offsets[i] = p.unique_offsets[i];
+    for (int i = threadIdx.x; i < p.tokens * p.top_k; i += MOE_THREADS) {
+      const int pair = p.expert_pairs[i];
+      pairs[i] = pair;
+      tokens[i] = pair / p.top_k;
+    }
+  }
+};
+
+// Tiles of eight gate and eight up rows: shared experts' first, for their weights are known before the router has ended.
+struct UpTile {
+  const u16 *gate_row, *up_row;  // this lane's
+  int unique, row0;              // unique -1: shared
+};
+
+DEVICE UpTile up_tile(const MoeParams& p, const Lists& lists, int item, int shared_tiles, int tiles) {
+  const int g = threadIdx.x % 32 / 4;
+  UpTile t;
+  if (item < shared_tiles) {
+    t.unique = -1;
+    t.row0 = item * 8;
+    const i64 row = static_cast<i64>(t.row0 + g) * p.hidden;
+    t.gate_row = p.shared_gate + row;
+    t.up_row = p.shared_up + row;
+  } else {
+    t.unique = (item - shared_tiles) / tiles;
+    t.row0 = (item - shared_tiles - t.unique * tiles) * 8;
+    t.gate_row = p.gate_up + (static_cast<i64>(lists.ids[t.unique]) * 2 * p.width + t.row0 + g) * p.hidden;
+    t.up_row = t.gate_row + static_cast<i64>(p.width) * p.hidden;
+  }
+  return t;
+}
+
+KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 1) {
+  using UpStream = Stream<UP_STAGES, UP_CHUNKS>;
+  const UpStream stream(dynamic_smem());
+  const int red_floats = MOE_WARPS * ceil_div(p.tokens, TILE_COLS) * RED_FLOATS;
+  float* red = reinterpret_cast<float*>(dynamic_smem() + UpStream::BYTES);  // two turns of red_floats
+  const Lists lists(p, reinterpret_cast<int*>(red + 2 * red_floats));
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, k_lane = warp * UP_CHUNKS * 32 + threadIdx.x % 4 * 8;
+  const int shared_tiles = p.shared_width / 8, tiles = p.width / 8, passes = ceil_div(p.hidden, UP_K);
+  const int step = gridDim.x;
+
+  // What is loaded next: `ahead`, pass `ahead_pass`. `loaded` stages have been started.
+  int ahead = blockIdx.x, ahead_pass = 0, loaded = 0, total = shared_tiles;
+  UpTile next{};
+  auto load = [&] {
+    if (ahead < total) {
+      if (ahead_pass == 0) next = up_tile(p, lists, ahead, shared_tiles, tiles);
+      stream.copy(loaded % UP_STAGES, next.gate_row, next.up_row, ahead_pass * UP_K + k_lane, p.hidden);
+      if (++ahead_pass == passes) ahead_pass = 0, ahead += step;
+    }
+    copy_async_commit();
+    ++loaded;
+  };
+  while (loaded < UP_STAGES - 1 && ahead < total) load();
+  grid_wait();
+  grid_launch_dependents();  // not before the router has ended: the next kernel reads its lists without waiting
+  if (p.num_unique != nullptr) {
+    const int unique = *p.num_unique;
+    lists.copy(p);
+    total += unique * tiles;
+    block_sync();
+  }
+  while (loaded < UP_STAGES - 1) load();
+
+  int stage = 0, turn = 0;
+  for (int item = blockIdx.x; item < total; item += step, turn ^= 1) {
+    const UpTile t = up_tile(p, lists, item, shared_tiles, tiles);
+    const bool is_shared = t.unique < 0;
+    const int begin = is_shared ? 0 : lists.offsets[t.unique];
+    const int count = is_shared ? p.tokens : lists.offsets[t.unique + 1] - begin, groups = ceil_div(count, TILE_COLS);
+    Columns<UP_CHUNKS> columns;
+#pragma unroll
+    for (int n = 0; n < MAX_GROUPS; ++n) {
+      const int at = n * TILE_COLS + g;
+      columns.at[n] = nullptr;
+      if (at < count) columns.at[n] = p.x + static_cast<i64>(is_shared ? at : lists.tokens[begin + at]) * p.hidden;
+    }
+    float acc[MAX_GROUPS][4];
+    clear(acc);
+    for (int pass = 0; pass < passes; ++pass) {
+      columns.load_first(pass * UP_K + k_lane, p.hidden);
+      load();
+      copy_async_wait<UP_STAGES - 1>();
+      multiply_stage(acc, stream, stage, columns, groups, pass * UP_K + k_lane, p.hidden);
+      if (++stage == UP_STAGES) stage = 0;
+    }
+    float* sums = red + turn * red_floats;
+#pragma unroll
+    for (int n = 0; n < MAX_GROUPS; ++n)
+      if (n < groups) store_tile(sums + (n * MOE_WARPS + warp) * RED_FLOATS, acc[n]);
+    block_sync();  // one a tile: a warp that is ahead writes the other turn's sums
+    const int n = threadIdx.x / 8, row = t.row0 + threadIdx.x % 8;  // 256 threads: 32 columns of 8 values
+    if (n < count) {
+      const float* tile = sums + n / TILE_COLS * MOE_WARPS * RED_FLOATS;
+      float gate = sum_tile<MOE_WARPS>(tile, n % TILE_COLS, threadIdx.x % 8);
+      float up = sum_tile<MOE_WARPS>(tile, n % TILE_COLS, threadIdx.x % 8 + 8);
+      if (is_shared) {
+        p.shared_act[static_cast<i64>(n) * p.shared_width + row] = bf16_bits(activate(p.activation, gate, up));
+      } else {
+        if (p.gate_up_bias != nullptr) {
+          const u16* bias = p.gate_up_bias + static_cast<i64>(lists.ids[t.unique]) * 2 * p.width + row;
+          gate += bf16_value(bias[0]);
+          up += bf16_value(bias[p.width]);
+        }
+        p.act[static_cast<i64>(lists.pairs[begin + n]) * p.width + row] = bf16_bits(activate(p.activation, gate, up));
       }
-      out[token * OUT_STRIDE + g] += w * low;
-      out[token * OUT_STRIDE + g + 8] += w * high;
+    }
+  }
+}
+
+// DOWN_K elements of k of one expert (or of the shared one), for this block's sixteen rows of the output.
+struct DownUnit {
+  const u16 *low_row, *high_row;  // this lane's
+  int unique, k0, width;          // unique -1: shared
+};
+
+KERNEL(moe_down, MoeParams, MOE_THREADS, 1) {
+  using DownStream = Stream<DOWN_STAGES, DOWN_CHUNKS>;
+  const DownStream stream(dynamic_smem());
+  float* sums = reinterpret_cast<float*>(dynamic_smem() + DownStream::BYTES);  // MOE_WARPS * tokens * OUT_STRIDE
+  float* weights = sums + MOE_WARPS * p.tokens * OUT_STRIDE;                   // tokens * top_k
+  const Lists lists(p, reinterpret_cast<int*>(weights + p.tokens * p.top_k));
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+  const int k_lane = warp * DOWN_CHUNKS * 32 + q * 8;
+  const i64 low = min_int(blockIdx.x * TILE_ROWS + g, p.hidden - 1), high = min_int(blockIdx.x * TILE_ROWS + g + 8, p.hidden - 1);
+  const int shared_units = ceil_div(p.shared_width, DOWN_K), parts = ceil_div(p.width, DOWN_K);
+  int units = shared_units;
+  if (p.num_unique != nullptr) {
+    units += *p.num_unique * parts;
+    lists.copy(p);
+    for (int i = threadIdx.x; i < p.tokens * p.top_k; i += MOE_THREADS) weights[i] = p.topk_weights[i];
+  }
+  float* out = sums + warp * p.tokens * OUT_STRIDE;
+  for (int i = threadIdx.x % 32; i < p.tokens * OUT_STRIDE; i += 32) out[i] = 0.0f;
+  block_sync();
+  grid_launch_dependents();
+
+  auto unit_at = [&](int unit) {
+    DownUnit u;
+    const u16* weight = p.shared_down;
+    u.unique = -1, u.k0 = unit * DOWN_K, u.width = p.shared_width;
+    if (unit >= shared_units) {
+      u.unique = (unit - shared_units) / parts;
+      u.k0 = (unit - shared_units - u.unique * parts) * DOWN_K;
+      u.width = p.width;
+      weight = p.down + static_cast<i64>(lists.ids[u.unique]) * p.hidden * p.width;
+    }
+    u.low_row = weight + low * u.width;
+    u.high_row = weight + high * u.width;
+    return u;
+  };
+  int loaded = 0;
+  auto load = [&] {
+    if (loaded < units) {
+      const DownUnit u = unit_at(loaded);
+      stream.copy(loaded % DOWN_STAGES, u.low_row, u.high_row, u.k0 + k_lane, u.width);
+    }
+    copy_async_commit();
+    ++loaded;
+  };
+  while (loaded < DOWN_STAGES - 1) load();
+  grid_wait();
+
+  for (int unit = 0, stage = 0; unit < units; ++unit) {
+    const DownUnit u = unit_at(unit);
+    const bool is_shared = u.unique < 0;
+    const int begin = is_shared ? 0 : lists.offsets[u.unique];
+    const int count = is_shared ? p.tokens : lists.offsets[u.unique + 1] - begin, groups = ceil_div(count, TILE_COLS);
+    Columns<DOWN_CHUNKS> columns;
+#pragma unroll
+    for (int n = 0; n < MAX_GROUPS; ++n) {
+      const int at = n * TILE_COLS + g;
+      columns.at[n] = nullptr;
+      if (at < count)
+        columns.at[n] = is_shared ? p.shared_act + static_cast<i64>(at) * u.width
+                                  : p.act + static_cast<i64>(lists.pairs[begin + at]) * u.width;
+    }
+    columns.load_first(u.k0 + k_lane, u.width);
+    load();
+    copy_async_wait<DOWN_STAGES - 1>();
+    float acc[MAX_GROUPS][4];
+    clear(acc);
+    multiply_stage(acc, stream, stage, columns, groups, u.k0 + k_lane, u.width);
+    if (++stage == DOWN_STAGES) stage = 0;
+#pragma unroll
+    for (int n = 0; n < MAX_GROUPS; ++n) {
+      if (n >= groups) break;
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int at = n * TILE_COLS + 2 * q + c;
+        if (at >= count) continue;
+        const int token = is_shared ? at : lists.tokens[begin + at];
+        float w = 1.0f;
+        if (!is_shared) w = weights[lists.pairs[begin + at]];
+        else if (p.shared_scale != nullptr) w = p.shared_scale[at];
+        float low_sum = acc[n][c], high_sum = acc[n][c + 2];
+        if (!is_shared && u.k0 == 0 && warp == 0 && p.down_bias != nullptr) {
+          const u16* bias = p.down_bias + static_cast<i64>(lists.ids[u.unique]) * p.hidden;
+          low_sum += bf16_value(bias[low]);
+          high_sum += bf16_value(bias[high]);
+        }
+        out[token * OUT_STRIDE + g] += w * low_sum;
+        out[token * OUT_STRIDE + g + 8] += w * high_sum;
+      }
     }
     warp_sync();
   }
-}
-
-// One block: sixteen rows of the output. Its warps share the units; each keeps its own sums, added in warp order.
-KERNEL(moe_down, MoeParams, DOWN_WARPS * 32, 1) {
-  float* sums = reinterpret_cast<float*>(dynamic_smem());  // DOWN_WARPS * tokens * OUT_STRIDE
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, row0 = blockIdx.x * TILE_ROWS;
-  const int shared_units = ceil_div(p.shared_width, UNIT_K), parts = ceil_div(p.width, UNIT_K);
-  const int units = shared_units + (p.num_unique != nullptr ? *p.num_unique * parts : 0);
-  float* out = sums + warp * p.tokens * OUT_STRIDE;
-  for (int i = threadIdx.x % 32; i < p.tokens * OUT_STRIDE; i += 32) out[i] = 0.0f;
-  warp_sync();
-  DownUnit unit{};
-  TileWeights<DOWN_CHUNKS> tile;
-  if (warp < units) {
-    unit = down_unit(p, warp, shared_units, parts, row0, g);
-    tile.load(unit.low_row, unit.high_row, unit.k_begin, unit.k_end);
-  }
-  grid_launch_dependents();
-  bool waited = false;
-  for (int i = warp; i < units; i += DOWN_WARPS) {
-    DownUnit next = unit;
-    TileWeights<DOWN_CHUNKS> next_tile = tile;
-    if (i + DOWN_WARPS < units) {
-      next = down_unit(p, i + DOWN_WARPS, shared_units, parts, row0, g);
-      next_tile.load(next.low_row, next.high_row, next.k_begin, next.k_end);
-    }
-    if (!waited) grid_wait();  // for the activations; two units of weights are on their way
-    waited = true;
-    add_unit(p, unit, tile, row0, out);
-    unit = next;
-    tile = next_tile;
-  }
-  if (!waited) grid_wait();
   block_sync();
-  for (int i = threadIdx.x; i < p.tokens * TILE_ROWS; i += DOWN_WARPS * 32) {
+  for (int i = threadIdx.x; i < p.tokens * TILE_ROWS; i += MOE_THREADS) {
     const int token = i / TILE_ROWS, row = i % TILE_ROWS;
-    if (row0 + row >= p.hidden) continue;
+    if (static_cast<int>(blockIdx.x) * TILE_ROWS + row >= p.hidden) continue;
     float v = 0.0f;
 #pragma unroll
-    for (int w = 0; w < DOWN_WARPS; ++w) v += sums[(w * p.tokens + token) * OUT_STRIDE + row];
-    const i64 at = static_cast<i64>(token) * p.hidden + row0 + row;
+    for (int w = 0; w < MOE_WARPS; ++w) v += sums[(w * p.tokens + token) * OUT_STRIDE + row];
+    const i64 at = static_cast<i64>(token) * p.hidden + blockIdx.x * TILE_ROWS + row;
     if (p.out_is_float) static_cast<float*>(p.out)[at] = v;
     else static_cast<u16*>(p.out)[at] = bf16_bits(v);
   }

@@ -1,5 +1,5 @@
 // residual (+ partial outputs, in order) -> residual, and its RMSNorm as bf16. One block a token.
-#include "common.cuh"
+#include "norm_row.cuh"
 
 constexpr int MAX_PARTIALS = 8;
 constexpr int NORM_THREADS = 256;
@@ -18,22 +18,19 @@ struct NormParams {
 
 KERNEL(residual_norm, NormParams, NORM_THREADS, 1) {
   float* scratch = reinterpret_cast<float*>(dynamic_smem());  // 32
-  float* row = scratch + 32;                                  // hidden
   const i64 base = static_cast<i64>(blockIdx.x) * p.hidden;
+  NormRow<NORM_THREADS> row(p.norm_weight, p.hidden);
   grid_launch_dependents();
   grid_wait();
-  const u16* embedded = p.token_ids != nullptr ? p.embed + static_cast<i64>(p.token_ids[blockIdx.x]) * p.hidden : nullptr;
-  float squares = 0.0f;
-  for (int i = threadIdx.x; i < p.hidden; i += NORM_THREADS) {
-    float v = embedded != nullptr ? bf16_value(embedded[i]) : p.residual_in[base + i];
-    for (int n = 0; n < p.num_partials; ++n)
-      v += p.partials_are_float ? static_cast<const float*>(p.partials[n])[base + i]
-                                : bf16_value(static_cast<const u16*>(p.partials[n])[base + i]);
-    row[i] = v;
-    squares += v * v;
-    if (p.residual_out != nullptr) p.residual_out[base + i] = v;
+  if (p.token_ids != nullptr) row.read(p.embed + static_cast<i64>(p.token_ids[blockIdx.x]) * p.hidden);
+  else row.read(p.residual_in + base);
+  for (int n = 0; n < p.num_partials; ++n) {
+    if (p.partials_are_float) row.add(static_cast<const float*>(p.partials[n]) + base);
+    else row.add(static_cast<const u16*>(p.partials[n]) + base);
   }
-  const float scale = rsqrt_full(block_sum(squares, scratch, NORM_THREADS) / static_cast<float>(p.hidden) + p.eps);
-  for (int i = threadIdx.x; i < p.hidden; i += NORM_THREADS)
-    p.normed[base + i] = bf16_bits(row[i] * scale * bf16_value(p.norm_weight[i]));
+  if (p.residual_out != nullptr) row.write(p.residual_out + base);
+  const float scale = row.scale(scratch, p.eps);
+#pragma unroll
+  for (int n = 0; n < ROW_GROUPS; ++n)
+    if (row.inside(n)) *reinterpret_cast<uint4*>(p.normed + base + row.index(n)) = row.normed(n, scale);
 }

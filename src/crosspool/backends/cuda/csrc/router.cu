@@ -4,13 +4,11 @@
 // order, so later sums have a fixed order. Router arithmetic is fp32 throughout.
 #include "common.cuh"
 
-constexpr int ROUTER_WARPS = 4;
+constexpr int ROUTER_WARPS = 8;
 constexpr int ROUTER_THREADS = ROUTER_WARPS * 32;
 constexpr int MAX_TOKENS = 32;
 constexpr int MAX_EXPERTS = 512;
-constexpr int MAX_GROUPS = 32;
-constexpr int LANE_EXPERTS = MAX_EXPERTS / 32;
-constexpr int HELD = 8;  // float4 of a weight row a lane keeps in registers: 4,096 elements over the block's warps
+constexpr int HELD = 4;  // float4 of a weight row a lane keeps in registers: 4,096 elements over the block's warps
 
 enum Score { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_OF_TOPK = 2 };
 
@@ -33,14 +31,17 @@ struct RouterParams {
   float renormalise_eps, scale;
 };
 
-// The best `v` of the warp, the lowest id among equals.
-DEVICE void warp_best(float& v, int& id) {
-#pragma unroll
-  for (int mask = 16; mask; mask >>= 1) {
-    const float other = shfl_xor(v, mask);
-    const int other_id = shfl_xor(id, mask);
-    if (other > v || (other == v && other_id < id)) v = other, id = other_id;
-  }
+// A float as an integer that orders the same way; NaN orders below all numbers.
+DEVICE u32 orderable(float v) {
+  const u32 bits = bits_of_float(v);
+  if (v != v) return 0;
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// The id of the best `v` of the warp, the lowest among equals. A lane without a candidate passes id ~0.
+DEVICE int warp_best(float v, u32 id) {
+  const u32 key = id == ~0u ? 0 : orderable(v), best = warp_max_u32(key);
+  return static_cast<int>(warp_min_u32(key == best ? id : ~0u));
 }
 
 // Experts outside the best groups get -inf. `choice`: this warp's scores in shared memory.
@@ -57,55 +58,69 @@ DEVICE void mask_groups(const RouterParams& p, float* choice) {
   }
   bool kept = false;
   for (int round = 0; round < p.topk_groups; ++round) {
-    float v = kept ? -__builtin_huge_valf() : mine;
-    int id = kept || lane >= p.num_groups ? MAX_GROUPS : lane;
-    warp_best(v, id);
-    if (lane == id) kept = true;
+    if (lane == warp_best(mine, kept || lane >= p.num_groups ? ~0u : lane)) kept = true;
   }
   if (lane < p.num_groups && !kept)
     for (int e = lane * size; e < (lane + 1) * size; ++e) choice[e] = -__builtin_huge_valf();
   warp_sync();
 }
 
-// One warp, one token: scores, choice, weights. `choice` and `scores` are this warp's rows of shared memory.
+// One warp, one token: scores, choice, weights. `choice` and `scores` are this warp's rows of shared memory; a lane
+// looks after every 32nd expert, at most PER_LANE.
+template <int PER_LANE>
 DEVICE void choose(const RouterParams& p, const float* logits, int token, float* choice, float* scores, int* chosen) {
   const int lane = threadIdx.x % 32;
-  float top = -__builtin_huge_valf();
-  for (int e = lane; e < p.experts; e += 32) {
-    const float logit = load_float_l2(logits + e) + (p.logit_bias != nullptr ? p.logit_bias[e] : 0.0f);
-    scores[e] = logit;
-    top = fmaxf(top, logit);
+  float held[PER_LANE], top = -__builtin_huge_valf();
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {  // all loads before the first use
+    const int e = lane + i * 32;
+    held[i] = -__builtin_huge_valf();
+    if (e < p.experts) held[i] = load_float_l2(logits + e) + (p.logit_bias != nullptr ? p.logit_bias[e] : 0.0f);
   }
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) top = fmaxf(top, held[i]);
   top = warp_max(top);
   if (p.score == SOFTMAX) {
     float sum = 0.0f;
-    for (int e = lane; e < p.experts; e += 32) sum += exp_full(scores[e] - top);
-    sum = warp_sum(sum);
-    for (int e = lane; e < p.experts; e += 32) scores[e] = exp_full(scores[e] - top) / sum;
-  } else if (p.score == SIGMOID) {
-    for (int e = lane; e < p.experts; e += 32) scores[e] = 1.0f / (1.0f + exp_full(-scores[e]));
-  }
-  for (int e = lane; e < p.experts; e += 32) choice[e] = scores[e] + (p.choice_bias != nullptr ? p.choice_bias[e] : 0.0f);
-  warp_sync();
-  if (p.num_groups > 1) mask_groups(p, choice);
-
-  float held[LANE_EXPERTS];
 #pragma unroll
-  for (int i = 0; i < LANE_EXPERTS; ++i) held[i] = lane + i * 32 < p.experts ? choice[lane + i * 32] : -__builtin_huge_valf();
+    for (int i = 0; i < PER_LANE; ++i) sum += held[i] = exp_full(held[i] - top);
+    sum = warp_sum(sum);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) held[i] /= sum;
+  } else if (p.score == SIGMOID) {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) held[i] = 1.0f / (1.0f + exp_full(-held[i]));
+  }
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {
+    const int e = lane + i * 32;
+    if (e >= p.experts) continue;
+    scores[e] = held[i];
+    if (p.choice_bias != nullptr) held[i] += p.choice_bias[e];
+    if (p.num_groups > 1) choice[e] = held[i];
+  }
+  warp_sync();
+  if (p.num_groups > 1) {
+    mask_groups(p, choice);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i)
+      if (lane + i * 32 < p.experts) held[i] = choice[lane + i * 32];
+  }
+
   float weight = 0.0f;  // of choice `lane`
   int id = 0;
+  u32 taken = 0;  // this lane's experts that are chosen
   for (int k = 0; k < p.top_k; ++k) {
     float best = -__builtin_huge_valf();
-    int best_id = p.experts;
+    u32 best_id = ~0u;
 #pragma unroll
-    for (int i = 0; i < LANE_EXPERTS; ++i)
-      if (held[i] > best) best = held[i], best_id = lane + i * 32;
-    warp_best(best, best_id);
-    best_id = min_int(best_id, p.experts - 1);  // scores of NaN choose nothing; stay in bounds
-    if (lane == k) id = best_id, weight = scores[best_id];
-#pragma unroll
-    for (int i = 0; i < LANE_EXPERTS; ++i)
-      if (lane + i * 32 == best_id) held[i] = -__builtin_huge_valf();
+    for (int i = 0; i < PER_LANE; ++i) {
+      const bool open = lane + i * 32 < p.experts && !(taken >> i & 1);
+      if (open && (best_id == ~0u || held[i] > best)) best = held[i], best_id = lane + i * 32;
+    }
+    const int found = min_int(warp_best(best, best_id), p.experts - 1);
+    if (lane == k) id = found, weight = scores[found];
+    if (found % 32 == lane) taken |= 1u << (found / 32);
   }
   if (p.score == SOFTMAX_OF_TOPK) {
     const float most = warp_max(lane < p.top_k ? weight : -__builtin_huge_valf());
@@ -124,8 +139,24 @@ DEVICE void choose(const RouterParams& p, const float* logits, int token, float*
   warp_sync();  // the next token overwrites the scores
 }
 
+// One token's lists: its experts are all different, so a choice's place is the number of smaller ids.
+DEVICE void list_one_token(const RouterParams& p, const int* chosen) {
+  const int k = threadIdx.x;
+  if (k > p.top_k) return;
+  p.unique_offsets[k] = k;
+  if (k == p.top_k) {
+    *p.num_unique = k;
+    return;
+  }
+  int place = 0;
+  for (int other = 0; other < p.top_k; ++other) place += chosen[other] < chosen[k];
+  p.unique_ids[place] = chosen[k];
+  p.expert_pairs[place] = k;
+}
+
 // `chosen`: (tokens, top_k) in shared memory. The pairs grouped by expert, experts ascending, pairs in token order.
 DEVICE void list_experts(const RouterParams& p, const int* chosen, int* counts) {
+  if (p.tokens == 1) return list_one_token(p, chosen);
   const int lane = threadIdx.x % 32, pairs = p.tokens * p.top_k;
   for (int e = threadIdx.x; e < p.experts; e += ROUTER_THREADS) {
     int count = 0;
@@ -204,7 +235,7 @@ KERNEL(route, RouterParams, ROUTER_THREADS, 1) {
 #pragma unroll
     for (int c = 0; c < HELD; ++c) {
       const int i = c * STEP + threadIdx.x * 4;
-      if (i >= p.hidden) break;
+      if (i >= p.hidden) continue;
       const uint2 v = load8(x + i);
       sum += held[c].x * bf16_low(v.x) + held[c].y * bf16_high(v.x) + held[c].z * bf16_low(v.y) + held[c].w * bf16_high(v.y);
     }
@@ -232,8 +263,11 @@ KERNEL(route, RouterParams, ROUTER_THREADS, 1) {
   block_sync();
   if (!*s.last) return;
   if (threadIdx.x == 0) *p.ticket = 0;
-  for (int t = warp; t < p.tokens; t += ROUTER_WARPS)
-    choose(p, p.logits + t * rows, t, s.choice + warp * MAX_EXPERTS, s.scores + warp * MAX_EXPERTS, s.chosen);
+  float *choice = s.choice + warp * MAX_EXPERTS, *scores = s.scores + warp * MAX_EXPERTS;
+  for (int t = warp; t < p.tokens; t += ROUTER_WARPS) {
+    if (p.experts <= 128) choose<4>(p, p.logits + t * rows, t, choice, scores, s.chosen);
+    else choose<MAX_EXPERTS / 32>(p, p.logits + t * rows, t, choice, scores, s.chosen);
+  }
   block_sync();
   list_experts(p, s.chosen, s.counts);
 }

@@ -3,6 +3,7 @@
 // A flag holds an epoch, base + layer + 1, where base lies in device memory, so that a captured graph serves every step.
 // Epochs only grow and are compared with >=: nothing is reset. A wait has a deadline; past it, it names the late peer in
 // host memory and lets the step run on (its result is worthless and the host knows it). It never traps.
+#include "norm_row.cuh"
 #include "system.cuh"
 
 constexpr int MAX_PEERS = 8;
@@ -81,26 +82,18 @@ struct NormPutParams {
 // RMSNorm of the residual stream straight to the peers. One block a token; hidden is a multiple of 8.
 KERNEL(norm_put, NormPutParams, BLOCK, 1) {
   float* scratch = reinterpret_cast<float*>(dynamic_smem());  // 32
-  float* row = scratch + 32;                                  // hidden
-  const i64 token = blockIdx.x, base_at = token * p.hidden;
+  const i64 base_at = static_cast<i64>(blockIdx.x) * p.hidden;
+  NormRow<BLOCK> row(p.norm_weight, p.hidden);
   grid_launch_dependents();
   grid_wait();
-  float squares = 0.0f;
-  for (int i = threadIdx.x; i < p.hidden; i += BLOCK) {
-    const float value = p.residual[base_at + i];
-    row[i] = value;
-    squares += value * value;
-  }
-  const float scale = rsqrt_full(block_sum(squares, scratch, BLOCK) / static_cast<float>(p.hidden) + p.eps);
-  for (int i = threadIdx.x * 8; i < p.hidden; i += BLOCK * 8) {
-    u32 out[4];
+  row.read(p.residual + base_at);
+  const float scale = row.scale(scratch, p.eps);
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      out[j] = pack_bf16(row[i + 2 * j] * scale * bf16_value(p.norm_weight[i + 2 * j]),
-                         row[i + 2 * j + 1] * scale * bf16_value(p.norm_weight[i + 2 * j + 1]));
-    const uint4 packed = uint4{out[0], out[1], out[2], out[3]};
-    for (int peer = 0; peer < p.flags.count; ++peer) store16(p.slots[peer] + (base_at + i) * 2, packed);
-    store16(p.normed + base_at + i, packed);
+  for (int n = 0; n < ROW_GROUPS; ++n) {
+    if (!row.inside(n)) continue;
+    const uint4 packed = row.normed(n, scale);
+    for (int peer = 0; peer < p.flags.count; ++peer) store16(p.slots[peer] + (base_at + row.index(n)) * 2, packed);
+    store16(p.normed + base_at + row.index(n), packed);
   }
   raise(p.view, p.flags, load_relaxed(p.view.lane + BASE), p.layer, gridDim.x);
 }
@@ -118,25 +111,21 @@ struct WaitNormParams {
 
 // Wait for every partial sum of a layer; residual += them in rank order; normed = RMSNorm(residual). One block a token.
 KERNEL(wait_norm, WaitNormParams, BLOCK, 1) {
-  float* scratch = reinterpret_cast<float*>(dynamic_smem());
-  float* row = scratch + 32;
+  float* scratch = reinterpret_cast<float*>(dynamic_smem());  // 32
   const i64 base_at = static_cast<i64>(blockIdx.x) * p.hidden;
+  NormRow<BLOCK> row(p.norm_weight, p.hidden);
   if (p.view.early) grid_launch_dependents();
   grid_wait();
+  row.read(p.residual + base_at);  // while the peers compute
   await(p.view, p.flags, load_relaxed(p.view.lane + BASE), p.layer);
   block_sync();
   if (!p.view.early) grid_launch_dependents();
-  float squares = 0.0f;
-  for (int i = threadIdx.x; i < p.hidden; i += BLOCK) {
-    float value = p.residual[base_at + i];
-    for (int n = 0; n < p.flags.count; ++n) value += load_float_l2(reinterpret_cast<const float*>(p.slots[n]) + base_at + i);
-    row[i] = value;
-    squares += value * value;
-    p.residual[base_at + i] = value;
-  }
-  const float scale = rsqrt_full(block_sum(squares, scratch, BLOCK) / static_cast<float>(p.hidden) + p.eps);
-  for (int i = threadIdx.x; i < p.hidden; i += BLOCK)
-    p.normed[base_at + i] = bf16_bits(row[i] * scale * bf16_value(p.norm_weight[i]));
+  for (int n = 0; n < p.flags.count; ++n) row.add(reinterpret_cast<const float*>(p.slots[n]) + base_at);
+  row.write(p.residual + base_at);
+  const float scale = row.scale(scratch, p.eps);
+#pragma unroll
+  for (int n = 0; n < ROW_GROUPS; ++n)
+    if (row.inside(n)) store16(p.normed + base_at + row.index(n), row.normed(n, scale));
 }
 
 struct CrossParams {
