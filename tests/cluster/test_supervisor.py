@@ -116,6 +116,13 @@ class TestSupervisor:
         assert now_s == 6.5
         assert reason == "gave no sign of life for 6.5 s"
 
+    def test_a_slow_start_does_not_count_as_silence(self):
+        supervisor = make_supervisor()
+        supervisor.launched(0, 0.0)
+        assert self.look(supervisor, 9, iter(lambda: 0, None)) is None
+        supervisor.said_hello("kv0")
+        assert self.look(supervisor, 6, iter(lambda: 0, None), start_s=9.0) is None
+
     def test_one_that_beats_or_owes_nothing_does_not(self):
         supervisor = make_supervisor()
         bring_up(supervisor, 0, ("kv0",), 0.0)

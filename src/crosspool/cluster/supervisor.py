@@ -109,9 +109,10 @@ class Supervisor:
         entry = self._hosts[host]
         has_paused = now_s - entry.looked_s > self._hang_s / 2
         entry.looked_s = now_s
-        if beat != entry.beat or not owes_work or has_paused:
+        is_starting = any(self._states[rank] is RankState.STARTING for rank in entry.ranks)
+        if beat != entry.beat or not owes_work or has_paused or is_starting:
             entry.beat, entry.beat_s = beat, now_s
-        if any(self._states[rank] is RankState.STARTING for rank in entry.ranks):
+        if is_starting:
             if now_s - entry.launched_s > self._start_timeout_s:
                 return f"did not start within {self._start_timeout_s:g} s"
             return None
