@@ -8,7 +8,7 @@ import pytest
 from crosspool.cluster.doorbell import Board, Doorbell, ringer
 from crosspool.cluster.host_loop import HostLoop
 from crosspool.cluster.local import ThreadInbox
-from crosspool.cluster.messages import Memory, Stop
+from crosspool.cluster.messages import CloseChannels, Stop
 from crosspool.cluster.region import ArrayRegion
 
 
@@ -75,9 +75,9 @@ def in_time(limit_s, condition):
 
 def test_messages_reach_their_rank_and_stop_ends_the_loop():
     rig = Rig(num_loops=2)
-    rig.inbox.to_host.extend([("r1", Memory()), ("r0", Stop())])
+    rig.inbox.to_host.extend([("r1", CloseChannels("w0")), ("r0", Stop())])
     rig.host.run()
-    assert [loop.handled for loop in rig.loops] == [[], [Memory()]]
+    assert [loop.handled for loop in rig.loops] == [[], [CloseChannels("w0")]]
     assert all(loop.said_hello and loop.is_closed for loop in rig.loops)
     rig.close()
 

@@ -80,16 +80,11 @@ class CloseChannels:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """Report the bytes held."""
-
-
-@dataclass(frozen=True, slots=True)
 class Stop:
     """End the host of this rank."""
 
 
-ToRank = Boot | AddModel | RemoveModel | Step | AbortStep | Forget | OpenChannels | CloseChannels | Memory | Stop
+ToRank = Boot | AddModel | RemoveModel | Step | AbortStep | Forget | OpenChannels | CloseChannels | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +140,7 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Bytes held by kind, as `memory_bytes` of the worker gives them."""
+    """Bytes held by kind, as `memory_bytes` of the worker gives them; told whenever a model has come or gone."""
 
     bytes_by_kind: Mapping[str, int]
 

@@ -112,8 +112,6 @@ class RankLoop:
                 self._loader.add(message)
             case messages.RemoveModel(model):
                 self._remove(model)
-            case messages.Memory():
-                self._report_memory()
             case messages.Stop():
                 self.close()
 
