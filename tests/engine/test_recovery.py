@@ -181,11 +181,11 @@ def test_a_request_under_which_the_kv_rank_dies_again_and_again_is_given_up():
     drive = Drive(a_config(recovery_timeout_s=1000.0), [a_model("p")])
     drive.cluster.durations["p"] = 0.5
     [sequence_id] = drive.add("p", 4, 4)
-    for _ in range(6):
+    for _ in range(8):
         drive.run(until_s=drive.now + 0.2)
         drive.cluster.lose("kv0", drive.now, back_in_s=0.1)
     drive.run()
-    assert "4 times in a row without a token" in str(drive.ends[sequence_id].error)
+    assert "6 times in a row without a token" in str(drive.ends[sequence_id].error)
     drive.check_all_ended()
 
 

@@ -54,6 +54,7 @@ class SimulatedCluster:
         self.rng = random.Random(seed)
         self.down: set[str] = set()
         self.running: dict[int, StepDescriptor] = {}
+        self.dead: set[int] = set()  # lanes whose step's KV rank was lost: its end is still to be told
         self.known: dict[str, dict[int, _Known]] = {}
         self.last_seq: dict[int, int] = {}
         self.steps: list[StepDescriptor] = []
@@ -81,7 +82,7 @@ class SimulatedCluster:
 
     def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None:
         for sequence_id in sequence_ids:
-            for step in self.running.values():
+            for step in (step for lane, step in self.running.items() if lane not in self.dead):
                 assert all(row.sequence_id != sequence_id for row in step.rows), "forgotten under a running step"
             self.known.get(kv_rank, {}).pop(sequence_id, None)
 
@@ -92,6 +93,8 @@ class SimulatedCluster:
         self._after(0.0, now, RankLost(rank=rank, reason="killed"))
         for lane, step in self.running.items():
             header = step.header
+            if rank == header.kv_rank:
+                self.dead.add(lane)
             if rank == header.kv_rank or rank in self.models[header.model].weights_ranks:
                 failed = StepFailed(lane=lane, step_seq=header.step_seq, waiting_on=(rank,), error=f"{rank} is silent")
                 self._events = [entry for entry in self._events if not _ends(entry[2], lane)]
@@ -120,6 +123,7 @@ class SimulatedCluster:
                 self._commit(step, event.result)
             if isinstance(event, StepFailed):
                 self.running.pop(event.lane)
+                self.dead.discard(event.lane)
             events.append(event)
         return events
 
@@ -132,7 +136,8 @@ class SimulatedCluster:
         header, model = step.header, self.models[step.header.model]
         assert header.num_tokens == sum(row.num_new_tokens for row in step.rows) > 0
         assert len({row.sequence_id for row in step.rows}) == len(step.rows)
-        busy = {row.sequence_id for other in self.running.values() for row in other.rows}
+        alive = [other for lane, other in self.running.items() if lane not in self.dead]
+        busy = {row.sequence_id for other in alive for row in other.rows}
         known = self.known.setdefault(header.kv_rank, {})
         joining = {new.sequence_id: new for new in step.joining}
         for row in step.rows:

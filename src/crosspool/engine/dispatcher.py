@@ -43,6 +43,10 @@ class Dispatcher:
         for turns in self._turns.values():
             turns.remove(name)
 
+    def take_turn(self, name: str, phase: Phase) -> None:
+        """The model has got a lane of the phase: its next turn comes after everyone else's."""
+        self._turns[phase].take(name)
+
     def fill(self, now: float) -> list[StepDescriptor]:
         """A step for every idle lane that has work; replays come first."""
         steps = [step for parked in list(self.parked) if (step := self._replay(parked, now)) is not None]
@@ -132,7 +136,7 @@ class Dispatcher:
     def _start(
         self, lane: Lane, load: ModelLoad, batch: Items[Sequence], rows: Items[StepRow], now: float
     ) -> StepDescriptor:
-        self._turns[lane.phase].take(load.model.name)
+        self.take_turn(load.model.name, lane.phase)
         joining: list[NewSequence] = []
         for sequence in batch:
             if not sequence.joined:

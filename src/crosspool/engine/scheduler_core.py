@@ -37,7 +37,7 @@ from crosspool.errors import (
 from crosspool.kv_pool.block_table import BlockTable
 from crosspool.scheduler.step import StepDescriptor, StepResult
 
-MAX_LOSSES = 3
+MAX_LOSSES = 5
 """KV ranks a sequence may lose in a row without gaining a token, before it is taken for their cause."""
 
 
