@@ -180,7 +180,8 @@ class Bench:
             for _ in range(9):
                 step += 1
                 if label == "attention":
-                    side.lane.push(1024 * step, spec.num_layers, batch, [5] * batch, [context - 1] * batch)
+                    ids = [5 + row for row in range(batch)]
+                    side.lane.push(1024 * step, spec.num_layers, batch, ids, [context - 1] * batch)
                 else:
                     side.lane.push(1024 * step, spec.num_layers)
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -117,7 +117,8 @@ def measure(gpus: Gpus, num_bytes: int, path: str, replays: int = 200) -> list[f
             raise RuntimeError(f"a hop of {num_bytes} bytes by the {path} path missed its deadline")
         if replay > 5:
             times.append(begin.elapsed_time(stop) * 1e3 / HOPS)
-    del memory
+    for own in memory:
+        own.close()
     return times
 
 

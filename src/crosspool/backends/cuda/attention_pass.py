@@ -28,6 +28,8 @@ class AttentionPass:
         for layer in range(half.spec.num_layers):
             half.attend_only(layer)
             self._crossing.norm_put(layer, half.residual, half.norm_after_attention(layer), half.normed, eps)
+            if layer + 1 < half.spec.num_layers:
+                half.prefetch(layer + 1)  # memory is idle while the weights ranks work
             yield layer
             self._crossing.wait_norm(layer, half.residual, half.norm_after_ffn(layer), half.normed, eps)
         tokens: torch.Tensor | None = None if self._argmax is None else self._argmax(half.logits())

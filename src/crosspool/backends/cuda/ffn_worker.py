@@ -7,7 +7,7 @@ from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress
 from crosspool.backends.cuda.ffn_half import FFNHalf
 from crosspool.backends.cuda.ffn_pass import FFNPass
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.lane import LaneIdle, WorkerLane, device_inlets, finish, on_device
+from crosspool.backends.cuda.lane import LaneIdle, WorkerLane, device_inlets, enter, finish, on_device
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
@@ -43,6 +43,7 @@ class CudaFFNWorker:
         rank = self._site.rank
         if rank not in placement.weights_ranks:
             raise ValueError(f"{placement.name} is placed on {placement.weights_ranks}, not on rank {rank}")
+        enter(self._site.device)
         directory = read_model_dir(placement.directory)
         index, count = placement.weights_ranks.index(rank), len(placement.weights_ranks)
         _, layers = stream_share(directory, "weights", self._site.device, progress, index, count)

@@ -11,7 +11,7 @@ import torch
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
 from crosspool.backends.cuda.batch import Batch, SampledRow, needs_logits
 from crosspool.backends.cuda.kv_pass import KVPass, KVRows
-from crosspool.backends.cuda.lane import LaneIdle, WorkerLane, device_inlets, finish, on_device
+from crosspool.backends.cuda.lane import LaneIdle, WorkerLane, device_inlets, enter, finish, on_device
 from crosspool.backends.cuda.lane_memory import WaitRule, pinned
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
@@ -56,6 +56,7 @@ class CudaAttentionWorker:
         self._num_sms = torch.cuda.get_device_properties(site.device).multi_processor_count if is_cuda else 8
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
+        enter(self._site.device)
         directory = read_model_dir(placement.directory)
         self.check(placement)
         model, layers = stream_share(directory, "kv", self._site.device, progress)

@@ -102,6 +102,12 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def enter(device: torch.device) -> None:
+    """Make `device` this thread's own: a new thread otherwise opens a context on GPU 0 beside it."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def finish(device: torch.device) -> None:
     """Wait for what this thread enqueued outside lanes, so that every lane finds it done."""
     if device.type == "cuda":

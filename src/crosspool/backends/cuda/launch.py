@@ -61,6 +61,8 @@ class DeviceKernels:
                 source: self._call("cuModuleLoadData", cubin(source, arch, cache_dir).read_bytes())
                 for source in SOURCES
             }
+            for module in self._modules.values():
+                self._load_functions(module)
 
     def launch(
         self,
@@ -90,6 +92,12 @@ class DeviceKernels:
             config.numAttrs = 1
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         self._call("cuLaunchKernelEx", config, function, ctypes.addressof(arguments), 0, what=kernel)
+
+    def _load_functions(self, module: Any) -> None:
+        """Load every kernel now, also where the driver would put it off to the first launch."""
+        count = self._call("cuModuleGetFunctionCount", module)
+        for function in self._call("cuModuleEnumerateFunctions", count, module):
+            self._call("cuFuncLoad", function)
 
     def _function(self, source: str, kernel: str, smem_bytes: int) -> Any:
         function = self._functions.get(kernel)
