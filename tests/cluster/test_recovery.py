@@ -8,6 +8,7 @@ import time
 import pytest
 
 from crosspool.cluster.base import ModelFailed, RankLost, RankReady, StepFailed
+from crosspool.cluster.processes import Spawner
 from tests.support.fake_backend import FakeModel, expected_tokens
 from tests.support.lane_driver import LaneDriver, Run, Sequence_, wait_for
 from tests.support.real_cluster import add_models, children, is_running, make_config, pids, running
@@ -184,3 +185,30 @@ def test_a_slow_rank_that_works_is_not_taken_for_hung(tmp_path):
         run.to_end()
         assert lane.num_replays == 0
         assert not [event for event in run.events if isinstance(event, RankLost)]
+
+
+def test_a_process_that_the_system_refuses_to_start_is_tried_again(tmp_path, monkeypatch):
+    model = FakeModel()
+    with running(make_config("processes", 1)) as cluster:
+        add_models(cluster, {"m": model}, tmp_path, ("w0",))
+        refusals = [OSError("Cannot allocate memory"), OSError("Too many open files")]
+        start = Spawner.start
+
+        def refuse_first(*args):
+            if refusals:
+                raise refusals.pop(0)
+            return start(*args)
+
+        monkeypatch.setattr(Spawner, "start", refuse_first)
+        os.kill(pids(cluster)["w0"], signal.SIGKILL)
+        seen = []
+        wait_for(cluster, RankReady, seen=seen)
+        reasons = [event.reason for event in seen if isinstance(event, RankLost)]
+        assert reasons == [
+            "killed by SIGKILL",
+            "cannot be started: Cannot allocate memory",
+            "cannot be started: Too many open files",
+        ]
+        lane = LaneDriver(0, "m", [Sequence_((1, 2), 3)])
+        Run(cluster, [lane]).to_end()
+        assert lane.sequences[0].outputs == expected_tokens(model, (1, 2), 3, 1)

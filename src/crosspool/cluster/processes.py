@@ -70,7 +70,11 @@ class ProcessHost:
         with theirs:
             fds = [theirs.fileno(), *(fd for doorbell in self._doorbells for fd in doorbell.fds)]
             command = [sys.executable, "-P", "-m", "crosspool.cluster.rank_process", str(theirs.fileno()), *self.ranks]
-            self._process = self._spawner.start(command, fds, self._variables())
+            try:
+                self._process = self._spawner.start(command, fds, self._variables())
+            except OSError:
+                ours.close()
+                raise
         self._control = ControlSocket(ours)
         self.send(self.ranks[0], Boot(self._config, self._host, self._doorbells, self._board, os.getpid()))
 
