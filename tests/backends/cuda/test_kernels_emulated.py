@@ -98,6 +98,9 @@ ATTENTIONS = {
     "gqa_d128_group_of_12": gqa(24, 2, 128),
     "gqa_d128_group_of_20": gqa(20, 1, 128),
     "gqa_d256": gqa(8, 2, 256, qk_norm="head"),
+    "gqa_d128_interleaved": GQASpec(
+        num_heads=8, num_kv_heads=1, head_dim=128, rope=INTERLEAVED, softmax_scale=0.09, qk_norm="head"
+    ),
     "gqa_window_sinks": gqa(8, 1, 64, sliding_window=100, sinks=True),
     "mla_16_heads": mla(16),
     "mla_20_heads": mla(20, INTERLEAVED),

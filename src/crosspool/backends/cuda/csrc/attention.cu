@@ -29,6 +29,7 @@ struct Attention {
   static constexpr int NEWEST = (KD + (SEPARATE ? VD : 0)) * 2;
   static constexpr int SMEM = OFF_NEWEST + NEWEST;
   static_assert(GROUPS * K_PARTS == WARPS && K_STEPS * K_PARTS * 16 == KD && V_TILES * WARPS * 16 == VD, "shape");
+  static_assert(K_STEPS % 2 == 0, "steps of k go in pairs");
   static_assert(STAGE % 16 == 0 && OFF_P % 16 == 0 && OFF_NEWEST % 16 == 0 && SMEM <= 227 * 1024, "shared memory");
 
   const AttentionParams& p;
@@ -70,8 +71,7 @@ struct Attention {
         continue;
       }
       if (SEPARATE) {
-        p.gqa.prepare(v, token, head0 + h);
-        for (int i = lane; i < KD; i += 32) row[i] = bf16_bits(v[i]);
+        p.gqa.prepare_row<KD>(row, v, token, head0 + h);
       } else {
         const u16* latent = p.mla.q_latent + (token * p.heads + head0 + h) * VD;
         for (int i = lane; i < VD / 8; i += 32) reinterpret_cast<uint4*>(row)[i] = load16(latent + i * 8);
@@ -92,11 +92,15 @@ struct Attention {
     int count, at;
     i64 offset;
     if (SEPARATE) {
-      p.gqa.prepare(v, token, p.heads + warp * p.kv_heads + kv_head);
-      count = warp == 0 ? KD : VD;
-      at = warp * KD;
+      p.gqa.prepare_row<KD>(newest + warp * KD, v, token, p.heads + warp * p.kv_heads + kv_head);
+      warp_sync();
+      if (!write) return;
       offset = warp == 0 ? kv_head * p.key_head_bytes : p.value_offset_bytes + kv_head * p.value_head_bytes;
-    } else if (warp == 0) {
+      for (int i = lane; i < KD / 8; i += 32)
+        reinterpret_cast<uint4*>(slot + offset)[i] = reinterpret_cast<const uint4*>(newest + warp * KD)[i];
+      return;
+    }
+    if (warp == 0) {
       p.mla.prepare_latent(v, token);
       count = VD, at = 0, offset = 0;
     } else {
@@ -119,37 +123,44 @@ struct Attention {
     }
   }
 
-  // Scores of 16 slots (this warp's group) over this warp's part of k, to S[part][head][slot].
-  DEVICE void scores(int stage) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp % GROUPS, part = warp / GROUPS;
-    float acc[NT][4];
+  // This warp's part of k of all queries, as the matrix unit takes them; they serve every tile.
+  DEVICE void load_fragments(u32 (&b)[K_STEPS][NT][2]) const {
+    const int part = threadIdx.x / 32 / GROUPS, lane = threadIdx.x % 32;
+    const u8* row = smem + OFF_Q + (lane % 8) * K_ROW + (part * K_STEPS * 16 + lane / 8 * 8) * 2;
 #pragma unroll
-    for (int n = 0; n < NT; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
-    const u8* a_row = smem + stage * STAGE + (group * 16 + lane % 16) * K_ROW + (part * K_STEPS * 16 + lane / 16 * 8) * 2;
-    // One x4 load of q covers two steps of k for 8 heads.
-    const u8* b_row = smem + OFF_Q + (lane % 8) * K_ROW + (part * K_STEPS * 16 + lane / 8 * 8) * 2;
-#pragma unroll 2
-    for (int step = 0; step < K_STEPS; step += 2) {
-      u32 a0[4], a1[4];
-      ldmatrix_x4(a0, a_row + step * 32);
-      if (K_STEPS % 2 == 0 || step + 1 < K_STEPS) ldmatrix_x4(a1, a_row + step * 32 + 32);
+    for (int step = 0; step < K_STEPS; step += 2)  // one x4 load covers two steps for 8 heads
 #pragma unroll
       for (int n = 0; n < NT; ++n) {
-        u32 b[4];
-        ldmatrix_x4(b, b_row + n * 8 * K_ROW + step * 32);
-        mma_bf16(acc[n], a0[0], a0[1], a0[2], a0[3], b[0], b[1]);
-        if (K_STEPS % 2 == 0 || step + 1 < K_STEPS) mma_bf16(acc[n], a1[0], a1[1], a1[2], a1[3], b[2], b[3]);
+        u32 r[4];
+        ldmatrix_x4(r, row + n * 8 * K_ROW + step * 32);
+        b[step][n][0] = r[0], b[step][n][1] = r[1];
+        b[step + 1][n][0] = r[2], b[step + 1][n][1] = r[3];
       }
+  }
+
+  // Scores of 16 slots (this warp's group) over this warp's part of k, to S[part][head][slot].
+  DEVICE void scores(int stage, const u32 (&b)[K_STEPS][NT][2]) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp % GROUPS, part = warp / GROUPS;
+    float acc[2][NT][4];  // even and odd steps: two shorter chains
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) acc[0][n][c] = acc[1][n][c] = 0.0f;
+    const u8* row = smem + stage * STAGE + (group * 16 + lane % 16) * K_ROW + (part * K_STEPS * 16 + lane / 16 * 8) * 2;
+#pragma unroll
+    for (int step = 0; step < K_STEPS; ++step) {
+      u32 a[4];
+      ldmatrix_x4(a, row + step * 32);
+#pragma unroll
+      for (int n = 0; n < NT; ++n) mma_bf16(acc[step % 2][n], a[0], a[1], a[2], a[3], b[step][n][0], b[step][n][1]);
     }
     float* s = reinterpret_cast<float*>(smem + OFF_S) + part * COLS * S_STRIDE;
     const int g = lane / 4, q = lane % 4, slot = group * 16 + g;
 #pragma unroll
-    for (int n = 0; n < NT; ++n) {
-      s[(n * 8 + 2 * q) * S_STRIDE + slot] = acc[n][0];
-      s[(n * 8 + 2 * q + 1) * S_STRIDE + slot] = acc[n][1];
-      s[(n * 8 + 2 * q) * S_STRIDE + slot + 8] = acc[n][2];
-      s[(n * 8 + 2 * q + 1) * S_STRIDE + slot + 8] = acc[n][3];
-    }
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        s[(n * 8 + 2 * q + c % 2) * S_STRIDE + slot + c / 2 * 8] = acc[0][n][c] + acc[1][n][c];
   }
 
   // Running softmax; a warp owns heads warp, warp + 4, ... and keeps their maximum and sum in registers.
@@ -260,6 +271,9 @@ struct Attention {
 #pragma unroll
       for (int n = 0; n < NT; ++n) o[i][n][0] = o[i][n][1] = o[i][n][2] = o[i][n][3] = 0.0f;
 
+    u32 fragments[K_STEPS][NT][2];
+    block_sync();  // the queries are there
+    if (tiles > 0) self.load_fragments(fragments);
     for (int i = 0; i < tiles; ++i) {
       const int tile = range.begin + i * TILE;
       copy_async_wait<STAGES - 2>();
@@ -270,7 +284,7 @@ struct Attention {
         self.patch_newest(tile, i % STAGES);
         block_sync();
       }
-      self.scores(i % STAGES);
+      self.scores(i % STAGES, fragments);
       block_sync();
       self.softmax(tile, window_begin, m, l);
       block_sync();

@@ -37,10 +37,12 @@ struct Stream {
   DEVICE uint4 high(int stage, int c) const { return load16(mine + (stage * CHUNKS + c) * 1024 + 512); }
 };
 
-// The other operand: one column (token) a lane of each group of 8, or null. The first group's is loaded ahead.
+// The other operand: one column (token) a lane of each group of 8, or null. The first group's is loaded a stage ahead,
+// since it comes from L2.
 template <int CHUNKS>
 struct Columns {
   const u16* at[MAX_GROUPS];
+  int count, groups;
   uint4 first[CHUNKS];
 
   DEVICE void load_first(int k, int k_end) {
@@ -54,14 +56,14 @@ struct Columns {
 
 template <int STAGES, int CHUNKS>
 DEVICE void multiply_stage(float (&acc)[MAX_GROUPS][4], const Stream<STAGES, CHUNKS>& stream, int stage,
-                           const Columns<CHUNKS>& columns, int groups, int k, int k_end) {
+                           const Columns<CHUNKS>& columns, int k, int k_end) {
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
     const uint4 low = stream.low(stage, c), high = stream.high(stage, c), b = columns.first[c];
     mma_bf16(acc[0], low.x, high.x, low.y, high.y, b.x, b.y);
     mma_bf16(acc[0], low.z, high.z, low.w, high.w, b.z, b.w);
   }
-  for (int n = 1; n < groups; ++n) {
+  for (int n = 1; n < columns.groups; ++n) {
 #pragma unroll
     for (int m = 1; m < MAX_GROUPS; ++m) {
       if (m != n) continue;  // registers are indexed by constants only
@@ -123,7 +125,7 @@ DEVICE UpTile up_tile(const MoeParams& p, const Lists& lists, int item, int shar
   return t;
 }
 
-KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 1) {
+KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 2) {
   using UpStream = Stream<UP_STAGES, UP_CHUNKS>;
   const UpStream stream(dynamic_smem());
   const int red_floats = MOE_WARPS * ceil_div(p.tokens, TILE_COLS) * RED_FLOATS;
@@ -156,28 +158,47 @@ KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 1) {
   }
   while (loaded < UP_STAGES - 1) load();
 
-  int stage = 0, turn = 0;
-  for (int item = blockIdx.x; item < total; item += step, turn ^= 1) {
-    const UpTile t = up_tile(p, lists, item, shared_tiles, tiles);
+  auto columns_of = [&](const UpTile& t, Columns<UP_CHUNKS>& c) {
     const bool is_shared = t.unique < 0;
     const int begin = is_shared ? 0 : lists.offsets[t.unique];
-    const int count = is_shared ? p.tokens : lists.offsets[t.unique + 1] - begin, groups = ceil_div(count, TILE_COLS);
-    Columns<UP_CHUNKS> columns;
+    c.count = is_shared ? p.tokens : lists.offsets[t.unique + 1] - begin;
+    c.groups = ceil_div(c.count, TILE_COLS);
 #pragma unroll
     for (int n = 0; n < MAX_GROUPS; ++n) {
       const int at = n * TILE_COLS + g;
-      columns.at[n] = nullptr;
-      if (at < count) columns.at[n] = p.x + static_cast<i64>(is_shared ? at : lists.tokens[begin + at]) * p.hidden;
+      c.at[n] = nullptr;
+      if (at < c.count) c.at[n] = p.x + static_cast<i64>(is_shared ? at : lists.tokens[begin + at]) * p.hidden;
     }
+    c.load_first(k_lane, p.hidden);
+  };
+
+  int stage = 0, turn = 0;
+  UpTile t{};
+  Columns<UP_CHUNKS> columns{};
+  if (static_cast<int>(blockIdx.x) < total) {
+    t = up_tile(p, lists, blockIdx.x, shared_tiles, tiles);
+    columns_of(t, columns);
+  }
+  for (int item = blockIdx.x; item < total; item += step, turn ^= 1) {
+    UpTile next_tile = t;
+    Columns<UP_CHUNKS> next_columns = columns;
     float acc[MAX_GROUPS][4];
     clear(acc);
     for (int pass = 0; pass < passes; ++pass) {
-      columns.load_first(pass * UP_K + k_lane, p.hidden);
+      if (pass + 1 < passes) {
+        next_columns.load_first((pass + 1) * UP_K + k_lane, p.hidden);
+      } else if (item + step < total) {
+        next_tile = up_tile(p, lists, item + step, shared_tiles, tiles);
+        columns_of(next_tile, next_columns);
+      }
       load();
       copy_async_wait<UP_STAGES - 1>();
-      multiply_stage(acc, stream, stage, columns, groups, pass * UP_K + k_lane, p.hidden);
+      multiply_stage(acc, stream, stage, columns, pass * UP_K + k_lane, p.hidden);
       if (++stage == UP_STAGES) stage = 0;
+      if (pass + 1 < passes) columns = next_columns;
     }
+    const bool is_shared = t.unique < 0;
+    const int begin = is_shared ? 0 : lists.offsets[t.unique], count = columns.count, groups = columns.groups;
     float* sums = red + turn * red_floats;
 #pragma unroll
     for (int n = 0; n < MAX_GROUPS; ++n)
@@ -199,6 +220,8 @@ KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 1) {
         p.act[static_cast<i64>(lists.pairs[begin + n]) * p.width + row] = bf16_bits(activate(p.activation, gate, up));
       }
     }
+    t = next_tile;
+    columns = next_columns;
   }
 }
 
@@ -208,7 +231,7 @@ struct DownUnit {
   int unique, k0, width;          // unique -1: shared
 };
 
-KERNEL(moe_down, MoeParams, MOE_THREADS, 1) {
+KERNEL(moe_down, MoeParams, MOE_THREADS, 2) {
   using DownStream = Stream<DOWN_STAGES, DOWN_CHUNKS>;
   const DownStream stream(dynamic_smem());
   float* sums = reinterpret_cast<float*>(dynamic_smem() + DownStream::BYTES);  // MOE_WARPS * tokens * OUT_STRIDE
@@ -255,27 +278,43 @@ KERNEL(moe_down, MoeParams, MOE_THREADS, 1) {
   while (loaded < DOWN_STAGES - 1) load();
   grid_wait();
 
-  for (int unit = 0, stage = 0; unit < units; ++unit) {
-    const DownUnit u = unit_at(unit);
+  auto columns_of = [&](const DownUnit& u, Columns<DOWN_CHUNKS>& c) {
     const bool is_shared = u.unique < 0;
     const int begin = is_shared ? 0 : lists.offsets[u.unique];
-    const int count = is_shared ? p.tokens : lists.offsets[u.unique + 1] - begin, groups = ceil_div(count, TILE_COLS);
-    Columns<DOWN_CHUNKS> columns;
+    c.count = is_shared ? p.tokens : lists.offsets[u.unique + 1] - begin;
+    c.groups = ceil_div(c.count, TILE_COLS);
 #pragma unroll
     for (int n = 0; n < MAX_GROUPS; ++n) {
       const int at = n * TILE_COLS + g;
-      columns.at[n] = nullptr;
-      if (at < count)
-        columns.at[n] = is_shared ? p.shared_act + static_cast<i64>(at) * u.width
-                                  : p.act + static_cast<i64>(lists.pairs[begin + at]) * u.width;
+      c.at[n] = nullptr;
+      if (at < c.count)
+        c.at[n] = is_shared ? p.shared_act + static_cast<i64>(at) * u.width
+                            : p.act + static_cast<i64>(lists.pairs[begin + at]) * u.width;
     }
-    columns.load_first(u.k0 + k_lane, u.width);
+    c.load_first(u.k0 + k_lane, u.width);
+  };
+
+  DownUnit u{};
+  Columns<DOWN_CHUNKS> columns{};
+  if (units > 0) {
+    u = unit_at(0);
+    columns_of(u, columns);
+  }
+  for (int unit = 0, stage = 0; unit < units; ++unit) {
+    DownUnit next_unit = u;
+    Columns<DOWN_CHUNKS> next_columns = columns;
+    if (unit + 1 < units) {
+      next_unit = unit_at(unit + 1);
+      columns_of(next_unit, next_columns);
+    }
     load();
     copy_async_wait<DOWN_STAGES - 1>();
     float acc[MAX_GROUPS][4];
     clear(acc);
-    multiply_stage(acc, stream, stage, columns, groups, u.k0 + k_lane, u.width);
+    multiply_stage(acc, stream, stage, columns, u.k0 + k_lane, u.width);
     if (++stage == DOWN_STAGES) stage = 0;
+    const bool is_shared = u.unique < 0;
+    const int begin = is_shared ? 0 : lists.offsets[u.unique], count = columns.count, groups = columns.groups;
 #pragma unroll
     for (int n = 0; n < MAX_GROUPS; ++n) {
       if (n >= groups) break;
@@ -298,6 +337,8 @@ KERNEL(moe_down, MoeParams, MOE_THREADS, 1) {
       }
     }
     warp_sync();
+    u = next_unit;
+    columns = next_columns;
   }
   block_sync();
   for (int i = threadIdx.x; i < p.tokens * TILE_ROWS; i += MOE_THREADS) {

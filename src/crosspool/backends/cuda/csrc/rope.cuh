@@ -56,6 +56,62 @@ struct GqaInput {
     scale_head(v, in, norm, scale, head_dim);
     if (is_q || is_k) rotate_head(rope, v, token);
   }
+
+  // The same as bf16 to `out` in shared memory, for head_dim D: a lane holds D / 32 neighbours, so that every load is
+  // in flight at once and pairs meet by one shuffle. `v`: D floats of scratch for the shapes that do not fit this.
+  template <int D>
+  DEVICE void prepare_row(u16* out, float* v, i64 token, int head) const {
+    constexpr int E = D / 32;
+    const int lane = threadIdx.x % 32, half = rope.rope_dim / 2, lanes = half / E;
+    const bool turns = head < heads + kv_heads, fits = half % E == 0 && (lanes & (lanes - 1)) == 0;
+    if (!fits || (norm_full && turns)) {
+      prepare(v, token, head);
+      for (int i = lane; i < D; i += 32) out[i] = bf16_bits(v[i]);
+      return;
+    }
+    const u16* in = qkv + (token * (heads + 2 * kv_heads) + head) * D + lane * E;
+    const u16* norm = !turns ? nullptr : head < heads ? q_norm : k_norm;
+    const bool rotated = turns && lane * E < rope.rope_dim;
+    float x[E], w[E], c[E], s[E];
+#pragma unroll
+    for (int i = 0; i < E; i += 2) {
+      const u32 pair = *reinterpret_cast<const u32*>(in + i);
+      const u32 weights = norm != nullptr ? *reinterpret_cast<const u32*>(norm + lane * E + i) : 0x3f803f80u;
+      x[i] = bf16_low(pair), x[i + 1] = bf16_high(pair);
+      w[i] = bf16_low(weights), w[i + 1] = bf16_high(weights);
+#pragma unroll
+      for (int j = i; j < i + 2; ++j) {
+        const int at = rope.interleaved ? (lane * E + j) / 2 : (lane * E + j) % half;
+        c[j] = 1.0f, s[j] = 0.0f;
+        if (rotated) c[j] = rope.cos_sin[(token * half + at) * 2], s[j] = rope.cos_sin[(token * half + at) * 2 + 1];
+      }
+    }
+    if (norm != nullptr) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int i = 0; i < E; ++i) squares += x[i] * x[i];
+      const float scale = rsqrt_full(warp_sum(squares) / static_cast<float>(D) + eps);
+#pragma unroll
+      for (int i = 0; i < E; ++i) x[i] *= scale * w[i];
+    }
+    const bool is_first = lane * E < half;  // of a pair apart
+#pragma unroll
+    for (int i = 0; i < E; i += 2) {
+      float other[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float across = shfl_xor(x[i + j], lanes);
+        other[j] = rope.interleaved ? x[i + 1 - j] : across;
+      }
+      float y[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const bool minus = rope.interleaved ? j == 0 : is_first;
+        y[j] = rotated ? x[i + j] * c[i + j] + (minus ? -other[j] : other[j]) * s[i + j] : x[i + j];
+      }
+      *reinterpret_cast<u32*>(out + lane * E + i) = pack_bf16(y[0], y[1]);
+    }
+  }
 };
 
 struct MlaInput {
