@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx2
 from rich.console import Console
@@ -30,7 +31,12 @@ def run_demo(*, host: str, port: int | None, keep: bool, as_json: bool, seed: in
     port = port or _free_port(host)
     base_url = f"http://{host}:{port}"
     with _server(host, port, console) as server:
-        report = asyncio.run(_ask(base_url, server, console, seed))
+        try:
+            report = asyncio.run(_ask(base_url, server, console, seed))
+        except* httpx2.HTTPError as errors:
+            raise CrossPoolError(f"lost the demo's server at {base_url}: {errors.exceptions[0]!r}") from None
+        except* CrossPoolError as errors:
+            raise CrossPoolError(str(errors.exceptions[0])) from None
         if as_json:
             print(json.dumps(report.to_json()))
         else:
@@ -68,8 +74,7 @@ def _server(host: str, port: int, console: Console) -> Iterator[subprocess.Popen
 async def _ask(base_url: str, server: subprocess.Popen[bytes], console: Console, seed: int) -> DemoReport:
     async with httpx2.AsyncClient(base_url=base_url, timeout=60.0) as http:
         await _until_ready(http, server)
-        stats = (await http.get("/stats")).json()
-        pool = stats["pools"][0]
+        pool = (await _stats(http))["pools"][0]
         answers: list[Answer] = []
         samples: list[PoolSample] = []
         running: dict[int, Answer] = {}
@@ -101,7 +106,7 @@ async def _watch(
     """Sample the server's statistics and redraw, until cancelled."""
     started = time.monotonic()
     while True:
-        stats = (await http.get("/stats")).json()
+        stats = await _stats(http)
         samples.append(
             PoolSample(
                 at_s=time.monotonic() - started,
@@ -111,6 +116,17 @@ async def _watch(
         )
         live.update(live_view(list(running.values()), samples, budget_frames))
         await asyncio.sleep(SAMPLE_INTERVAL_S)
+
+
+async def _stats(http: httpx2.AsyncClient) -> dict[str, Any]:
+    response = await http.get("/stats")
+    if response.status_code != 200 or "pools" not in response.json():
+        raise CrossPoolError(
+            f"{http.base_url}/stats answered HTTP {response.status_code}, {response.text[:100]!r}; "
+            "if another server is there, give the demo its own --port"
+        )
+    stats: dict[str, Any] = response.json()
+    return stats
 
 
 async def _until_ready(http: httpx2.AsyncClient, server: subprocess.Popen[bytes]) -> None:

@@ -52,9 +52,9 @@ def demo_requests() -> tuple[DemoRequest, ...]:
     """
     requests = [DemoRequest(model, _OPENINGS[model][0], 0.0, 160, shown=True) for model in DEMO_MODELS]
     for turn, model in enumerate(DEMO_MODELS):
-        for wave in range(4):
+        for wave in range(3):
             requests += [
-                DemoRequest(model, opening, 0.4 + 1.1 * turn + 0.2 * wave, 120 + 60 * wave)
+                DemoRequest(model, opening, 0.5 + 1.5 * turn + 0.2 * wave, 100 + 60 * wave)
                 for opening in _OPENINGS[model][1:]
             ]
     return tuple(sorted(requests, key=lambda request: request.start_s))
