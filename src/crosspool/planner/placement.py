@@ -13,14 +13,14 @@ The KV line bounds mean + z * sqrt(sum of variances) from above for any s > 0 (a
 deviation of an average group. Groups are alike, so model i may only go to the first i + 1 groups.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import log, sqrt
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf, log, sqrt
 
 import numpy as np
 
 from crosspool.errors import CapacityError
+from crosspool.planner.placement_search import Item, objective, search
 from crosspool.planner.plan import Placement
 from crosspool.units import format_bytes
 
@@ -28,6 +28,9 @@ NORMAL_P99 = 2.33
 """Standard deviations above the mean of the 99th percentile of a normal distribution."""
 
 BALANCE_WEIGHT = 1.0
+MAX_BINARIES = 1000
+"""Model-group pairs up to which the program is solved in whole numbers."""
+
 NODE_LIMIT = 2000
 RELATIVE_GAP = 1e-2
 """Where the solver may stop; the gap it has proven by then is printed with the plan."""
@@ -73,19 +76,27 @@ def place_models(
         return [[item.name for item in candidates]], Placement(objective=0.0, gap=0.0, method="one group")
     _check_totals(candidates, room, num_groups)
     order = sorted(candidates, key=lambda item: (-item.ffn_bytes, item.name))
-    solution = _solve(_program(order, room, num_groups, deviations), num_groups, len(order), time_limit_s)
-    if solution is None:
+    items = _items(order, room, num_groups, deviations)
+    is_exact = len(order) * num_groups <= MAX_BINARIES
+    solved, bound = _solve(_program(items, num_groups), num_groups, len(order), time_limit_s, integral=is_exact)
+    starts = [solved, None] if solved is not None else [None]
+    found = [group_of for start in starts if (group_of := search(items, num_groups, BALANCE_WEIGHT, start)) is not None]
+    if not found:
         raise CapacityError(
             f"{len(order)} models do not fit {num_groups} groups of {room.num_kv} KV and {room.num_weights} weights "
             f"GPUs ({format_bytes(room.num_weights * room.weights_bytes_per_rank)} for FFNs, "
             f"{format_bytes(room.num_kv * room.kv_bytes_per_rank)} for attention weights and KV in each); add GPUs, or "
             "serve fewer models"
         )
-    chosen, placement = solution
+    value, best = min((objective(items, group_of, num_groups, BALANCE_WEIGHT), group_of) for group_of in found)
     groups: list[list[str]] = [[] for _ in range(num_groups)]
-    for item, group in zip(order, chosen, strict=True):
+    for item, group in zip(order, best, strict=True):
         groups[group].append(item.name)
-    return [sorted(names) for names in groups], placement
+    method = (
+        "a mixed-integer program (HiGHS) and local search" if is_exact else "local search, bounded by a linear program"
+    )
+    gap = max(0.0, 1.0 - bound / value) if value > 0 else 0.0
+    return [sorted(names) for names in groups], Placement(objective=value, gap=gap, method=method)
 
 
 def _check_totals(candidates: Sequence[Candidate], room: GroupRoom, num_groups: int) -> None:
@@ -104,88 +115,107 @@ def _check_totals(candidates: Sequence[Candidate], room: GroupRoom, num_groups: 
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Program:
-    """Minimise cost . v where matrix v <= high. v: x (model-major), 4 bounds a group, the largest share of traffic."""
+    """Minimise cost . v where rows . v <= high, sparse: v is x (model-major), 4 bounds a group, the largest share.
 
-    cost: np.ndarray[Any, np.dtype[np.float64]]
-    matrix: np.ndarray[Any, np.dtype[np.float64]]
-    high: np.ndarray[Any, np.dtype[np.float64]]
-    equal_rows: int
-    upper: np.ndarray[Any, np.dtype[np.float64]]
+    The first `num_equal` rows are equalities.
+    """
+
+    cost: list[float]
+    upper: list[float]
+    num_equal: int
+    high: list[float] = field(default_factory=list)
+    row: list[int] = field(default_factory=list)
+    column: list[int] = field(default_factory=list)
+    value: list[float] = field(default_factory=list)
+
+    def add(self, entries: Mapping[int, float], high: float) -> None:
+        self.row += [len(self.high)] * len(entries)
+        self.column += entries.keys()
+        self.value += entries.values()
+        self.high.append(high)
 
 
-def _program(order: Sequence[Candidate], room: GroupRoom, num_groups: int, deviations: float) -> _Program:
-    num, per_group = len(order), 4
-    num_x = num * num_groups
-    width = num_x + per_group * num_groups + 1
-    attention, ffn = _unit([item.attention_s for item in order]), _unit([item.ffn_s for item in order])
+def _items(order: Sequence[Candidate], room: GroupRoom, num_groups: int, deviations: float) -> list[Item]:
+    """The models in parts of a group's room, by the lines of the module's docstring."""
     spread = max(1.0, sqrt(sum(item.variance_bytes for item in order) / num_groups))
-    kv_cost = [
-        room.num_kv * item.kv_pool_weight_bytes + item.mean_bytes + deviations * item.variance_bytes / (2 * spread)
-        for item in order
-    ]
     kv_room = room.num_kv * room.kv_bytes_per_rank - deviations * spread / 2
-    shares = [item.busy for item in order] if any(item.busy for item in order) else [item.ffn_bytes for item in order]
-    rows: list[np.ndarray[Any, np.dtype[np.float64]]] = []
-    high: list[float] = []
+    if kv_room <= 0:
+        raise CapacityError(
+            f"KV demand varies by {format_bytes(spread)} in an average group, which has "
+            f"{format_bytes(room.num_kv * room.kv_bytes_per_rank)} for KV and its weights; add KV GPUs"
+        )
+    ffn_room = room.num_weights * room.weights_bytes_per_rank
+    traffic = [item.busy for item in order] if any(item.busy for item in order) else [item.ffn_bytes for item in order]
+    attention, ffn = _unit([item.attention_s for item in order]), _unit([item.ffn_s for item in order])
+    return [
+        Item(
+            ffn=item.ffn_bytes / ffn_room,
+            kv=(
+                room.num_kv * item.kv_pool_weight_bytes
+                + item.mean_bytes
+                + deviations * item.variance_bytes / (2 * spread)
+            )
+            / kv_room,
+            times=(attention[idx], ffn[idx]),
+            share=num_groups * traffic[idx] / sum(traffic),
+        )
+        for idx, item in enumerate(order)
+    ]
 
-    def add(entries: dict[int, float], bound: float) -> None:
-        row = np.zeros(width)
-        row[list(entries)] = list(entries.values())
-        rows.append(row)
-        high.append(bound)
 
-    for idx in range(num):  # each model in one group; these rows are equalities
-        add({idx * num_groups + group: 1.0 for group in range(num_groups)}, 1.0)
+def _program(items: Sequence[Item], num_groups: int) -> _Program:
+    num, num_x = len(items), len(items) * num_groups
+    share_column = num_x + 4 * num_groups
+    upper = [1.0] * share_column + [inf]
+    for idx in range(min(num, num_groups)):  # groups are alike: model i goes to one of the first i + 1
+        upper[idx * num_groups + idx + 1 : (idx + 1) * num_groups] = [0.0] * (num_groups - idx - 1)
+    program = _Program([0.0] * num_x + [1.0, -1.0] * (2 * num_groups) + [BALANCE_WEIGHT], upper, num)
+    for idx in range(num):
+        program.add({idx * num_groups + group: 1.0 for group in range(num_groups)}, 1.0)
     for group in range(num_groups):
         x = [idx * num_groups + group for idx in range(num)]
-        bounds = num_x + per_group * group
-        ffn_room = room.num_weights * room.weights_bytes_per_rank
-        add({x[idx]: item.ffn_bytes / ffn_room for idx, item in enumerate(order)}, 1.0)
-        scale = max(1.0, abs(kv_room))
-        add({x[idx]: kv_cost[idx] / scale for idx in range(num)}, kv_room / scale)
-        share = {x[idx]: num_groups * part / sum(shares) for idx, part in enumerate(shares)}
-        add({**share, width - 1: -1.0}, 0.0)
-        for stage, times in enumerate((attention, ffn)):
-            top, bottom = bounds + 2 * stage, bounds + 2 * stage + 1
-            for idx in range(num):
-                add({x[idx]: times[idx], top: -1.0}, 0.0)  # top >= time where x is 1
-                add({x[idx]: 1.0 - times[idx], bottom: 1.0}, 1.0)  # bottom <= time where x is 1
-            add({bottom: 1.0, top: -1.0}, 0.0)
-    cost = np.zeros(width)
-    cost[num_x:-1] = np.tile([1.0, -1.0], 2 * num_groups)
-    cost[-1] = BALANCE_WEIGHT
-    upper = np.ones(width)
-    upper[-1] = np.inf
-    for idx in range(min(num, num_groups)):
-        upper[idx * num_groups + idx + 1 : (idx + 1) * num_groups] = 0.0
-    return _Program(cost, np.stack(rows), np.array(high), num, upper)
+        program.add({x[idx]: item.ffn for idx, item in enumerate(items)}, 1.0)
+        program.add({x[idx]: item.kv for idx, item in enumerate(items)}, 1.0)
+        program.add({x[idx]: item.share for idx, item in enumerate(items)} | {share_column: -1.0}, 0.0)
+        for stage in (0, 1):
+            top, bottom = num_x + 4 * group + 2 * stage, num_x + 4 * group + 2 * stage + 1
+            for idx, item in enumerate(items):
+                program.add({x[idx]: item.times[stage], top: -1.0}, 0.0)  # top >= time where x is 1
+                program.add({x[idx]: 1.0 - item.times[stage], bottom: 1.0}, 1.0)  # bottom <= time where x is 1
+            program.add({bottom: 1.0, top: -1.0}, 0.0)
+    return program
 
 
-def _solve(program: _Program, num_groups: int, num: int, time_limit_s: float) -> tuple[list[int], Placement] | None:
+def _solve(
+    program: _Program, num_groups: int, num: int, time_limit_s: float, *, integral: bool
+) -> tuple[list[int] | None, float]:
+    """The group of each model, None where none was found, and a lower bound; not `integral`: the bound alone."""
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import csr_array
     except ImportError:
         raise ValueError("grouping models over several groups needs SciPy; pip install 'crosspool[plan]'") from None
-    low = np.full(len(program.high), -np.inf)
-    low[: program.equal_rows] = program.high[: program.equal_rows]
-    integral = np.zeros(len(program.cost))
-    integral[: num * num_groups] = 1
+    high = np.array(program.high)
+    low = np.full(len(high), -np.inf)
+    low[: program.num_equal] = high[: program.num_equal]
+    kinds = np.zeros(len(program.cost))
+    kinds[: num * num_groups] = 1 if integral else 0
+    shape = (len(high), len(program.cost))
     result = milp(
-        program.cost,
-        integrality=integral,
-        bounds=Bounds(0.0, program.upper),
-        constraints=LinearConstraint(program.matrix, low, program.high),
+        np.array(program.cost),
+        integrality=kinds,
+        bounds=Bounds(0.0, np.array(program.upper)),
+        constraints=LinearConstraint(csr_array((program.value, (program.row, program.column)), shape), low, high),
         options={"node_limit": NODE_LIMIT, "time_limit": time_limit_s, "mip_rel_gap": RELATIVE_GAP},
     )
     if result.x is None:
-        return None
+        return None, 0.0
+    if not integral:
+        return None, float(result.fun)
     assigned = np.asarray(result.x[: num * num_groups]).reshape(num, num_groups)
-    gap = float(result.mip_gap) if result.mip_gap is not None else 0.0
-    return [int(group) for group in assigned.argmax(axis=1)], Placement(
-        objective=float(result.fun), gap=gap, method="mixed-integer program (HiGHS)"
-    )
+    return [int(group) for group in assigned.argmax(axis=1)], float(result.mip_dual_bound)
 
 
 def _unit(values: Sequence[float]) -> list[float]:
