@@ -40,10 +40,11 @@ def test_search_stays_within_the_room_and_never_gets_worse(seed, num, num_groups
     assert search(items, num_groups, 1.0) == found
 
 
-def test_search_separates_two_kinds_from_a_bad_start():
-    items = [Item(ffn=0.1, kv=0.1, times=(idx % 2, idx % 2), share=0.25) for idx in range(8)]
-    start = [idx // 4 for idx in range(8)]
+def test_search_swaps_a_misplaced_pair_where_a_move_has_no_room():
+    items = [Item(ffn=0.25, kv=0.1, times=(idx // 4, idx // 4), share=0.25) for idx in range(8)]
+    start = [0, 0, 0, 1, 0, 1, 1, 1]
     found = search(items, 2, 1.0, start)
     assert found is not None
     assert objective(items, start, 2, 1.0) == 5.0
     assert objective(items, found, 2, 1.0) == 1.0
+    assert found == [0, 0, 0, 0, 1, 1, 1, 1]

@@ -199,6 +199,24 @@ def test_a_trace_is_the_load_of_several_models(tmp_path):
         plan_deployment(parse_plan_input(given_input, tmp_path))
 
 
+def test_a_servegen_client_is_a_load_with_its_own_day(tmp_path):
+    (tmp_path / "rates.csv").write_text("client,t_s,rate_rps,cv\n7,0,1.0,2.0\n7,43200,0.5,1.0\n")
+    hist = {"hist": [[0, 1.0]]}
+    lengths = {"bin_edges": [400, 401], "clients": {"7": {"input": hist, "output": hist}}}
+    (tmp_path / "lengths.json").write_text(json.dumps(lengths))
+    client = {"rates": "rates.csv", "lengths": "lengths.json", "client": 7}
+    given_input = wanted(names=[]) | {"models": [{"model": "glm-4.7-flash", "servegen": client}]}
+    model = plan_deployment(parse_plan_input(given_input, tmp_path)).plan.groups[0].models[0]
+    assert model.rate_rps == pytest.approx(1.5 * 600 / 86400)
+    given_input["models"][0]["rate"] = 0.05
+    scaled = plan_deployment(parse_plan_input(given_input, tmp_path)).plan.groups[0].models[0]
+    assert scaled.rate_rps == pytest.approx(0.05)
+    assert scaled.quantile_bytes > model.quantile_bytes
+    client["client"] = 8
+    with pytest.raises(ValueError, match="have no client 8; they have 7"):
+        plan_deployment(parse_plan_input(given_input, tmp_path))
+
+
 def test_names_that_clash_are_refused():
     with pytest.raises(ValueError, match=r"two models are called 'glm-4\.7-flash'"):
         plan(names=["glm-4.7-flash", "zai-org/GLM-4.7-Flash"])

@@ -89,6 +89,14 @@ class LengthsFrom(_Section):
         return self
 
 
+class ServeGenFrom(_Section):
+    """One client of a ServeGen service as the load: its rates over the day and its lengths."""
+
+    rates: Path
+    lengths: Path
+    client: int
+
+
 class ModelEntry(_Section):
     """One model and its load. Without a rate and outside a trace it takes memory for weights only."""
 
@@ -97,6 +105,7 @@ class ModelEntry(_Section):
     rate: Rate = Field(0.0, description="requests per second")
     cv: Positive = Field(1.0, description="burstiness of arrivals; 1: Poisson")
     lengths: LengthsFrom | None = None
+    servegen: ServeGenFrom | None = Field(None, description="a recorded client's day; rate scales it, where given")
     max_tokens: int | None = Field(None, ge=1, description="output tokens clients ask for; default: what they get")
     context: int = Field(0, ge=0, description="context to guarantee: prompt + output of one request")
     page_tokens: int | None = Field(None, ge=1)
@@ -105,7 +114,9 @@ class ModelEntry(_Section):
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "ModelEntry":
-        if self.rate and self.lengths is None:
+        if self.servegen is not None and self.lengths is not None:
+            raise ValueError(f"{self.model} has lengths and a servegen client, which has its own; remove one of them")
+        if self.rate and self.lengths is None and self.servegen is None:
             raise ValueError(f"{self.model} has a rate but no lengths; give lengths: {{prompt: 1000, output: 300}}")
         return self
 
@@ -247,6 +258,9 @@ def _with_paths(parsed: PlanInput, folder: Path) -> PlanInput:
         update: dict[str, Any] = {}
         if entry.lengths is not None and entry.lengths.file is not None:
             update["lengths"] = entry.lengths.model_copy(update={"file": folder / entry.lengths.file})
+        if (client := entry.servegen) is not None:
+            paths = {"rates": folder / client.rates, "lengths": folder / client.lengths}
+            update["servegen"] = client.model_copy(update=paths)
         if (folder / entry.model).is_dir():
             update["model"] = str(folder / entry.model)
         models.append(entry.model_copy(update=update))

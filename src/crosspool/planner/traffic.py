@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -9,13 +11,14 @@ import numpy as np
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.planner.catalogue import lookup, model_facts
 from crosspool.planner.demand import ModelLoad
-from crosspool.planner.deployment import LengthsFrom, ModelEntry, PlanInput
+from crosspool.planner.deployment import LengthsFrom, ModelEntry, PlanInput, ServeGenFrom
 from crosspool.planner.facts import ModelFacts
 from crosspool.planner.holding import AdmissionPolicy, Holding
 from crosspool.planner.request_table import RequestTable, SteadySpeed, table_from_lengths, table_from_trace
 from crosspool.planner.service import Traffic
 from crosspool.workload.arrivals import ArrivalProcess, GammaBursts, Poisson, RecordedArrivals
 from crosspool.workload.formats.plain import read_table
+from crosspool.workload.formats.servegen import ServeGenClient, read_servegen
 from crosspool.workload.lengths import Lengths, Lognormal, Recorded
 from crosspool.workload.trace import Trace
 from crosspool.workload.traces import read_trace
@@ -79,9 +82,11 @@ def planned_models(plan_input: PlanInput) -> list[PlannedModel]:
         geometry = item.geometry(plan_input.engine.frame_bytes, entry.page_tokens)
         model = PlannedModel(entry=entry, facts=item, geometry=geometry)
         if item.name in recorded:
-            if entry.rate:
-                raise ValueError(f"{item.name} has a rate and is in the trace too; remove one of them")
+            if entry.rate or entry.servegen is not None:
+                raise ValueError(f"{item.name} has a load of its own and is in the trace too; remove one of them")
             model = _with_trace(model, recorded[item.name], plan_input)
+        elif entry.servegen is not None:
+            model = _with_client(model, entry.servegen, plan_input.seed)
         elif entry.rate:
             model = _with_rate(model, entry, plan_input.seed)
         models.append(model)
@@ -128,6 +133,28 @@ def _with_trace(model: PlannedModel, trace: Trace, plan_input: PlanInput) -> Pla
         requests=table_from_trace(trace, UNSERVED, max_tokens=model.entry.max_tokens),
         has_recorded_service=trace.has_service_times,
     )
+
+
+def _with_client(model: PlannedModel, source: ServeGenFrom, seed: int) -> PlannedModel:
+    clients = _clients(source.rates, source.lengths)
+    if source.client not in clients:
+        known = ", ".join(map(str, sorted(clients)[:20]))
+        raise ValueError(f"{source.rates} and {source.lengths} have no client {source.client}; they have {known}")
+    client = clients[source.client]
+    arrivals = client.arrivals
+    if model.entry.rate:
+        arrivals = arrivals.scaled(model.entry.rate / arrivals.rate_rps)
+    rng = np.random.default_rng([seed, crc32(model.name.encode())])
+    return replace(
+        model,
+        arrivals=arrivals,
+        requests=table_from_lengths(client, UNSERVED, rng, max_tokens=model.entry.max_tokens),
+    )
+
+
+@lru_cache(maxsize=8)
+def _clients(rates: Path, lengths: Path) -> dict[int, ServeGenClient]:
+    return {client.client: client for client in read_servegen(rates, lengths)}
 
 
 def _with_rate(model: PlannedModel, entry: ModelEntry, seed: int) -> PlannedModel:
