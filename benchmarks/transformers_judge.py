@@ -24,6 +24,7 @@ class TransformersModel:
         torch.set_num_threads(num_threads)
         self._torch: Any = torch
         self._model: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32).eval()
+        self._model.generation_config.eos_token_id = None  # min_new_tokens would forbid end tokens instead
 
     def generate(self, prompt: list[int], num_tokens: int) -> Timed:
         """Exactly `num_tokens` greedy tokens; end tokens do not stop it."""
@@ -35,7 +36,6 @@ class TransformersModel:
                 attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                 do_sample=False,
                 repetition_penalty=1.0,
-                min_new_tokens=num_tokens,
                 max_new_tokens=num_tokens,
                 pad_token_id=0,
             )
