@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from crosspool.cluster.base import RankLost, StepDone
 from crosspool.core import FinishReason, SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.engine import Engine
@@ -361,6 +362,28 @@ async def test_a_tokenizer_that_raises_ends_only_its_own_request():
         await rig.until_empty()
 
 
+async def test_a_stop_string_and_a_lost_rank_at_the_same_moment_are_one_end():
+    tokens = expected_tokens(UNUSED_SEED, 4, 8, ())
+    async with Rig(recovery_timeout_s=0.0) as rig:
+        real = rig.cluster.poll
+        num_tokens = 0
+
+        def together(timeout_s: float):
+            nonlocal num_tokens
+            events = real(timeout_s)
+            num_tokens += sum(isinstance(event, StepDone) for event in events)
+            if num_tokens >= 3:
+                num_tokens = -1000
+                events = [*events, RankLost(rank="w0", reason="killed")]
+            return events
+
+        rig.cluster.poll = together
+        outputs = await collect(rig.face.generate(a_request(max_tokens=500, stop=(words(tokens[2:3]),))))
+        assert outputs[-1].finish_reason is FinishReason.STOP
+        assert sum(output.finish_reason is not None for output in outputs) == 1
+        await rig.until_empty()
+
+
 async def test_an_idle_engine_sleeps():
     async with Rig() as rig:
         await collect(rig.face.generate(a_request()))
@@ -373,7 +396,7 @@ async def test_an_idle_engine_sleeps():
 async def test_a_sink_that_raises_ends_only_its_own_request():
     async with Rig(step_s=0.002) as rig:
 
-        def broken(outputs: list[RequestOutput]) -> None:
+        def broken(output: RequestOutput) -> None:
             raise KeyError("a caller's bug")
 
         rig.engine.submit(a_request("broken", max_tokens=1500), broken)

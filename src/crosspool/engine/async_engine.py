@@ -23,6 +23,7 @@ class AsyncEngine:
 
     def __init__(self, engine: "Engine") -> None:
         self.engine = engine
+        self._office: _PostOffice | None = None
 
     def generate(self, request: GenerationRequest) -> "RequestStream":
         """Accept `request` or refuse it now; then iterate the stream, which ends after the last of n sequences.
@@ -31,7 +32,10 @@ class AsyncEngine:
         CapacityError (can never fit), QueueFullError (`retry_after_s`), WorkerLostError, ShuttingDownError.
         A stream left early (break, `aclose`, a cancelled task, garbage collection) aborts its request.
         """
-        return RequestStream(self.engine, request)
+        loop = asyncio.get_running_loop()
+        if self._office is None or self._office.loop is not loop:
+            self._office = _PostOffice(loop)
+        return RequestStream(self.engine, request, self._office)
 
     def abort(self, request_id: str) -> bool:
         """End every sequence of the request with ABORT; False if it is not running."""
@@ -68,13 +72,13 @@ class AsyncEngine:
 class RequestStream:
     """The outputs of one accepted request, in order. One consumer; also an async context manager."""
 
-    def __init__(self, engine: "Engine", request: GenerationRequest) -> None:
+    def __init__(self, engine: "Engine", request: GenerationRequest, office: "_PostOffice") -> None:
         self.request_id = request.request_id
         self._engine = engine
-        self._mailbox = _Mailbox(asyncio.get_running_loop())
+        self._mailbox = _Mailbox(office)
         self._unfinished = request.n
         self._ended = True  # until accepted, so that a refusal leaves nothing to abort
-        engine.submit(request, self._mailbox.deliver)
+        engine.submit(request, self._mailbox.take, office.flush)
         self._ended = False
 
     def __aiter__(self) -> Self:
@@ -117,30 +121,49 @@ class RequestStream:
             self.abort()
 
 
-class _Mailbox:
-    """Carries outputs from the engine thread to the loop. The engine holds this, not the stream: a stream that nobody
-    holds is collected and aborts its request.
-    """
+class _PostOffice:
+    """Wakes one event loop from the engine thread: once for a step's outputs, since each wake is a system call."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.filled: deque[_Mailbox] = deque()
+        self._is_woken = False
+
+    def flush(self) -> None:
+        """Called on the engine thread. A loop that has been closed has no reader left, so its outputs are dropped."""
+        if not self._is_woken and not self.loop.is_closed():
+            self._is_woken = True
+            with contextlib.suppress(RuntimeError):  # closed since the line before
+                self.loop.call_soon_threadsafe(self._wake_readers)
+
+    def _wake_readers(self) -> None:
+        self._is_woken = False  # before looking, so that what comes meanwhile wakes again
+        while self.filled:
+            self.filled.popleft().wake()
+
+
+class _Mailbox:
+    """Carries a request's outputs from the engine thread to the loop. The engine holds this, not the stream: a stream
+    that nobody holds is collected and aborts its request.
+    """
+
+    def __init__(self, office: _PostOffice) -> None:
         self.outputs: deque[RequestOutput] = deque()
-        self._loop = loop
+        self._office = office
         self._waiter: asyncio.Future[None] | None = None
 
-    def deliver(self, outputs: list[RequestOutput]) -> None:
-        """Called on the engine thread. A loop that has been closed has no reader left, so its outputs are dropped."""
-        self.outputs.extend(outputs)
-        if not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # closed since the line before
-                self._loop.call_soon_threadsafe(self._wake)
+    def take(self, output: RequestOutput) -> None:
+        """Called on the engine thread."""
+        self.outputs.append(output)
+        self._office.filled.append(self)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
         """Return once `outputs` holds something (or after a spurious wake)."""
-        self._waiter = self._loop.create_future()
+        self._waiter = self._office.loop.create_future()
         try:
             if not self.outputs:
                 await self._waiter

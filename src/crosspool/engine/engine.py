@@ -49,8 +49,11 @@ logger = logging.getLogger(__name__)
 IDLE_POLL_S = 60.0
 """Longest sleep of an idle engine; events and calls wake it sooner."""
 
-Sink = Callable[[list[RequestOutput]], None]
+Sink = Callable[[RequestOutput], None]
 """Takes a request's outputs on the engine thread: it must return at once and not raise."""
+
+Flush = Callable[[], None]
+"""Called on the engine thread once after a step's outputs, however many of its callers' sinks took one."""
 
 
 @dataclass(slots=True)
@@ -59,7 +62,11 @@ class _Running:
 
     request_id: str
     sink: Sink
+    flush: Flush | None
     builder: OutputBuilder
+
+
+_Delivery = tuple[_Running, RequestOutput]
 
 
 class Engine:
@@ -87,7 +94,7 @@ class Engine:
 
     # requests ---------------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+    def submit(self, request: GenerationRequest, sink: Sink, flush: Flush | None = None) -> None:
         """Accept or refuse a request at once, in the caller's thread; outputs then come to `sink`.
 
         Raises what `EngineCore.add_requests` raises, and ValueError for token ids that the model does not have or a
@@ -109,7 +116,7 @@ class Engine:
             self._by_request[request.request_id] = ids
             for index, sequence_id in enumerate(ids):
                 builder = OutputBuilder(request, index, _detokenizer(request, model), now)
-                self._running[sequence_id] = _Running(request.request_id, sink, builder)
+                self._running[sequence_id] = _Running(request.request_id, sink, flush, builder)
         self._cluster.wake()
 
     def abort(self, request_id: str) -> bool:
@@ -222,37 +229,52 @@ class Engine:
         return IDLE_POLL_S if deadline is None else min(IDLE_POLL_S, max(0.0, deadline - now))
 
     def _step(self, events: list[Event]) -> None:
-        """Take in what has happened, hand out what can run, then tell callers (even if handing out failed)."""
-        outputs: list[tuple[Sink, RequestOutput]] = []
+        """Take in what has happened, hand out what can run, then make text and tell callers while it runs.
+
+        Callers are told even if handing out fails.
+        """
+        outputs: list[_Delivery] = []
         try:
             with self._lock:
-                self._take_in(events, outputs)
-                self._hand_out()
+                now = self._clock()
+                updates = self._take_in(events, now)
+                watched: list[SequenceUpdate] = []
+                late: list[SequenceUpdate] = []
+                for update in updates:
+                    watches = self._running[update.sequence_id].builder.watches_stop_strings
+                    (watched if watches else late).append(update)
+                outputs += self._outputs(watched, now)  # a stop string ends its sequence before the next step
+                try:
+                    self._hand_out(now)
+                finally:
+                    outputs += self._outputs(late, now)
                 if not self._running:
                     self._ended.notify_all()
         finally:
             self._deliver(outputs)
 
-    def _take_in(self, events: list[Event], outputs: list[tuple[Sink, RequestOutput]]) -> None:
-        now = self._clock()
+    def _take_in(self, events: list[Event], now: float) -> list[SequenceUpdate]:
+        updates: list[SequenceUpdate] = []
         while self._calls:
-            outputs += self._outputs(self._calls.popleft()(now), now)
+            updates += self._calls.popleft()(now)
         for event in events:
-            outputs += self._outputs(self._core.on_event(event, now), now)
-            outputs += self._outputs(self._on_model_event(event, now), now)
-        outputs += self._outputs(self._core.on_time(now), now)
+            updates += self._core.on_event(event, now)
+            updates += self._on_model_event(event, now)
+        return updates + self._core.on_time(now)
 
-    def _hand_out(self) -> None:
+    def _hand_out(self, now: float) -> None:
         self._remove_drained()
         for kv_rank, sequence_ids in self._core.take_forgotten().items():
             self._cluster.forget(kv_rank, sequence_ids)
-        for step in self._core.schedule(self._clock()):
+        for step in self._core.schedule(now):
             self._cluster.submit(step)
 
-    def _outputs(self, updates: list[SequenceUpdate], now: float) -> list[tuple[Sink, RequestOutput]]:
+    def _outputs(self, updates: list[SequenceUpdate], now: float) -> list[_Delivery]:
         outputs = []
         for update in updates:
-            running = self._running[update.sequence_id]
+            running = self._running.get(update.sequence_id)
+            if running is None:
+                continue  # its last token completed a stop string, and something else ended it at the same moment
             try:
                 output = running.builder.on_update(update)
             except Exception as cause:  # of the tokenizer, on this sequence's ids: the others go on
@@ -260,7 +282,7 @@ class Engine:
                 self._core.end_sequence(update.sequence_id, FinishReason.ERROR, now)
                 output = running.builder.fail(StepError(f"the output cannot be made into text: {cause}"))
             if output is not None:
-                outputs.append((running.sink, output))
+                outputs.append((running, output))
                 if output.finish_reason is not None:
                     if update.finish_reason is None:  # a stop string, which the core does not know of
                         self._core.end_sequence(update.sequence_id, FinishReason.STOP, now)
@@ -281,7 +303,7 @@ class Engine:
 
     def _end_all(self, error: CrossPoolError) -> None:
         """The thread's last act: everybody who waits gets `error`."""
-        outputs: list[tuple[Sink, RequestOutput]] = []
+        outputs: list[_Delivery] = []
         with self._lock:
             now = self._clock()
             for sequence_id, running in self._running.items():
@@ -290,7 +312,7 @@ class Engine:
                 )
                 output = running.builder.on_update(ended)
                 assert output is not None
-                outputs.append((running.sink, output))
+                outputs.append((running, output))
             self._running.clear()
             self._by_request.clear()
             self._ended.notify_all()
@@ -300,13 +322,18 @@ class Engine:
                 future.set_exception(error)
         self._deliver(outputs)
 
-    def _deliver(self, outputs: list[tuple[Sink, RequestOutput]]) -> None:
-        for sink, output in outputs:
+    def _deliver(self, outputs: list[_Delivery]) -> None:
+        flushes: dict[Flush, None] = {}
+        for running, output in outputs:
             try:
-                sink([output])
+                running.sink(output)
             except Exception:  # one caller's bug is not the others' end
                 logger.exception("the sink of request %s raised; the request is aborted", output.request_id)
                 self.abort(output.request_id)
+            if running.flush is not None:
+                flushes[running.flush] = None
+        for flush in flushes:
+            flush()
 
     # models, on the engine thread -------------------------------------------------------------------------------
 

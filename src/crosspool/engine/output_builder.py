@@ -19,6 +19,7 @@ class OutputBuilder:
     ) -> None:
         self._request = request
         self._index = index
+        self.watches_stop_strings = bool(request.stop) and detokenizer is not None
         self._detokenizer = detokenizer
         self._arrival_s = arrival_s
         self._scheduled_s: float | None = None

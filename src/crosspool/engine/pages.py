@@ -66,6 +66,11 @@ class KVRankPages:
     def frames_used(self, model: str) -> int:
         return self.pool.used(model)
 
+    @property
+    def num_held(self) -> int:
+        """Frames in block tables, of all models."""
+        return self.pool.budget - self.pool.num_free
+
     def stats(self, frame_bytes: int) -> PoolStats:
         used, reserved = self.budget.num_held, self.budget.num_reserved
         return PoolStats(
