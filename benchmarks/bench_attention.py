@@ -62,7 +62,18 @@ def measure(report: Report, kernels: DeviceKernels, kind: str, context: int, bat
         for unit in range(units):
             layer = unit % layers
             attention_decode(
-                kernels, spec, inputs, cache, layer, positions, lengths, out, scratch, splits=splits, overlap=False
+                kernels,
+                spec,
+                inputs,
+                cache,
+                layer,
+                positions,
+                lengths,
+                out,
+                scratch,
+                splits=splits,
+                one_row_per_sequence=True,
+                overlap=False,
             )
 
     times = replay_us(work, units=units, replays=30)

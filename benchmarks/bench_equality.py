@@ -224,7 +224,15 @@ def compare(
     ffn = FFNHalf(kernels, pack_ffn_weights(spec, iter(layers)), ROWS)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
     geometry = page_geometry(spec, page_tokens=16, frame_bytes=2 * MiB)
-    half = AttentionHalf(kernels, spec, attention, seeded_cache(geometry, ROWS, STEPS, device=device), ROWS, num_sms)
+    half = AttentionHalf(
+        kernels,
+        spec,
+        attention,
+        seeded_cache(geometry, ROWS, STEPS, device=device),
+        ROWS,
+        num_sms,
+        one_row_per_sequence=True,
+    )
     generator = torch.Generator(device=device).manual_seed(SEED)
     token_ids = torch.randint(1, spec.vocab_size, (ROWS, STEPS), device=device, generator=generator)
     model = hf_model(config, spec, tensors, device)

@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 class EmulatedKernels:
     """The launcher of `backends/cuda` for CPU tensors."""
 
-    def __init__(self, *, num_sms: int = 8) -> None:
-        self.num_sms = num_sms
+    def __init__(self, *, num_sms: int = 8, backwards: bool = False) -> None:
+        self.num_sms, self.backwards = num_sms, backwards
         self._libraries: dict[str, ctypes.CDLL] = {}
         self.launches: list[tuple[str, tuple[int, int, int], int]] = []
 
@@ -26,6 +26,7 @@ class EmulatedKernels:
         expected = getattr(library, f"{kernel}_params_bytes")()
         assert expected == ctypes.sizeof(params), f"{kernel}: {type(params).__name__} differs from the C++ struct"
         self.launches.append((kernel, grid, threads))
+        library.set_backwards(self.backwards)
         getattr(library, kernel)(ctypes.byref(params), (ctypes.c_uint * 3)(*grid), threads, smem_bytes)
 
     def _library(self, source: str) -> ctypes.CDLL:

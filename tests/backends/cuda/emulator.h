@@ -32,6 +32,7 @@ inline std::vector<Warp> warps;
 inline Barrier block_barrier;
 inline Fiber* current = nullptr;
 inline jmp_buf scheduler;
+inline bool backwards = false;  // blocks run last to first: what depends on their order fails one way or the other
 inline Dim block_idx, block_dim, grid_dim;
 inline std::vector<unsigned char> smem;
 inline std::function<void()> body;
@@ -83,14 +84,14 @@ inline void launch(std::function<void()> kernel, const unsigned* grid, unsigned 
   body = kernel;
   block_dim = {threads, 1, 1};
   grid_dim = {grid[0], grid[1], grid[2]};
-  for (unsigned z = 0; z < grid[2]; ++z)
-    for (unsigned y = 0; y < grid[1]; ++y)
-      for (unsigned x = 0; x < grid[0]; ++x) {
-        block_idx = {x, y, z};
-        run_block(threads, smem_bytes);
-        for (unsigned i = (128 - reinterpret_cast<u64>(smem.data()) % 128) % 128 + smem_bytes; i < smem.size(); ++i)
-          if (smem[i] != 0xff) { fprintf(stderr, "wrote past %u bytes of shared memory\n", smem_bytes); abort(); }
-      }
+  const unsigned blocks = grid[0] * grid[1] * grid[2];
+  for (unsigned n = 0; n < blocks; ++n) {
+    const unsigned at = backwards ? blocks - 1 - n : n;
+    block_idx = {at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
+    run_block(threads, smem_bytes);
+    for (unsigned i = (128 - reinterpret_cast<u64>(smem.data()) % 128) % 128 + smem_bytes; i < smem.size(); ++i)
+      if (smem[i] != 0xff) { fprintf(stderr, "wrote past %u bytes of shared memory\n", smem_bytes); abort(); }
+  }
 }
 
 // Each lane leaves a value, all meet, each lane reads what it wants, all meet again.
@@ -105,6 +106,8 @@ inline auto exchange(const T& value, F read) {
   return result;
 }
 }  // namespace emulator
+
+extern "C" void set_backwards(int value) { emulator::backwards = value != 0; }
 
 #define threadIdx (emulator::current->thread)
 #define blockIdx emulator::block_idx

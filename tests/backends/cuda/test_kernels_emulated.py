@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -107,9 +109,9 @@ ATTENTIONS = {
 }
 
 
-@pytest.mark.parametrize("any_shape", [False, True])
+@pytest.mark.parametrize("how", ["one_row_per_sequence", "any_shape", "neither"])
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_attention_equals_softmax_over_the_cache(name, any_shape):
+def test_attention_equals_softmax_over_the_cache(name, how):
     spec = ATTENTIONS[name]
     geometry = PageGeometry(
         num_layers=3,
@@ -147,12 +149,43 @@ def test_attention_equals_softmax_over_the_cache(name, any_shape):
         scratch,
         splits=splits,
         sinks=sinks,
-        any_shape=any_shape,
+        one_row_per_sequence=how == "one_row_per_sequence",
+        any_shape=how == "any_shape",
     )
     expected = torch.stack([reference(spec, queries[i], rows[i, :length], sinks) for i, length in enumerate(lengths)])
     assert relative_error(out, expected) < 2 * ROUNDED
     for row, length in enumerate(lengths):
         assert relative_error(slot(cache, 2, row, length - 1), newest[row]) < ROUNDED
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("name", ["gqa_d128_group_of_8", "mla_16_heads"])
+def test_tokens_of_one_sequence_see_each_other(name, backwards):
+    spec, tokens, first = ATTENTIONS[name], 4, 61
+    geometry = PageGeometry(
+        num_layers=1,
+        elements_per_token_layer=spec.kv_elements_per_token,
+        element_bytes=2,
+        page_tokens=16,
+        frame_bytes=16 * spec.kv_elements_per_token * 2,
+    )
+    one = shuffled_cache(geometry, 1, first + tokens, CPU)
+    cache = replace(one, frame_table=one.frame_table.expand(tokens, -1, -1).contiguous())
+    rows = draw(1, first + tokens, spec.kv_elements_per_token, seed=5)
+    fill(cache, 0, rows, [first])
+    kernels = EmulatedKernels(backwards=backwards)
+    positions = torch.arange(first, first + tokens, dtype=torch.int32)
+    rope = RopeTable.allocate(spec.rope, tokens, CPU)
+    rope.update(kernels, positions)
+    inputs, queries, newest, _keep = project(spec, rope, positions)
+    rows[0, first:] = newest.bfloat16()
+    _, value_dim = key_value_dims(spec)
+    out = nan(tokens, spec.num_heads, value_dim, dtype=torch.bfloat16)
+    most = tokens * 2 * spec.num_heads
+    scratch = AttentionScratch(nan(most * value_dim), nan(most * 2), nan(most * 300, dtype=torch.bfloat16))
+    attention_decode(kernels, spec, inputs, cache, 0, positions, positions + 1, out, scratch, splits=2)
+    expected = torch.stack([reference(spec, queries[i], rows[0, : first + i + 1], None) for i in range(tokens)])
+    assert relative_error(out, expected) < 2 * ROUNDED
 
 
 def project(spec, rope, positions):

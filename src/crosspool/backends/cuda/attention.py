@@ -62,6 +62,7 @@ def attention_decode(
     *,
     splits: int,
     sinks: torch.Tensor | None = None,
+    one_row_per_sequence: bool = False,
     any_shape: bool = False,
     overlap: bool = True,
 ) -> None:
@@ -69,8 +70,10 @@ def attention_decode(
 
     inputs: from `gqa_input` or `mla_input`. lengths: (tokens) int32 = positions + 1; the token's own slot is written.
     out: (tokens, heads, D_v) bf16, D_v = head_dim or kv_lora. splits: from `num_splits`. any_shape: run the slow
-    kernels that take every shape. NOTE: lengths, frame table and the slots of earlier tokens are read before the kernel
-    waits for the one before it, so nothing may write them within the same chain of overlapping kernels.
+    kernels that take every shape.
+    one_row_per_sequence: no token attends to another token of the step (decode, not a chunk of a prompt): then one
+    kernel norms, rotates, writes the cache and attends. NOTE: it reads lengths, frame table and earlier slots before it
+    waits for the kernel before it, so nothing may write them within the same chain of overlapping kernels.
     """
     tokens, heads = len(lengths), spec.num_heads
     key_dim, value_dim = key_value_dims(spec)
@@ -83,13 +86,14 @@ def attention_decode(
         )
     variant = None if any_shape else choose_variant(spec)
     q = scratch.q[: tokens * heads * key_dim].view(tokens, heads, key_dim)
-    if variant is None:
+    is_ready = variant is None or not one_row_per_sequence
+    if is_ready:
         rope_cache(kernels, spec, inputs, cache, layer, positions, q)
     is_mla, kv_heads = isinstance(spec, MLASpec), num_kv_heads(spec)
     window = None if isinstance(spec, MLASpec) else spec.sliding_window
     head_bytes = key_dim * _ELEMENT_BYTES
     params = AttentionParams(
-        q=address(q),
+        q=address(q) if is_ready else None,
         cache=cache.view(layer),
         lengths=address(lengths),
         partial_o=address(scratch.partial_o),
@@ -114,7 +118,7 @@ def attention_decode(
         threads=32 if variant is None else variant.warps * 32,
         smem_bytes=value_dim * 4 if variant is None else variant.smem_bytes,
         params=params,
-        overlap=overlap or variant is None,
+        overlap=overlap or is_ready,
     )
     _combine(kernels, out, scratch, splits, sinks)
 

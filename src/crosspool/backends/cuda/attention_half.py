@@ -34,6 +34,8 @@ class AttentionHalf:
 
     token_ids, positions, lengths: (tokens) int32, set before each step; lengths = positions + 1. A row that is not in
     use has position 0, length 1 and a frame table of zeros.
+    one_row_per_sequence: the rows are of different sequences (decode, not a chunk of a prompt): a kernel less a layer.
+    It may be set before a step, or before a step is captured.
     """
 
     def __init__(
@@ -44,7 +46,10 @@ class AttentionHalf:
         cache: PagedCache,
         tokens: int,
         num_sms: int,
+        *,
+        one_row_per_sequence: bool = False,
     ) -> None:
+        self.one_row_per_sequence = one_row_per_sequence
         if not 1 <= tokens <= MAX_TOKENS:
             raise ValueError(f"a decode step of {tokens} rows; these kernels take 1 to {MAX_TOKENS}")
         self._kernels, self.spec, self._weights, self.cache = kernels, spec, weights, cache
@@ -180,6 +185,7 @@ class AttentionHalf:
             out,
             self._scratch,
             splits=self._splits[spec],
+            one_row_per_sequence=self.one_row_per_sequence,
             sinks=sinks,
         )
 

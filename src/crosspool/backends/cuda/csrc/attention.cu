@@ -70,7 +70,10 @@ struct Attention {
         for (int i = lane; i < KD; i += 32) row[i] = 0;
         continue;
       }
-      if (SEPARATE) {
+      if (p.q != nullptr) {
+        const u16* ready = p.q + (token * p.heads + head0 + h) * KD;
+        for (int i = lane; i < KD / 8; i += 32) reinterpret_cast<uint4*>(row)[i] = load16(ready + i * 8);
+      } else if (SEPARATE) {
         p.gqa.prepare_row<KD>(row, v, token, head0 + h);
       } else {
         const u16* latent = p.mla.q_latent + (token * p.heads + head0 + h) * VD;
@@ -247,16 +250,17 @@ struct Attention {
     const SplitRange range = split_range(p, length, split, TILE);
     const int window_begin = p.window > 0 ? max_int(length - p.window, 0) : 0;
     const int tiles = range.end > range.begin ? ceil_div(range.end - range.begin, TILE) : 0;
-    const bool has_newest = tiles > 0 && range.end == length;
+    const bool has_newest = tiles > 0 && range.end == length && p.q == nullptr;
     const Attention self{p, dynamic_smem(), token, p.table_rows != nullptr ? p.table_rows[token] : token,
                          kv_head, head0, heads_here, range.end, has_newest};
     grid_launch_dependents();
+    if (p.q != nullptr) grid_wait();  // the kernel before wrote cache rows
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) {
       if (s < tiles) self.load_tile(range.begin + s * TILE, s);
       copy_async_commit();
     }
-    grid_wait();
+    if (p.q == nullptr) grid_wait();
     if (tiles > 0) self.prepare_queries();
     if (has_newest) {
       block_sync();  // the queries' warps are done with the work space

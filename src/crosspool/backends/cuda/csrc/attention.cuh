@@ -6,7 +6,7 @@
 struct AttentionParams {
   GqaInput gqa;           // what the kernels of one shape make queries and the newest slot from
   MlaInput mla;
-  const u16* q;           // (tokens, heads, key_dim) bf16, ready: for the kernel of any shape alone
+  const u16* q;           // (tokens, heads, key_dim) bf16, ready, as are all cache rows; or null: made here
   CacheView cache;
   const int* lengths;     // (tokens): slots to attend to, the token's own included
   const int* table_rows;  // (tokens): row of the frame table, or null for the token's own index
