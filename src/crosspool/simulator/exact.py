@@ -1,0 +1,83 @@
+"""Layer-exact simulation: every put and wait of every step. For windows of a minute or so."""
+
+from collections.abc import Callable, Iterable
+
+from crosspool.scheduler.order import ORDER_POLICIES
+from crosspool.scheduler.step import StepDescriptor
+from crosspool.simulator.cost import step_work
+from crosspool.simulator.driver import CoreDriver, SimulatedRequest
+from crosspool.simulator.group import STREAMS, SimulatedGroup
+from crosspool.simulator.pipeline import OrderedPipeline, Pipeline, Route, Span, StreamPipeline
+from crosspool.simulator.result import GroupResult, group_result
+
+Progress = Callable[[float], None]
+"""Called with the virtual time now and then."""
+
+
+def make_pipeline(group: SimulatedGroup, num_lanes: int, spans: list[Span] | None = None) -> Pipeline:
+    """The stations of a group under its order policy."""
+    if group.order == STREAMS:
+        return StreamPipeline(len(group.stations), num_lanes)
+    return OrderedPipeline(len(group.stations), num_lanes, ORDER_POLICIES[group.order], spans=spans)
+
+
+def simulate_exact(
+    group: SimulatedGroup,
+    requests: Iterable[SimulatedRequest],
+    *,
+    stop_s: float | None = None,
+    spans: list[Span] | None = None,
+    progress: Progress | None = None,
+) -> GroupResult:
+    """Run the requests, sorted by arrival, until all have ended or until `stop_s`.
+
+    Raises ValueError for a monolithic layout, which has no crossings to be exact about.
+    """
+    if group.layout != "crosspool":
+        raise ValueError(f"layout {group.layout} has no put and wait; simulate it with mode steps")
+    driver = CoreDriver(group)
+    pipeline = make_pipeline(group, group.config.num_lanes, spans)
+    models = group.by_name
+    end_s = float("inf") if stop_s is None else stop_s
+    arrivals = iter(requests)
+    coming = next(arrivals, None)
+    in_flight, in_flight_s, now = 0, 0.0, 0.0
+
+    def start(step: StepDescriptor) -> None:
+        model, header = models[step.header.model], step.header
+        route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority)
+        pipeline.start(header.lane, model.cost.times(step_work(step)), route, now + group.host_s)
+
+    while coming is not None or driver.num_live:
+        until = min(coming.arrival_s if coming is not None else float("inf"), driver.next_timer(now), end_s)
+        assert until < float("inf") or in_flight, "requests are live but nothing is going to happen"
+        before = now
+        lane = pipeline.advance(until)
+        now = pipeline.now_s
+        if in_flight:
+            in_flight_s += now - before
+        driver.observe(now)
+        if lane is not None:
+            driver.end_step(lane, now)
+            in_flight -= 1
+        elif now >= end_s:
+            break
+        else:
+            driver.on_time(now)
+            while coming is not None and coming.arrival_s <= now:
+                driver.accept(coming, now)
+                coming = next(arrivals, None)
+        steps = driver.schedule(now)
+        in_flight += len(steps)
+        for step in steps:
+            start(step)
+        if progress is not None:
+            progress(now)
+    return group_result(
+        group,
+        driver,
+        duration_s=now,
+        num_events=pipeline.num_events,
+        busy_s=pipeline.busy_s,
+        in_flight_s=in_flight_s,
+    )

@@ -1,0 +1,68 @@
+"""SimulatedGroup: the models of one group, the engine that serves them, and what their steps cost where."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from crosspool.engine.config import EngineConfig
+from crosspool.engine.scheduler_core import EngineCore
+from crosspool.engine.served_model import ServedModel
+from crosspool.scheduler.order import ORDER_POLICIES
+from crosspool.simulator.cost import StepCost
+from crosspool.simulator.pipeline import Route
+
+Layout = Literal["crosspool", "static", "elastic"]
+STREAMS = "streams"
+ORDERS = (*ORDER_POLICIES, STREAMS)
+"""Order policies of the workers, and plain streams: no order at all, what runs at once shares the GPU."""
+
+
+POOLS = Route(kv=0, weights=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedModel:
+    """One model. route: its stations in the two pools. gpus: where a monolithic layout has its shards."""
+
+    served: ServedModel
+    cost: StepCost
+    route: Route = POOLS
+    gpus: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.served.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedGroup:
+    """A group under one engine. stations: names, in the order that routes count them; for monolithic layouts the GPUs.
+
+    host_s: from the end of a step to the start of the next, the engine's own time. prepare: called with the core once
+    the models are added; monolithic layouts put their own pages in.
+    """
+
+    name: str
+    layout: Layout
+    models: tuple[SimulatedModel, ...]
+    config: EngineConfig
+    stations: tuple[str, ...] = ("kv", "weights")
+    order: str = "priority"
+    host_s: float = 0.0
+    prepare: Callable[[EngineCore], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.order not in ORDERS:
+            raise ValueError(f"order {self.order!r} is unknown; use one of {', '.join(ORDERS)}")
+
+    @property
+    def by_name(self) -> dict[str, SimulatedModel]:
+        return {model.name: model for model in self.models}
+
+    def make_core(self) -> EngineCore:
+        core = EngineCore(self.config)
+        for model in self.models:
+            core.add_model(model.served)
+        if self.prepare is not None:
+            self.prepare(core)
+        return core

@@ -1,0 +1,198 @@
+"""Groups to simulate from what the planner decided: two pools, or the same GPUs with weights and KV together.
+
+crosspool: the plan's ranks. KV ranks that share every request work in lockstep as one station; where each request stays
+on one rank they are stations of their own, and models are dealt over them. Weights ranks are one station (TP).
+static, elastic: hosting and sizes of `planner/layouts.py`; every model has a decode lane of its own. Static models keep
+to their own memory; elastic ones share what their GPUs have left (kvcached-like). Steps that meet on a GPU share it.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import floor
+from pathlib import Path
+
+from crosspool.engine.admission import PageBudget
+from crosspool.engine.config import EngineConfig
+from crosspool.engine.scheduler_core import EngineCore
+from crosspool.engine.served_model import ServedModel
+from crosspool.errors import CapacityError
+from crosspool.planner.deployment import PlanInput
+from crosspool.planner.gpus import gpu_kind
+from crosspool.planner.group import Split
+from crosspool.planner.layouts import Hosting, Room, elastic_hosting, shard_bytes, static_hosting
+from crosspool.planner.parallelism import kv_parallelism, monolithic_share_seen
+from crosspool.planner.planner import PlannedGroup
+from crosspool.planner.traffic import PlannedModel
+from crosspool.simulator.cost import MonolithicCost, PooledCost, StepCost
+from crosspool.simulator.group import Layout, SimulatedGroup, SimulatedModel
+from crosspool.simulator.measured import MeasuredTable, with_measurements
+from crosspool.simulator.pipeline import Route
+from crosspool.simulator.replicas import ReplicatedPages
+from crosspool.units import ceil_div
+
+
+def simulated_group(
+    group: PlannedGroup,
+    plan_input: PlanInput,
+    layout: Layout = "crosspool",
+    *,
+    order: str = "priority",
+    host_s: float = 0.0,
+    max_queue: int = 64,
+    measured: MeasuredTable | None = None,
+) -> SimulatedGroup:
+    """One planned group in a layout. measured: tables that replace the roofline (crosspool only).
+
+    Raises CapacityError where a monolithic layout cannot hold the weights.
+    """
+    if layout == "crosspool":
+        return _pools(group, plan_input, order, host_s, max_queue, measured)
+    return _monolithic(group, plan_input, layout, host_s, max_queue)
+
+
+def _config(plan_input: PlanInput, num_frames: int, max_queue: int, num_decode: int, num_prefill: int) -> EngineConfig:
+    engine = plan_input.engine
+    return EngineConfig(
+        kv_budget_bytes=num_frames * engine.frame_bytes,
+        frame_bytes=engine.frame_bytes,
+        num_decode_lanes=num_decode,
+        num_prefill_lanes=num_prefill,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_queue=max_queue,
+        admission=plan_input.admission,
+    )
+
+
+def _served(model: PlannedModel, kv_rank: str, weights_ranks: Sequence[str], frames_per_page: int) -> ServedModel:
+    geometry = model.geometry
+    return ServedModel(
+        name=model.name,
+        spec=model.facts.spec,
+        directory=Path(model.entry.model),
+        weights_ranks=tuple(weights_ranks),
+        page_tokens=geometry.page_tokens,
+        frames_per_page=frames_per_page,
+        frame_bytes=geometry.frame_bytes,
+        kv_rank=kv_rank,
+        kv_dtype=model.facts.spec.weight_format.dtype,
+    )
+
+
+def _pools(
+    group: PlannedGroup,
+    plan_input: PlanInput,
+    order: str,
+    host_s: float,
+    max_queue: int,
+    measured: MeasuredTable | None,
+) -> SimulatedGroup:
+    split, kind = group.split, gpu_kind(plan_input.gpus.kind)
+    num_kv, num_weights = len(split.kv_ranks), len(split.weights_ranks)
+    ways = {
+        model.name: kv_parallelism(model.facts, num_kv, model.entry.kv_parallelism) == "one" for model in group.models
+    }
+    apart = num_kv > 1 and all(ways.values())
+    if num_kv > 1 and any(ways.values()) and not apart:
+        alone = next(name for name, one in ways.items() if one)
+        raise ValueError(
+            f"{alone} keeps requests on one KV rank and other models spread them; give all models of a group the same "
+            "kv_parallelism to simulate it"
+        )
+    num_pools, frames = (num_kv, split.kv_frames) if apart else (1, split.usable_frames + 1)
+    models = []
+    for index, model in enumerate(group.models):
+        pool = index % num_pools
+        cost: StepCost = PooledCost(model.facts, kind, num_kv=num_kv // num_pools, num_weights=num_weights)
+        if measured is not None:
+            cost = with_measurements(cost, measured, model.entry.model, num_weights)
+        rank = split.kv_ranks[pool] if apart else "kv"
+        models.append(
+            SimulatedModel(
+                served=_served(model, rank, split.weights_ranks, model.geometry.frames_per_page),
+                cost=cost,
+                route=Route(kv=pool, weights=num_pools),
+            )
+        )
+    engine = plan_input.engine
+    return SimulatedGroup(
+        name=group.plan.name,
+        layout="crosspool",
+        models=tuple(models),
+        config=_config(plan_input, frames, max_queue, engine.decode_lanes, engine.prefill_lanes),
+        stations=(*(split.kv_ranks if apart else ("kv",)), "weights"),
+        order=order,
+        host_s=host_s,
+    )
+
+
+def _monolithic(
+    group: PlannedGroup, plan_input: PlanInput, layout: Layout, host_s: float, max_queue: int
+) -> SimulatedGroup:
+    kind, facts = gpu_kind(plan_input.gpus.kind), [model.facts for model in group.models]
+    room = room_beside(group.split, plan_input)
+    hosting = (static_hosting if layout == "static" else elastic_hosting)(facts, room)
+    if hosting is None:
+        raise CapacityError(
+            f"layout {layout} cannot place {len(facts)} models on {room.num_gpus} GPUs; use more GPUs or fewer models"
+        )
+    homes = {model.name: tuple(gpu for gpu, names in enumerate(hosting) if model.name in names) for model in facts}
+    frames = _free_frames(group.models, room, hosting, homes, plan_input.engine.frame_bytes)
+    models, replicas = [], {}
+    shared = [PageBudget(count) for count in frames]
+    for model in group.models:
+        gpus = homes[model.name]
+        size = replica_size(model.facts.num_kv_heads, len(gpus))
+        own = {gpu: PageBudget(frames[gpu] // len(hosting[gpu])) for gpu in gpus} if layout == "static" else None
+        budgets = [own[gpu] if own is not None else shared[gpu] for gpu in gpus]
+        replicas[model.name] = [budgets[start : start + size] for start in range(0, len(gpus), size)]
+        per_gpu = max(1, ceil_div(model.geometry.page_bytes, size * model.geometry.frame_bytes))
+        models.append(
+            SimulatedModel(
+                served=_served(model, model.name, [f"gpu{gpu}" for gpu in gpus], per_gpu),
+                cost=MonolithicCost(model.facts, kind, num_gpus=len(gpus)),
+                gpus=gpus,
+            )
+        )
+
+    def prepare(core: EngineCore) -> None:
+        for model in models:
+            estimate = core.pages[model.name].estimate
+            core.pages[model.name] = ReplicatedPages(model.served, replicas[model.name], estimate)
+
+    return SimulatedGroup(
+        name=group.plan.name,
+        layout=layout,
+        models=tuple(models),
+        config=_config(plan_input, max(2, *frames) + 1, max_queue, len(models), len(models)),
+        stations=tuple(f"gpu{gpu}" for gpu in range(room.num_gpus)),
+        host_s=host_s,
+        prepare=prepare,
+    )
+
+
+def room_beside(split: Split, plan_input: PlanInput) -> Room:
+    """GPU memory for weights and KV together, with the same kept back as the split keeps back."""
+    parts = split.gpus[0].parts
+    beside = ("activations", "logits", "graphs", "runtime", "in_use_by_others", "reserve")
+    return Room(
+        num_gpus=len(split.gpus), bytes_per_gpu=plan_input.gpus.memory_bytes - sum(parts[name] for name in beside)
+    )
+
+
+def replica_size(num_kv_heads: int, num_gpus: int) -> int:
+    """GPUs that one sequence's cache is spread over: the most that the KV heads fill and that divide the GPUs."""
+    size = max(1, floor(num_gpus * monolithic_share_seen(num_kv_heads, num_gpus)))
+    while num_gpus % size:
+        size -= 1
+    return size
+
+
+def _free_frames(
+    models: Sequence[PlannedModel],
+    room: Room,
+    hosting: Hosting,
+    homes: Mapping[str, tuple[int, ...]],
+    frame_bytes: int,
+) -> list[int]:
+    sizes = {model.name: shard_bytes(model.facts, len(homes[model.name])) for model in models}
+    return [max(0, room.bytes_per_gpu - sum(sizes[name] for name in names)) // frame_bytes for names in hosting]

@@ -1,0 +1,114 @@
+"""How much lanes slow each other down: from the layer-exact pipeline in a steady state, remembered.
+
+Steps of several lanes that go round together settle into a periodic pattern. The pattern of a set of lanes is run once
+in the layer-exact pipeline; its slowdowns are kept under the stage times, rounded on a logarithmic grid and taken
+relative to each other, since all times alike faster or slower make no difference.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, log
+
+from crosspool.planner.roofline import StageTimes
+from crosspool.simulator.pipeline import Pipeline, Route
+
+GRID = 24
+"""Grid points per factor e: times are rounded by at most 2.1 %."""
+
+WARM_STEPS, MEASURED_STEPS = 1, 3
+MAX_EVENTS = 6000
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStep:
+    """A step in flight: its stage times with nobody else there, and where it runs."""
+
+    times: StageTimes
+    route: Route
+    gpus: tuple[int, ...] = ()
+
+
+class PipelineOverlap:
+    """Slowdowns of lanes between stations. make_pipeline: given the number of lanes, the pipeline to ask."""
+
+    def __init__(self, make_pipeline: Callable[[int], Pipeline]) -> None:
+        self._make_pipeline = make_pipeline
+        self._known: dict[tuple[tuple[int, ...], ...], list[float]] = {}
+
+    @property
+    def num_known(self) -> int:
+        return len(self._known)
+
+    def slowdowns(self, running: Sequence[RunningStep]) -> list[float]:
+        """For each step, its time beside the others over its time alone; at least 1."""
+        if len(running) == 1:
+            return [1.0]
+        cells = [_cell(step) for step in running]
+        origin = cells[0][0]
+        key = tuple((cell[0] - origin, *(value - origin for value in cell[1:4]), *cell[4:]) for cell in cells)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._measure(key)
+        return known
+
+    def _measure(self, key: tuple[tuple[int, ...], ...]) -> list[float]:
+        times = [_times(cell) for cell in key]
+        routes = [Route(kv=cell[5], weights=cell[6], priority=cell[7]) for cell in key]
+        pipeline = self._make_pipeline(len(key))
+        for index, (step, route) in enumerate(zip(times, routes, strict=True)):
+            pipeline.start(index, step, route, 0.0)
+        ended = [0] * len(key)
+        begun_s, begun = 0.0, [0.0] * len(key)
+        goal = WARM_STEPS
+        while True:
+            lane = pipeline.advance(float("inf"))
+            assert lane is not None
+            ended[lane] += 1
+            pipeline.start(lane, times[lane], routes[lane], pipeline.now_s)
+            if min(ended) < goal and pipeline.num_events < (MAX_EVENTS if begun_s else MAX_EVENTS // 4):
+                continue
+            done = [count + pipeline.progress(other) for other, count in enumerate(ended)]
+            if not begun_s:
+                begun_s, begun, goal = pipeline.now_s, done, min(ended) + MEASURED_STEPS
+                continue
+            elapsed = pipeline.now_s - begun_s
+            return [
+                max(1.0, elapsed / max(1e-3, after - before) / step.step_s)
+                for before, after, step in zip(begun, done, times, strict=True)
+            ]
+
+
+class SharedGPUs:
+    """Slowdowns of monolithic steps: uncoordinated, so steps on one GPU share it equally, and a tensor-parallel step
+    is as slow as on its busiest GPU.
+    """
+
+    def slowdowns(self, running: Sequence[RunningStep]) -> list[float]:
+        load: dict[int, int] = {}
+        for step in running:
+            for gpu in step.gpus:
+                load[gpu] = load.get(gpu, 0) + 1
+        return [float(max(load[gpu] for gpu in step.gpus)) for step in running]
+
+
+def _cell(step: RunningStep) -> tuple[int, ...]:
+    times, route = step.times, step.route
+    return (
+        _index(times.attention_s),
+        _index(times.ffn_s),
+        _index(times.crossing_s),
+        _index(times.tail_s),
+        times.num_layers,
+        route.kv,
+        route.weights,
+        route.priority,
+    )
+
+
+def _index(seconds: float) -> int:
+    return round(log(max(seconds, 1e-9)) * GRID)
+
+
+def _times(cell: tuple[int, ...]) -> StageTimes:
+    attention, ffn, crossing, tail = (exp(index / GRID) for index in cell[:4])
+    return StageTimes(num_layers=cell[4], attention_s=attention, ffn_s=ffn, crossing_s=crossing, tail_s=tail)

@@ -1,0 +1,162 @@
+"""Step-level simulation: one event for a step, or for a whole run of like steps. For days.
+
+Steps in flight progress at rates: their time alone, stretched by what they do to each other (`overlap.py`). A lane
+whose next steps are known to have the same rows (`engine/repeat.py`) runs them as one; whatever else happens meanwhile
+first makes it catch up with the steps that have ended by then.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from math import floor
+
+from crosspool.scheduler.step import StepDescriptor
+from crosspool.simulator.cost import decode_work, step_work
+from crosspool.simulator.driver import CoreDriver, SimulatedRequest
+from crosspool.simulator.exact import Progress, make_pipeline
+from crosspool.simulator.group import SimulatedGroup, SimulatedModel
+from crosspool.simulator.overlap import PipelineOverlap, RunningStep, SharedGPUs
+from crosspool.simulator.pipeline import Route
+from crosspool.simulator.result import GroupResult, group_result
+
+LONGEST_RUN = 256
+"""Steps taken as one at most; their stage times are those of the middle one."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """A lane's present step and the like ones that follow. done: steps of it that have ended, with a fraction."""
+
+    lane: int
+    model: SimulatedModel
+    priority: int
+    count: int
+    running: RunningStep
+    step_s: float = 0.0  # beside the others
+    done: float = 0.0
+
+
+class StepSimulator:
+    """One group, step by step."""
+
+    def __init__(self, group: SimulatedGroup) -> None:
+        self.driver = CoreDriver(group)
+        self.num_events = 0
+        self.in_flight_s = 0.0
+        self.busy_s = [0.0] * len(group.stations)
+        self._group = group
+        self._models = group.by_name
+        self._runs: dict[int, _Run] = {}
+        self._now = 0.0
+        self._overlap: PipelineOverlap | SharedGPUs = (
+            PipelineOverlap(lambda lanes: make_pipeline(group, lanes)) if group.layout == "crosspool" else SharedGPUs()
+        )
+
+    def run(
+        self, requests: Iterable[SimulatedRequest], stop_s: float | None = None, progress: Progress | None = None
+    ) -> GroupResult:
+        """Run the requests, sorted by arrival, until all have ended or until `stop_s`."""
+        driver = self.driver
+        end_s = float("inf") if stop_s is None else stop_s
+        arrivals = iter(requests)
+        coming = next(arrivals, None)
+        while coming is not None or driver.num_live:
+            arrival_s = coming.arrival_s if coming is not None else float("inf")
+            first, first_s = self._first_end()
+            now = max(self._now, min(arrival_s, first_s, driver.next_timer(self._now), end_s))
+            assert now < float("inf"), "requests are live but nothing is going to happen"
+            driver.observe(now)
+            ended = first if first is not None and first_s <= now else None
+            self._catch_up(now, ended)
+            self.num_events += 1
+            if ended is not None:
+                del self._runs[ended.lane]
+                driver.end_step(ended.lane, now)
+            elif now >= end_s:
+                break
+            else:
+                driver.on_time(now)
+                while coming is not None and coming.arrival_s <= now:
+                    driver.accept(coming, now)
+                    coming = next(arrivals, None)
+            for step in driver.schedule(now):
+                self._begin(step)
+            self._set_rates()
+            if progress is not None:
+                progress(now)
+        return group_result(
+            self._group,
+            driver,
+            duration_s=self._now,
+            num_events=self.num_events,
+            busy_s=self.busy_s,
+            in_flight_s=self.in_flight_s,
+        )
+
+    def _first_end(self) -> tuple[_Run | None, float]:
+        """The run that is over first, and when."""
+        first, first_s = None, float("inf")
+        for run in self._runs.values():
+            end_s = self._now + (run.count - run.done) * run.step_s
+            if end_s < first_s:
+                first, first_s = run, end_s
+        return first, first_s
+
+    def _catch_up(self, now: float, ended: _Run | None) -> None:
+        """Let every run progress to `now`, and tell the core of the steps that have ended; of `ended`, all but one."""
+        elapsed = now - self._now
+        if self._runs:
+            self.in_flight_s += elapsed
+        for run in self._runs.values():
+            before = run.done
+            run.done += elapsed / run.step_s
+            self._add_busy(run, run.done - before)
+            whole = run.count - 1 if run is ended else min(floor(run.done), run.count - 1)
+            if whole > 0:
+                first_s = self._now + (1.0 - before) * run.step_s
+                self.driver.repeat(run.lane, whole, first_s, run.step_s)
+                run.count -= whole
+                run.done -= whole
+        self._now = now
+
+    def _add_busy(self, run: _Run, steps: float) -> None:
+        times, route = run.running.times, run.running.route
+        if run.running.gpus:
+            for gpu in run.running.gpus:
+                self.busy_s[gpu] += steps * times.step_s
+        else:
+            self.busy_s[route.kv] += steps * times.kv_busy_s
+            self.busy_s[route.weights] += steps * times.weights_busy_s
+
+    def _begin(self, step: StepDescriptor) -> None:
+        model, header = self._models[step.header.model], step.header
+        route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority)
+        running = RunningStep(model.cost.times(step_work(step)), route, model.gpus)
+        self._runs[header.lane] = _Run(header.lane, model, header.priority, 1, running)
+
+    def _set_rates(self) -> None:
+        """How far each run may go, and how fast, with what is in flight now."""
+        runs = list(self._runs.values())
+        if not runs:
+            return
+        for run in runs:
+            run.count = min(LONGEST_RUN, self.driver.num_repeats(run.lane))
+            if run.count > 1:
+                sequences = self.driver.core.dispatcher.lanes[run.lane].sequences
+                batch = len(sequences)
+                kv_tokens = sum(sequence.num_cached_tokens for sequence in sequences) + batch * (run.count + 1) / 2
+                times = run.model.cost.times(decode_work(batch, kv_tokens))
+                run.running = RunningStep(times, run.running.route, run.running.gpus)
+        slowdowns = self._overlap.slowdowns([run.running for run in runs])
+        for run, slowdown in zip(runs, slowdowns, strict=True):
+            run.step_s = run.running.times.step_s * slowdown + self._group.host_s
+
+
+def simulate_steps(
+    group: SimulatedGroup,
+    requests: Iterable[SimulatedRequest],
+    *,
+    stop_s: float | None = None,
+    progress: Callable[[float], None] | None = None,
+) -> GroupResult:
+    """Run the requests, sorted by arrival, until all have ended or until `stop_s`."""
+    return StepSimulator(group).run(requests, stop_s, progress)
