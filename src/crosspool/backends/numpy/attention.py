@@ -12,6 +12,9 @@ from crosspool.backends.numpy.kv_cache import LayerCache, Ragged, RowSlots, Step
 MAX_SCORES = 1 << 21
 """Scores of a chunk held at once; longer chunks are cut into blocks of queries."""
 
+SMALL_PRODUCT = 40_000
+"""Multiplications up to which OpenBLAS is quick with a transposed view as right operand; beyond, as left operand."""
+
 
 def attend(
     query: FloatArray, cache: LayerCache, slots: StepSlots, window: int | None = None, sinks: FloatArray | None = None
@@ -42,7 +45,7 @@ def _attend_decode(
     spans = slots.spans(window)
     if len(spans) == 1:
         keys, values = cache.read(*spans[0])
-        scores = np.matmul(query[0], keys)
+        scores = _scores(query[0], keys)
         totals = _exp(scores, sinks)
         alone: FloatArray = np.matmul(scores, values)
         alone /= totals
@@ -51,13 +54,22 @@ def _attend_decode(
     ragged = slots.ragged(window)
     scores = np.empty((*query.shape[1:3], ragged.total), dtype=np.float32)
     for idx, (keys, _) in enumerate(seen):
-        np.matmul(query[idx], keys, out=scores[:, :, ragged.slices[idx]])
+        scores[:, :, ragged.slices[idx]] = _scores(query[idx], keys)
     totals = _exp_ragged(scores, ragged, sinks)
     attended = np.empty((len(seen), *query.shape[1:3], seen[0][1].shape[-1]), dtype=np.float32)
     for idx, (_, values) in enumerate(seen):
         np.matmul(scores[:, :, ragged.slices[idx]], values, out=attended[idx])
     attended /= totals.transpose(2, 0, 1)[..., None]
     return attended
+
+
+def _scores(query: FloatArray, keys: FloatArray) -> FloatArray:
+    """(K, G, n) from one token's query (K, G, D) and keys (K, D, n), which lie in memory as (K, n, D)."""
+    if query[0].size * keys.shape[-1] <= SMALL_PRODUCT:
+        small: FloatArray = np.matmul(query, keys)
+        return small
+    large: FloatArray = np.matmul(keys.swapaxes(1, 2), np.ascontiguousarray(query.swapaxes(1, 2)))
+    return large.swapaxes(1, 2)
 
 
 def _exp(scores: FloatArray, sinks: FloatArray | None) -> FloatArray:

@@ -7,6 +7,7 @@ from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.attention_gqa import GQAAttention
 from crosspool.backends.numpy.attention_mla import MLAAttention
 from crosspool.backends.numpy.kv_cache import Arena, StepSlots, layer_caches
+from crosspool.backends.numpy.matrices import transposed
 from crosspool.backends.numpy.norms import RMSNorm
 from crosspool.backends.numpy.rotary import ComplexArray, RotaryTable
 from crosspool.kv_pool.geometry import PageGeometry
@@ -21,8 +22,9 @@ class AttentionHalf:
 
     def __init__(self, spec: ModelSpec, weights: ModelWeights, arena: Arena, geometry: PageGeometry) -> None:
         self.spec = spec
-        self._embed = weights.model["embed"]
-        self._head = (self._embed if spec.tie_word_embeddings else weights.model["head"]).T
+        tied = spec.tie_word_embeddings
+        self._head = transposed(weights.model["embed" if tied else "head"])
+        self._embed = self._head.T if tied else weights.model["embed"]
         self._final_norm = RMSNorm(weights.model["final_norm"], spec.norm_eps)
         self._input_norms = [RMSNorm(layer["input_norm"], spec.norm_eps) for layer in weights.layers]
         self._post_attention_norms = [RMSNorm(layer["post_attention_norm"], spec.norm_eps) for layer in weights.layers]
@@ -37,13 +39,14 @@ class AttentionHalf:
         self._rotary = {rope: RotaryTable(rope) for rope in dict.fromkeys(self._ropes)}
         self._caches = layer_caches(arena, geometry, spec)
         norms = (self._final_norm, *self._input_norms, *self._post_attention_norms)
-        own_head = 0 if spec.tie_word_embeddings else self._head.nbytes
         layers = sum(attention.nbytes for attention in self._attention)
-        self.nbytes = self._embed.nbytes + own_head + sum(norm.nbytes for norm in norms) + layers
+        self.nbytes = (
+            (0 if tied else self._embed.nbytes) + self._head.nbytes + sum(norm.nbytes for norm in norms) + layers
+        )
 
     def embed(self, token_ids: IntArray) -> FloatArray:
         """(num_tokens, hidden): a new array, the step's residual stream."""
-        return self._embed.take(token_ids, axis=0)
+        return np.ascontiguousarray(self._embed[token_ids])
 
     def turns(self, positions: IntArray) -> dict[RopeSpec, ComplexArray]:
         """The rotations of a step's positions, for every rope the model has."""

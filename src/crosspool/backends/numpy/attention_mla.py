@@ -10,6 +10,7 @@ import numpy as np
 from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.attention import attend, attend_chunk, attend_row
 from crosspool.backends.numpy.kv_cache import LayerCache, RowSlots, StepSlots
+from crosspool.backends.numpy.matrices import transposed
 from crosspool.backends.numpy.norms import RMSNorm
 from crosspool.backends.numpy.rotary import ComplexArray, pair_order, rotate
 from crosspool.models.spec import MLASpec
@@ -30,18 +31,18 @@ class MLAAttention:
         )
         first = q if spec.q_lora_rank is None else weights["q_a"]
         self._first_width = len(first)
-        self._down = np.concatenate([first, weights["kv_a"][kv_order]]).T
+        self._down = transposed(np.concatenate([first, weights["kv_a"][kv_order]]))
         self._down_bias = None
         if spec.qkv_bias:
             q_a_bias = np.zeros(len(first), np.float32) if spec.q_lora_rank is None else weights["q_a_bias"]
             self._down_bias = np.concatenate([q_a_bias, weights["kv_a_bias"][kv_order]])
         self._q_a_norm = None if spec.q_lora_rank is None else RMSNorm(weights["q_a_norm"], spec.lora_norm_eps)
-        self._q_b = None if spec.q_lora_rank is None else q.T
+        self._q_b = None if spec.q_lora_rank is None else transposed(q)
         self._kv_a_norm = RMSNorm(weights["kv_a_norm"], spec.lora_norm_eps)
         kv_b = weights["kv_b"].reshape(spec.num_heads, nope + spec.v_head_dim, lora)
         self._key_up = np.ascontiguousarray(kv_b[:, :nope])  # (heads, nope, lora)
-        self._value_up = np.ascontiguousarray(kv_b[:, nope:]).transpose(0, 2, 1)  # (heads, lora, v)
-        self._o = np.ascontiguousarray(weights["o"]).T
+        self._value_up = transposed(kv_b[:, nope:])  # (heads, lora, v)
+        self._o = transposed(weights["o"])
         self._o_bias = weights["o_bias"] if spec.qkv_bias else None
 
     @property

@@ -7,6 +7,7 @@ P = T x k pairs of token and expert, I the slice's width.
 import numpy as np
 
 from crosspool.backends.base import FloatArray
+from crosspool.backends.numpy.matrices import transposed
 from crosspool.backends.numpy.router import IntArray, route, sigmoid
 from crosspool.models.spec import Activation, DenseFFNSpec, MoEFFNSpec
 
@@ -21,8 +22,8 @@ class GatedFFN:
     """gate/up/down matrices; also the shared expert of a MoE layer."""
 
     def __init__(self, gate: FloatArray, up: FloatArray, down: FloatArray, activation: Activation) -> None:
-        self._gate_up = np.concatenate([gate, up]).T
-        self._down = down.T
+        self._gate_up = transposed(np.concatenate([gate, up]))
+        self._down = transposed(down)
         self._activation: Activation = activation
         self.nbytes = self._gate_up.nbytes + self._down.nbytes
 
@@ -38,11 +39,11 @@ class MoEFFN:
     def __init__(self, spec: MoEFFNSpec, weights: dict[str, FloatArray]) -> None:
         self.spec = spec
         self.nbytes = sum(array.nbytes for array in weights.values())
-        self._router = weights["router"].T
+        self._router = transposed(weights["router"])
         self._router_bias = weights.get("router_bias")
         self._choice_bias = weights.get("choice_bias")
-        self._gate_up = [expert.T for expert in weights["expert_gate_up"]]
-        self._down = [expert.T for expert in weights["expert_down"]]
+        self._gate_up = list(transposed(weights["expert_gate_up"]))
+        self._down = list(transposed(weights["expert_down"]))
         self._gate_up_bias = weights.get("expert_gate_up_bias")
         self._down_bias = weights.get("expert_down_bias")
         self._shared = None
@@ -50,7 +51,7 @@ class MoEFFN:
             shared = (weights["shared_gate"], weights["shared_up"], weights["shared_down"])
             self._shared = GatedFFN(*shared, "silu")
         gate = weights.get("shared_expert_gate")
-        self._shared_expert_gate = None if gate is None else gate.T
+        self._shared_expert_gate = None if gate is None else transposed(gate)
 
     def __call__(self, x: FloatArray) -> FloatArray:
         """(T, hidden) from (T, hidden)."""

@@ -1,24 +1,25 @@
 """The weights pool's worker: runs the FFN half of every step on its slice of the intermediate dimension."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from crosspool.backends.base import FloatArray, HalfStep, LaneLinks, Progress, Wait
 from crosspool.backends.numpy.ffn import build_ffn
+from crosspool.backends.numpy.matrices import each_released
 from crosspool.cluster.base import ModelPlacement
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
 from crosspool.scheduler.step import StepHeader, epoch
-from crosspool.weights_pool.loader import ModelWeights, load_ffn_weights
+from crosspool.weights_pool.loader import load_ffn_weights
 
 
 class FFNHalf:
     """Every layer's FFN of one model, cut to one slice."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+    def __init__(self, spec: ModelSpec, layers: Iterable[dict[str, FloatArray]]) -> None:
         self.spec = spec
-        self._layers = [build_ffn(layer.ffn, own) for layer, own in zip(spec.layers, weights.layers, strict=True)]
+        self._layers = [build_ffn(layer.ffn, own) for layer, own in zip(spec.layers, layers, strict=True)]
         self.nbytes = sum(layer.nbytes for layer in self._layers)
 
     def __call__(self, layer: int, x: FloatArray) -> FloatArray:
@@ -39,7 +40,7 @@ class NumpyFFNWorker:
         directory = read_model_dir(placement.directory)
         slice_index, num_slices = placement.weights_ranks.index(self._rank), len(placement.weights_ranks)
         weights = load_ffn_weights(directory, slice_index, num_slices, np.float32, progress)
-        self._models[placement.name] = FFNHalf(directory.spec, weights)
+        self._models[placement.name] = FFNHalf(directory.spec, each_released(weights.layers))
 
     def run(self, header: StepHeader, links: LaneLinks) -> HalfStep[None]:
         model = self._models.get(header.model)

@@ -43,7 +43,7 @@ class MonolithicModel:
         self._num_frames = num_frames
         self._worker = NumpyAttentionWorker(num_frames, frame_bytes)
         self._worker.add_weights(spec.family, spec, attention, page_tokens)
-        self._ffn = [FFNHalf(spec, weights) for weights in ffn]
+        self._ffn = [FFNHalf(spec, weights.layers) for weights in ffn]
         self._sequence_ids = count()
 
     @classmethod
