@@ -14,9 +14,9 @@ from crosspool.cluster.base import RankLost, StepDone
 from crosspool.core import FinishReason, SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.engine import Engine
+from crosspool.engine.expand import sequence_seed
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
-from crosspool.engine.seeds import sequence_seed
 from crosspool.errors import (
     CheckpointError,
     ContextLengthError,
@@ -378,7 +378,7 @@ async def test_a_stop_string_and_a_lost_rank_at_the_same_moment_are_one_end():
             return events
 
         rig.cluster.poll = together
-        outputs = await collect(rig.face.generate(a_request(max_tokens=500, stop=(words(tokens[2:3]),))))
+        outputs = await collect(rig.face.generate(a_request(max_tokens=500, stop=(words(tokens[:3]),))))
         assert outputs[-1].finish_reason is FinishReason.STOP
         assert sum(output.finish_reason is not None for output in outputs) == 1
         await rig.until_empty()

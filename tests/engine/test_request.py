@@ -4,8 +4,8 @@ import pytest
 
 from crosspool.core import SamplingParams
 from crosspool.engine.config import EngineConfig
+from crosspool.engine.expand import sequence_seed
 from crosspool.engine.request import GenerationRequest
-from crosspool.engine.seeds import sequence_seed
 
 GOOD = {"request_id": "r", "model": "p", "prompt_token_ids": (1,), "sampling": SamplingParams(max_tokens=1)}
 

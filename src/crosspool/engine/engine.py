@@ -11,36 +11,30 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from crosspool.cluster.base import (
     Cluster,
     Event,
-    LoadProgress,
-    ModelFailed,
-    ModelReady,
     RankFailed,
     RankLost,
     RankReady,
 )
 from crosspool.core import FinishReason, Request
 from crosspool.engine.config import EngineConfig
-from crosspool.engine.detokenizer import Detokenizer
+from crosspool.engine.expand import check_ids, detokenizer, sequences
+from crosspool.engine.models import Models
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.output_builder import OutputBuilder
-from crosspool.engine.registry import ModelRegistry, outcome
 from crosspool.engine.request import MAX_SEED, GenerationRequest
 from crosspool.engine.scheduler_core import EngineCore
-from crosspool.engine.seeds import sequence_seed
 from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import EngineStats, ModelInfo
 from crosspool.errors import (
-    CheckpointError,
     CrossPoolError,
     ShuttingDownError,
     StepError,
-    UnknownModelError,
     WorkerLostError,
 )
 
@@ -77,7 +71,7 @@ class Engine:
         self._cluster = cluster
         self._clock = clock
         self._core = EngineCore(config)
-        self._registry = ModelRegistry()
+        self._models = Models(self._core, cluster)
         self._running: dict[int, _Running] = {}
         self._by_request: dict[str, list[int]] = {}
         self._lock = threading.Lock()
@@ -102,20 +96,15 @@ class Engine:
         """
         with self._lock:
             self._check_open()
-            registered = self._registry.get(request.model)
-            if registered.info.state == "loading":
-                raise UnknownModelError(f"model {request.model} is still loading; try again when it is ready")
-            if registered.info.state == "failed":
-                raise UnknownModelError(f"model {request.model} failed to load: {registered.info.error}")
+            model = self._models.ready_model(request.model)
             if request.request_id in self._by_request:
                 raise ValueError(f"a request with id {request.request_id!r} is already running; give each its own id")
-            model = registered.model
-            _check_ids(request, model.spec.vocab_size)
+            check_ids(request, model.spec.vocab_size)
             now = self._clock()
-            ids = self._core.add_requests(self._sequences(request, model, now), now)
+            ids = self._core.add_requests(self._expand(request, model, now), now)
             self._by_request[request.request_id] = ids
             for index, sequence_id in enumerate(ids):
-                builder = OutputBuilder(request, index, _detokenizer(request, model), now)
+                builder = OutputBuilder(request, index, detokenizer(request, model), now)
                 self._running[sequence_id] = _Running(request.request_id, sink, flush, builder)
         self._cluster.wake()
 
@@ -136,9 +125,7 @@ class Engine:
         """
         with self._lock:
             self._check_open()
-            registered = self._registry.add(
-                model, self._core.context_limit(model), serving=model.name in self._core.loads
-            )
+            registered = self._models.register(model)
             self._calls.append(lambda now: self._load(model))
         self._cluster.wake()
         return registered.added
@@ -149,27 +136,20 @@ class Engine:
         Without `drain` they end now, with ShuttingDownError. Raises UnknownModelError; ValueError while it loads.
         """
         with self._lock:
-            registered = self._registry.get(name)
-            if registered.info.state == "loading":
-                raise ValueError(f"model {name} is still loading; wait for it before removing it")
-            if registered.removed is None:
-                registered.removed = outcome()
-            if registered.info.state == "ready":
-                self._registry.update(name, state="draining")
-                self._core.drain_model(name)
+            removed = self._models.retire(name)
             if not drain:
                 error = ShuttingDownError(f"model {name} was removed while this request was running")
-                self._calls.append(lambda now: self._end_model(name, error, now))
+                self._calls.append(lambda now: self._models.end(name, error, now))
         self._cluster.wake()
-        return registered.removed
+        return removed
 
     def models(self) -> list[ModelInfo]:
         with self._lock:
-            return self._registry.infos()
+            return self._models.infos()
 
     def model(self, name: str) -> ModelInfo:
         with self._lock:
-            return self._registry.get(name).info
+            return self._models.registry.get(name).info
 
     def stats(self) -> EngineStats:
         with self._lock:
@@ -243,11 +223,11 @@ class Engine:
                 for update in updates:
                     watches = self._running[update.sequence_id].builder.watches_stop_strings
                     (watched if watches else late).append(update)
-                outputs += self._outputs(watched, now)  # a stop string ends its sequence before the next step
+                self._make_outputs(watched, outputs, now)  # a stop string ends its sequence before the next step
                 try:
                     self._hand_out(now)
                 finally:
-                    outputs += self._outputs(late, now)
+                    self._make_outputs(late, outputs, now)
                 if not self._running:
                     self._ended.notify_all()
         finally:
@@ -259,18 +239,19 @@ class Engine:
             updates += self._calls.popleft()(now)
         for event in events:
             updates += self._core.on_event(event, now)
-            updates += self._on_model_event(event, now)
+            updates += self._models.on_event(event, now)
+            _log(event)
         return updates + self._core.on_time(now)
 
     def _hand_out(self, now: float) -> None:
-        self._remove_drained()
+        self._models.remove_drained()
         for kv_rank, sequence_ids in self._core.take_forgotten().items():
             self._cluster.forget(kv_rank, sequence_ids)
         for step in self._core.schedule(now):
             self._cluster.submit(step)
 
-    def _outputs(self, updates: list[SequenceUpdate], now: float) -> list[_Delivery]:
-        outputs = []
+    def _make_outputs(self, updates: list[SequenceUpdate], outputs: list[_Delivery], now: float) -> None:
+        """Append what the updates give. A sequence that ends in one of them is forgotten with it."""
         for update in updates:
             running = self._running.get(update.sequence_id)
             if running is None:
@@ -287,7 +268,6 @@ class Engine:
                     if update.finish_reason is None:  # a stop string, which the core does not know of
                         self._core.end_sequence(update.sequence_id, FinishReason.STOP, now)
                     self._forget(update.sequence_id)
-        return outputs
 
     def _forget(self, sequence_id: int) -> None:
         request_id = self._running.pop(sequence_id).request_id
@@ -316,10 +296,7 @@ class Engine:
             self._running.clear()
             self._by_request.clear()
             self._ended.notify_all()
-            waiting = [future for model in self._registry for future in (model.added, model.removed)]
-        for future in waiting:
-            if future is not None and not future.done():
-                future.set_exception(error)
+            self._models.give_up(error)
         self._deliver(outputs)
 
     def _deliver(self, outputs: list[_Delivery]) -> None:
@@ -335,118 +312,27 @@ class Engine:
         for flush in flushes:
             flush()
 
-    # models, on the engine thread -------------------------------------------------------------------------------
-
-    def _load(self, model: ServedModel) -> list[SequenceUpdate]:
-        logger.info("loading model %s from %s", model.name, model.directory)
-        try:
-            self._cluster.add_model(model.placement)
-        except ValueError as error:  # it names a rank that there is not
-            self._registry.update(model.name, state="failed", error=str(error))
-            self._registry.get(model.name).added.set_exception(error)
-        return []
-
-    def _end_model(self, name: str, error: CrossPoolError, now: float) -> list[SequenceUpdate]:
-        return self._core.end_model(name, error, now) if name in self._core.loads else []
-
-    def _on_model_event(self, event: Event, now: float) -> list[SequenceUpdate]:
-        match event:
-            case LoadProgress():
-                self._registry.progress(event)
-            case ModelReady(name=name) if name in self._registry:
-                self._model_ready(event)
-            case ModelFailed(name=name, error=error) if name in self._registry:
-                return self._model_failed(name, error, now)
-            case RankLost(rank=rank, reason=reason):
-                logger.warning("rank %s was lost: %s", rank, reason)
-            case RankReady(rank=rank, seconds=seconds):
-                logger.info("rank %s is ready after %.2f s", rank, seconds)
-            case RankFailed(rank=rank, error=error):
-                logger.error("rank %s stays lost: %s", rank, error)
-            case _:
-                pass
-        return []
-
-    def _model_ready(self, event: ModelReady) -> None:
-        registered = self._registry.get(event.name)
-        if registered.info.state != "loading":
-            return
-        self._core.add_model(registered.model)
-        total = sum(event.bytes_by_rank.values())
-        info = self._registry.update(
-            event.name,
-            state="ready",
-            load_s=event.seconds,
-            bytes_by_rank=dict(event.bytes_by_rank),
-            loaded_bytes=total,
-            total_bytes=total,
-        )
-        logger.info("model %s is ready after %.2f s: %d bytes", event.name, event.seconds, total)
-        registered.added.set_result(info)
-
-    def _model_failed(self, name: str, error: str, now: float) -> list[SequenceUpdate]:
-        """A model that did not load, or not again after a rank's return: then its requests end with the error."""
-        logger.error("model %s failed: %s", name, error)
-        registered = self._registry.get(name)
-        self._registry.update(name, state="failed", error=error)
-        if not registered.added.done():
-            registered.added.set_exception(CheckpointError(error))
-        return self._end_model(name, WorkerLostError(f"model {name} was lost: {error}"), now)
-
-    def _remove_drained(self) -> None:
-        """Free models that are to be removed, or were lost, once nothing of them is in flight."""
-        for registered in self._registry:
-            name, state = registered.model.name, registered.info.state
-            leaving = registered.removed is not None or state == "failed"
-            if leaving and name in self._core.loads and self._core.is_idle(name):
-                self._core.remove_model(name)
-                if state != "failed":  # nothing of a failed model is left on any rank
-                    self._cluster.remove_model(name)
-            if registered.removed is not None and name not in self._core.loads:
-                self._registry.remove(name)
-                registered.removed.set_result(None)
-
-    def _sequences(self, request: GenerationRequest, model: ServedModel, now: float) -> list[Request]:
-        """The request's n sequences, with seeds, end tokens and deadline filled in."""
+    def _expand(self, request: GenerationRequest, model: ServedModel, now: float) -> list[Request]:
+        """The request's sequences, with what it leaves open: a seed and a deadline."""
         seed = request.seed if request.seed is not None else self.config.seed
         if seed is None:
             seed = int.from_bytes(os.urandom(8), "little") & MAX_SEED
         timeout_s = request.timeout_s if request.timeout_s is not None else self.config.default_deadline_s
-        ends = () if request.sampling.ignore_eos else model.spec.eos_token_ids
-        stops = tuple(dict.fromkeys((*request.sampling.stop_token_ids, *ends)))
-        return [
-            Request(
-                request_id=request.request_id,
-                model=request.model,
-                prompt_token_ids=list(request.prompt_token_ids),
-                sampling=replace(request.sampling, seed=sequence_seed(seed, index), stop_token_ids=stops),
-                priority=request.priority,
-                arrival_s=now,
-                deadline_s=None if timeout_s is None else now + timeout_s,
-            )
-            for index in range(request.n)
-        ]
+        deadline_s = None if timeout_s is None else now + timeout_s
+        return sequences(request, model, seed=seed, arrival_s=now, deadline_s=deadline_s)
+
+    def _load(self, model: ServedModel) -> list[SequenceUpdate]:
+        self._models.load(model)
+        return []
 
 
-def _detokenizer(request: GenerationRequest, model: ServedModel) -> Detokenizer | None:
-    if model.tokenizer is None:
-        return None
-    return Detokenizer(
-        model.tokenizer,
-        stop=request.stop,
-        include_stop_str_in_output=request.include_stop_str_in_output,
-        skip_special_tokens=request.skip_special_tokens,
-        min_tokens=request.sampling.min_tokens,
-    )
-
-
-def _check_ids(request: GenerationRequest, vocab_size: int) -> None:
-    """Raises ValueError for the first id outside the vocabulary: it would fail in the middle of a step."""
-    for what, ids in (
-        ("the prompt", request.prompt_token_ids),
-        ("logit_bias", [token_id for token_id, _ in request.sampling.logit_bias]),
-        ("stop_token_ids", request.sampling.stop_token_ids),
-    ):
-        for token_id in ids:
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"{what} has token id {token_id}; {request.model} has ids 0 to {vocab_size - 1}")
+def _log(event: Event) -> None:
+    match event:
+        case RankLost(rank=rank, reason=reason):
+            logger.warning("rank %s was lost: %s", rank, reason)
+        case RankReady(rank=rank, seconds=seconds):
+            logger.info("rank %s is ready after %.2f s", rank, seconds)
+        case RankFailed(rank=rank, error=error):
+            logger.error("rank %s stays lost: %s", rank, error)
+        case _:
+            pass

@@ -1,0 +1,126 @@
+"""Models of a running engine: loaded, drained, lost and removed. Everything here runs under the engine's lock."""
+
+import logging
+from concurrent.futures import Future
+
+from crosspool.cluster.base import Cluster, Event, LoadProgress, ModelFailed, ModelReady
+from crosspool.engine.registry import ModelRegistry, RegisteredModel, outcome
+from crosspool.engine.scheduler_core import EngineCore
+from crosspool.engine.sequence import SequenceUpdate
+from crosspool.engine.served_model import ServedModel
+from crosspool.engine.stats import ModelInfo
+from crosspool.errors import CheckpointError, CrossPoolError, UnknownModelError, WorkerLostError
+
+logger = logging.getLogger(__name__)
+
+
+class Models:
+    """Keeps registry, core and cluster at one: which models there are and what state each is in.
+
+    `register`, `ready_model` and `retire` may come from any thread; the rest calls the cluster, so it is the engine
+    thread's.
+    """
+
+    def __init__(self, core: EngineCore, cluster: Cluster) -> None:
+        self.registry = ModelRegistry()
+        self._core = core
+        self._cluster = cluster
+
+    def register(self, model: ServedModel) -> RegisteredModel:
+        """Take a model in as loading. Raises ValueError for a taken name, CapacityError if no page of it fits the pool."""
+        return self.registry.add(model, self._core.context_limit(model), serving=model.name in self._core.loads)
+
+    def ready_model(self, name: str) -> ServedModel:
+        """A model that takes requests (or is draining, which the core refuses). Raises UnknownModelError."""
+        registered = self.registry.get(name)
+        if registered.info.state == "loading":
+            raise UnknownModelError(f"model {name} is still loading; try again when it is ready")
+        if registered.info.state == "failed":
+            raise UnknownModelError(f"model {name} failed to load: {registered.info.error}")
+        return registered.model
+
+    def retire(self, name: str) -> Future[None]:
+        """Refuse new requests from now on; the future ends when the model is gone. Raises ValueError while it loads."""
+        registered = self.registry.get(name)
+        if registered.info.state == "loading":
+            raise ValueError(f"model {name} is still loading; wait for it before removing it")
+        if registered.removed is None:
+            registered.removed = outcome()
+        if registered.info.state == "ready":
+            self.registry.update(name, state="draining")
+            self._core.drain_model(name)
+        return registered.removed
+
+    def load(self, model: ServedModel) -> None:
+        logger.info("loading model %s from %s", model.name, model.directory)
+        try:
+            self._cluster.add_model(model.placement)
+        except ValueError as error:  # it names a rank that there is not
+            self.registry.update(model.name, state="failed", error=str(error))
+            self.registry.get(model.name).added.set_exception(error)
+
+    def end(self, name: str, error: CrossPoolError, now: float) -> list[SequenceUpdate]:
+        """End the model's requests with `error`, if it still has any."""
+        return self._core.end_model(name, error, now) if name in self._core.loads else []
+
+    def on_event(self, event: Event, now: float) -> list[SequenceUpdate]:
+        """Events of models that have been removed meanwhile are of no interest."""
+        match event:
+            case LoadProgress():
+                self.registry.progress(event)
+            case ModelReady(name=name) if name in self.registry:
+                self._ready(event)
+            case ModelFailed(name=name, error=error) if name in self.registry:
+                return self._failed(name, error, now)
+            case _:
+                pass
+        return []
+
+    def remove_drained(self) -> None:
+        """Free models that are to be removed, or were lost, once nothing of them is in flight."""
+        for registered in self.registry:
+            name, state = registered.model.name, registered.info.state
+            leaving = registered.removed is not None or state == "failed"
+            if leaving and name in self._core.loads and self._core.is_idle(name):
+                self._core.remove_model(name)
+                if state != "failed":  # nothing of a failed model is left on any rank
+                    self._cluster.remove_model(name)
+            if registered.removed is not None and name not in self._core.loads:
+                self.registry.remove(name)
+                registered.removed.set_result(None)
+
+    def give_up(self, error: CrossPoolError) -> None:
+        """The engine ends: nobody may go on waiting for a model to come or go."""
+        for registered in self.registry:
+            for future in (registered.added, registered.removed):
+                if future is not None and not future.done():
+                    future.set_exception(error)
+
+    def infos(self) -> list[ModelInfo]:
+        return self.registry.infos()
+
+    def _ready(self, event: ModelReady) -> None:
+        registered = self.registry.get(event.name)
+        if registered.info.state != "loading":
+            return
+        self._core.add_model(registered.model)
+        total = sum(event.bytes_by_rank.values())
+        info = self.registry.update(
+            event.name,
+            state="ready",
+            load_s=event.seconds,
+            bytes_by_rank=dict(event.bytes_by_rank),
+            loaded_bytes=total,
+            total_bytes=total,
+        )
+        logger.info("model %s is ready after %.2f s: %d bytes", event.name, event.seconds, total)
+        registered.added.set_result(info)
+
+    def _failed(self, name: str, error: str, now: float) -> list[SequenceUpdate]:
+        """A model that did not load, or not again after a rank's return: then its requests end with the error."""
+        logger.error("model %s failed: %s", name, error)
+        registered = self.registry.get(name)
+        self.registry.update(name, state="failed", error=error)
+        if not registered.added.done():
+            registered.added.set_exception(CheckpointError(error))
+        return self.end(name, WorkerLostError(f"model {name} was lost: {error}"), now)
