@@ -27,7 +27,7 @@ class Models:
         self._cluster = cluster
 
     def register(self, model: ServedModel) -> RegisteredModel:
-        """Take a model in as loading. Raises ValueError for a taken name, CapacityError if no page of it fits the pool."""
+        """Take a model in as loading. Raises ValueError for a taken name, CapacityError if the pool cannot hold it."""
         return self.registry.add(model, self._core.context_limit(model), serving=model.name in self._core.loads)
 
     def ready_model(self, name: str) -> ServedModel:
