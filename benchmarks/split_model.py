@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -93,10 +94,11 @@ class SplitModel:
         context: int,
         rule: WaitRule | None = None,
         staged: bool = False,
+        prefetches: bool = True,
         seed: int = 0,
     ) -> None:
         """`slices`: (GPU, weights) of each weights rank in order; attention runs on GPU 0."""
-        rule = rule or WaitRule()
+        rule = rule or WaitRule(deadline_s=0.3)
         self.spec, self.batch, self.position = spec, batch, context - 1
         self.kv = Side.on(gpus.kernels[0], rule)
         device = gpus.devices[0]
@@ -107,7 +109,10 @@ class SplitModel:
             self.half = AttentionHalf(gpus.kernels[0], spec, attention, cache, batch, num_sms)
         links, self._kept = open_links(device, [gpus.devices[gpu] for gpu, _ in slices], batch * spec.hidden_size)
         crossing = AttentionCrossing(self.kv.kernels, self.kv.lane, links)
-        self.graph = self.kv.capture(AttentionPass(self.kv.kernels, self.kv.lane, self.half, crossing, True))
+        source = AttentionPass(
+            self.kv.kernels, self.kv.lane, self.half, crossing, samples=True, is_decode=True, prefetches=prefetches
+        )
+        self.graph = self.kv.capture(source)
         self.weights, self.ffn_graphs, self.ffn_halves = [], [], []
         for (gpu, layers), link in zip(slices, links, strict=True):
             side = Side.on(gpus.kernels[gpu], rule)
@@ -115,10 +120,10 @@ class SplitModel:
                 half = FFNHalf(side.kernels, layers, batch)
                 mirrored = LinkMap(link.outbox, link.inbox)
                 own = FFNCrossing(side.kernels, side.lane, mirrored)
-                source = FFNPass(side.kernels, side.lane, half, own, batch, spec.hidden_size, staged=staged)
+                own_pass = FFNPass(side.kernels, side.lane, half, own, batch, spec.hidden_size, staged=staged)
             self.weights.append(side)
             self.ffn_halves.append(half)
-            self.ffn_graphs.append(side.capture(source))
+            self.ffn_graphs.append(side.capture(own_pass))
         self._step = 0
         torch.cuda.synchronize(device)
 
@@ -164,6 +169,24 @@ def step_times_ms(model: SplitModel, context: int, steps: int = 24, rounds: int 
             events.append(event)
             model.enqueue()
         model.synchronize()
+        if any(model.late()):
+            raise RuntimeError("a wait missed its deadline")
         if number:
             samples += [begin.elapsed_time(end) for begin, end in pairwise(events[1:])]
     return samples
+
+
+def lanes_steps_per_s(lanes: Sequence[SplitModel], context: int, steps: int = 24) -> float:
+    """Steps a second of all lanes together, each with `steps` steps enqueued ahead."""
+    for model in lanes:
+        model.rewind(context)
+        model.enqueue([100 + row for row in range(model.batch)])
+    for model in lanes:
+        model.synchronize()
+    begin = time.perf_counter()
+    for _ in range(steps):
+        for model in lanes:
+            model.enqueue()
+    for model in lanes:
+        model.synchronize()
+    return steps * len(lanes) / (time.perf_counter() - begin)

@@ -46,7 +46,9 @@ class SplitPass:
         self.f2a = [OwnedChannel(rows * hidden, device) for _ in slices]
         self.lane = LaneMemory(device, rule)
         links = [LinkMap(into.map, out.map) for into, out in zip(self.f2a, self.a2f, strict=True)]
-        self.attention = AttentionPass(kernels, self.lane, half, AttentionCrossing(kernels, self.lane, links), True)
+        self.attention = AttentionPass(
+            kernels, self.lane, half, AttentionCrossing(kernels, self.lane, links), samples=True
+        )
         self.ffn_lanes = [LaneMemory(device, rule) for _ in slices]
         self.ffn = [
             FFNPass(

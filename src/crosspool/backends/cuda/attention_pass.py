@@ -11,24 +11,38 @@ from crosspool.backends.cuda.transport import Argmax, AttentionCrossing, begin_p
 
 
 class AttentionPass:
-    """The kernels of a pass of `half.token_ids` rows; `samples`: it ends with logits and the best token of each row."""
+    """The kernels of a pass of `half.token_ids` rows.
+
+    samples: it ends with logits and the best token of each row. is_decode: its rows belong to different sequences.
+    prefetches: the next layer's weights come to L2 during each wait.
+    """
 
     def __init__(
-        self, kernels: Launcher, lane: LaneMemory, half: AttentionHalf, crossing: AttentionCrossing, samples: bool
+        self,
+        kernels: Launcher,
+        lane: LaneMemory,
+        half: AttentionHalf,
+        crossing: AttentionCrossing,
+        *,
+        samples: bool,
+        is_decode: bool = False,
+        prefetches: bool = True,
     ) -> None:
         self._kernels, self._lane, self.half, self._crossing = kernels, lane, half, crossing
+        self._is_decode, self._prefetches = is_decode, prefetches
         rows = len(half.token_ids)
         self._argmax = Argmax(kernels, rows, half.spec.vocab_size, half.residual.device) if samples else None
 
     def kernels(self) -> Iterator[int]:
         """Enqueue every kernel; yields each layer before its wait, so that a caller may wait in the kernels' stead."""
         half, eps = self.half, self.half.spec.norm_eps
+        half.one_row_per_sequence = self._is_decode
         begin_pass(self._kernels, self._lane, half.token_ids, half.positions, half.lengths)
         half.embed()
         for layer in range(half.spec.num_layers):
             half.attend_only(layer)
             self._crossing.norm_put(layer, half.residual, half.norm_after_attention(layer), half.normed, eps)
-            if layer + 1 < half.spec.num_layers:
+            if self._prefetches and layer + 1 < half.spec.num_layers:
                 half.prefetch(layer + 1)  # memory is idle while the weights ranks work
             yield layer
             self._crossing.wait_norm(layer, half.residual, half.norm_after_ffn(layer), half.normed, eps)

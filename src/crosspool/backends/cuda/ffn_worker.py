@@ -7,11 +7,12 @@ from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress
 from crosspool.backends.cuda.ffn_half import FFNHalf
 from crosspool.backends.cuda.ffn_pass import FFNPass
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.lane import LaneIdle, WorkerLane, device_inlets, enter, finish, on_device
+from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
+from crosspool.backends.cuda.link import OPEN_EPOCH, Site
 from crosspool.backends.cuda.passes import PASS_TOKENS, passes
+from crosspool.backends.cuda.prepare import COMMON_BUCKETS, open_lanes
 from crosspool.backends.cuda.random_slices import num_bytes
 from crosspool.backends.cuda.streaming import stream_share
 from crosspool.backends.cuda.transport import FFNCrossing
@@ -48,11 +49,22 @@ class CudaFFNWorker:
         index, count = placement.weights_ranks.index(rank), len(placement.weights_ranks)
         _, layers = stream_share(directory, "weights", self._site.device, progress, index, count)
         self.add_weights(placement.name, directory.spec, pack_ffn_weights(directory.spec, iter(layers)))
+        if self._site.device.type == "cuda":
+            self.prepare(placement, progress)
 
     def add_weights(self, name: str, spec: ModelSpec, layers: Sequence[FFNLayerWeights]) -> None:
         """The same with weights that are on the device already."""
         finish(self._site.device)
         self._models[name] = FFNModel(spec, tuple(layers))
+
+    def prepare(self, placement: ModelPlacement, progress: Progress) -> None:
+        """Capture the model's common passes for every lane that is open."""
+        model, total = self._models[placement.name], num_bytes(self._models[placement.name].layers)
+        for number, lane in sorted(self._lanes.items()):
+            for _, links in open_lanes([lane], [placement.kv_rank]):
+                for bucket in COMMON_BUCKETS:
+                    self._pass(placement.name, number, model, lane, links, bucket)
+                    progress(total, total)  # a load that was given up ends here
 
     def open_link(
         self, lane: int, peer: str, region: memoryview, capacity: int, ring: Callable[[], None]
@@ -76,10 +88,10 @@ class CudaFFNWorker:
         has_ended = False
         try:
             for part in plan:
-                source = self._pass(header, model, lane, inlet, part.bucket)
+                source = self._pass(header.model, header.lane, model, lane, (inlet.link,), part.bucket)
                 lane.memory.push(part.base, model.spec.num_layers)
                 if lane.stream is not None:
-                    lane.replay(header.model, (inlet.link, part.bucket))
+                    lane.replay(header.model, (inlet.link,), part.bucket)
                     continue
                 for layer in source.kernels():
                     yield Wait((inlet,), part.base + layer + 1)
@@ -109,15 +121,14 @@ class CudaFFNWorker:
             lane = self._lanes[number] = WorkerLane(self._site, self._rule)
         return lane
 
-    def _pass(self, header: StepHeader, model: FFNModel, lane: WorkerLane, inlet: DeviceInlet, bucket: int) -> FFNPass:
+    def _pass(self, name: str, number: int, model: FFNModel, lane: WorkerLane, links: Links, bucket: int) -> FFNPass:
         def make() -> FFNPass:
-            half = model.halves.get(header.lane)
+            half = model.halves.get(number)
             if half is None:
-                half = model.halves[header.lane] = FFNHalf(self._kernels, model.layers, PASS_TOKENS)
-            crossing = FFNCrossing(self._kernels, lane.memory, inlet.link.map())
+                half = model.halves[number] = FFNHalf(self._kernels, model.layers, PASS_TOKENS)
+            crossing = FFNCrossing(self._kernels, lane.memory, links[0].map())
             return FFNPass(self._kernels, lane.memory, half, crossing, bucket, model.spec.hidden_size)
 
-        with on_device(self._site.device):
-            source = lane.find_pass(header.model, (inlet.link, bucket), make)
+        source = lane.find_pass(name, links, bucket, make)
         assert isinstance(source, FFNPass)
         return source

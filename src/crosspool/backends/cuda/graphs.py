@@ -36,7 +36,7 @@ class StepGraph:
 
 
 def capture(source: Capturable, stream: Any) -> StepGraph:
-    """Capture a pass on `stream`, whose device must be current."""
+    """Capture a pass on `stream`, whose device must be current and on which nothing else may be enqueued meanwhile."""
     begin = time.perf_counter()
     free_before, _ = torch.cuda.mem_get_info(stream.device)
     graph = torch.cuda.CUDAGraph()

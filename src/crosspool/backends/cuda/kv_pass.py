@@ -60,13 +60,20 @@ class KVRows:
 
 
 class KVPass:
-    """One way through the kernels on such rows: with or without logits at the end."""
+    """One way through the kernels on such rows: with or without logits at the end, of prompts or in decode."""
 
     def __init__(
-        self, kernels: Launcher, lane: LaneMemory, rows: KVRows, crossing: AttentionCrossing, samples: bool
+        self,
+        kernels: Launcher,
+        lane: LaneMemory,
+        rows: KVRows,
+        crossing: AttentionCrossing,
+        *,
+        samples: bool,
+        is_decode: bool,
     ) -> None:
         self.rows = rows
-        self._pass = AttentionPass(kernels, lane, rows.half, crossing, samples)
+        self._pass = AttentionPass(kernels, lane, rows.half, crossing, samples=samples, is_decode=is_decode)
 
     def kernels(self) -> Iterator[int]:
         return self._pass.kernels()

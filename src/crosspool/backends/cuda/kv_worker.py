@@ -11,11 +11,12 @@ import torch
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
 from crosspool.backends.cuda.batch import Batch, SampledRow, needs_logits
 from crosspool.backends.cuda.kv_pass import KVPass, KVRows
-from crosspool.backends.cuda.lane import LaneIdle, WorkerLane, device_inlets, enter, finish, on_device
+from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish
 from crosspool.backends.cuda.lane_memory import WaitRule, pinned
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
 from crosspool.backends.cuda.passes import Pass, passes
+from crosspool.backends.cuda.prepare import COMMON_BUCKETS, open_lanes
 from crosspool.backends.cuda.streaming import stream_share
 from crosspool.backends.cuda.transport import AttentionCrossing
 from crosspool.backends.cuda.weights import AttentionWeights, pack_attention_weights
@@ -63,6 +64,8 @@ class CudaAttentionWorker:
         weights = pack_attention_weights(directory.spec, model, iter(layers))
         num_bytes = sum(tensor.nbytes for tensors in (model, *layers) for tensor in tensors.values())
         self.add_weights(placement, directory.spec, weights, num_bytes)
+        if self._site.device.type == "cuda":
+            self.prepare(placement, progress)
 
     def check(self, placement: ModelPlacement) -> None:
         """Raises ValueError for a cache dtype that the kernels do not read."""
@@ -88,6 +91,15 @@ class CudaAttentionWorker:
         )
         finish(self._site.device)
         self._models[placement.name] = KVModel(spec, weights, num_bytes, geometry, max(1, most))
+
+    def prepare(self, placement: ModelPlacement, progress: Progress) -> None:
+        """Capture the model's common passes for every lane that is open."""
+        model = self._models[placement.name]
+        for number, lane in sorted(self._lanes.items()):
+            for _, links in open_lanes([lane], placement.weights_ranks):
+                for bucket in COMMON_BUCKETS:
+                    self._pass(placement.name, model, number, links, PassKind(bucket, True, True))
+                    progress(model.num_bytes, model.num_bytes)  # a load that was given up ends here
 
     def open_link(
         self, lane: int, peer: str, region: memoryview, capacity: int, ring: Callable[[], None]
@@ -119,10 +131,12 @@ class CudaAttentionWorker:
         try:
             for part in plan:
                 sampled = [row for row in batch.sampled if part.start <= row.token < part.stop]
-                source, key = self._pass(name, model, number, inlets, part, bool(sampled))
+                is_decode = len(set(batch.row_of_token[part.start : part.stop])) == part.num_tokens
+                kind = PassKind(part.bucket, bool(sampled), is_decode)
+                source = self._pass(name, model, number, links_of(inlets), kind)
                 slot = self._push(lane, source, batch, part, num_layers)
                 if lane.stream is not None:
-                    lane.replay(name, key)
+                    lane.replay(name, links_of(inlets), kind)
                 else:
                     for layer in source.kernels():
                         yield Wait(inlets, part.base + layer + 1)
@@ -161,32 +175,28 @@ class CudaAttentionWorker:
             lane = self._lanes[number] = WorkerLane(self._site, self._rule)
         return lane
 
-    def _pass(
-        self, name: str, model: KVModel, number: int, inlets: tuple[DeviceInlet, ...], part: Pass, samples: bool
-    ) -> tuple[KVPass, Any]:
+    def _pass(self, name: str, model: KVModel, number: int, links: Links, kind: "PassKind") -> KVPass:
         lane = self._lane(number)
 
         def make() -> KVPass:
-            rows = model.rows.get((number, part.bucket))
+            rows = model.rows.get((number, kind.bucket))
             if rows is None:
-                rows = model.rows[number, part.bucket] = KVRows(
+                rows = model.rows[number, kind.bucket] = KVRows(
                     self._kernels,
                     model.spec,
                     model.weights,
                     self._arena,
                     model.geometry,
-                    part.bucket,
+                    kind.bucket,
                     model.max_pages,
                     self._num_sms,
                 )
-            crossing = AttentionCrossing(self._kernels, lane.memory, [inlet.link.map() for inlet in inlets])
-            return KVPass(self._kernels, lane.memory, rows, crossing, samples)
+            crossing = AttentionCrossing(self._kernels, lane.memory, [link.map() for link in links])
+            return KVPass(self._kernels, lane.memory, rows, crossing, samples=kind.samples, is_decode=kind.is_decode)
 
-        key = (tuple(inlet.link for inlet in inlets), part.bucket, samples)
-        with on_device(self._site.device):
-            source = lane.find_pass(name, key, make)
+        source = lane.find_pass(name, links, kind, make)
         assert isinstance(source, KVPass)
-        return source, key
+        return source
 
     def _push(self, lane: WorkerLane, source: KVPass, batch: Batch, part: Pass, num_layers: int) -> int:
         """Upload what changed and push the pass's record; rows that are not in use repeat the first."""
@@ -196,6 +206,19 @@ class CudaAttentionWorker:
         with torch.cuda.stream(lane.stream):
             source.rows.set_tables(tables)
         return lane.memory.push(part.base, num_layers, part.bucket, batch.token_ids[tokens], batch.positions[tokens])
+
+
+@dataclass(frozen=True, slots=True)
+class PassKind:
+    """Which pass of a model: rows, whether any of them is sampled, whether they belong to different sequences."""
+
+    bucket: int
+    samples: bool
+    is_decode: bool
+
+
+def links_of(inlets: tuple[DeviceInlet, ...]) -> Links:
+    return tuple(inlet.link for inlet in inlets)
 
 
 class Outcome:

@@ -1,5 +1,6 @@
 """What a worker keeps of one lane: its stream, its words, its links and the passes captured for it."""
 
+import threading
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,18 +12,26 @@ from crosspool.backends.cuda.graphs import Capturable, StepGraph, capture
 from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule
 from crosspool.backends.cuda.link import DeviceInlet, DeviceLink, DeviceOutlet, Site
 
+Links = tuple[DeviceLink, ...]
+
 
 class WorkerLane:
-    """One lane of one worker. Passes are kept per model; new channels drop those that were captured for the old."""
+    """One lane of one worker. Passes are kept per model; new channels drop those that were captured for the old.
+
+    `find_pass` may be called from a thread that loads a model while the rank's loop runs steps.
+    """
 
     def __init__(self, site: Site, rule: WaitRule) -> None:
         self.site = site
-        self.stream: Any = torch.cuda.Stream(site.device) if site.device.type == "cuda" else None
+        is_cuda = site.device.type == "cuda"
+        self.stream: Any = torch.cuda.Stream(site.device) if is_cuda else None
+        self._capture_stream: Any = torch.cuda.Stream(site.device) if is_cuda else None
         with on_device(site.device), torch.cuda.stream(self.stream):
             self.memory = LaneMemory(site.device, rule)
         self.links: dict[str, DeviceLink] = {}
-        self._passes: dict[tuple[str, Hashable], Capturable] = {}
-        self._graphs: dict[tuple[str, Hashable], StepGraph] = {}
+        self._lock = threading.Lock()
+        self._passes: dict[tuple[str, Links, Hashable], Capturable] = {}
+        self._graphs: dict[tuple[str, Links, Hashable], StepGraph] = {}
 
     def open_link(
         self, peer: str, region: memoryview, capacity: int, is_kv: bool, ring: Callable[[], None]
@@ -38,39 +47,47 @@ class WorkerLane:
         if link is not None:
             if not self.memory.is_drained:
                 self.memory.abort_all()
-            self.drop(None)
+            self._drop(lambda _model, links: link in links)
             link.close()
 
-    def drop(self, model: str | None) -> None:
-        """Forget the passes of a model (None: of all), after those under way have ended."""
+    def drop(self, model: str) -> None:
+        """Forget the passes of a model, after those under way have ended."""
+        self._drop(lambda name, _links: name == model)
+
+    def _drop(self, is_dropped: Callable[[str, Links], bool]) -> None:
         if self.stream is not None:
             self.stream.synchronize()  # bounded: every wait has a deadline
-        for kept in (self._passes, self._graphs):
-            for key in [key for key in kept if model in (None, key[0])]:
-                del kept[key]
+        with self._lock:
+            for kept in (self._passes, self._graphs):
+                for key in [key for key in kept if is_dropped(key[0], key[1])]:
+                    del kept[key]
 
-    def find_pass(self, model: str, key: Hashable, make: Callable[[], Capturable]) -> Capturable:
-        """The model's pass under `key`, made and, on a GPU, captured where it is new."""
-        source = self._passes.get((model, key))
-        if source is None:
-            with torch.cuda.stream(self.stream):  # what fills new buffers comes before what reads them
-                source = self._passes[model, key] = make()
-            if self.stream is not None:
-                self._graphs[model, key] = capture(source, self.stream)
-        return source
+    def find_pass(self, model: str, links: Links, key: Hashable, make: Callable[[], Capturable]) -> Capturable:
+        """The model's pass over `links` under `key`, made and, on a GPU, captured where it is new."""
+        with self._lock, on_device(self.site.device):
+            source = self._passes.get((model, links, key))
+            if source is None:
+                with torch.cuda.stream(self.stream):  # what fills new buffers comes before what reads them
+                    source = make()
+                if self.stream is not None:
+                    self._graphs[model, links, key] = capture(source, self._capture_stream)
+                self._passes[model, links, key] = source
+            return source
 
-    def replay(self, model: str, key: Hashable) -> None:
+    def replay(self, model: str, links: Links, key: Hashable) -> None:
         """Enqueue the captured pass on the lane's stream."""
         with torch.cuda.stream(self.stream):
-            self._graphs[model, key].replay()
+            torch.cuda.nvtx.range_push(f"{self.site.rank} {model} {key}")
+            self._graphs[model, links, key].replay()
+            torch.cuda.nvtx.range_pop()
 
     @property
     def graph_bytes(self) -> int:
-        return sum(graph.num_bytes for graph in self._graphs.values())
+        return sum(graph.num_bytes for graph in tuple(self._graphs.values()))
 
     @property
     def channel_bytes(self) -> int:
-        return sum(link.num_bytes for link in self.links.values())
+        return sum(link.num_bytes for link in tuple(self.links.values()))
 
 
 class LaneIdle:

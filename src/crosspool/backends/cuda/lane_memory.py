@@ -29,11 +29,12 @@ class WaitRule:
     """How waits on the device behave.
 
     deadline_s: of one wait; None: no wait at all, for profilers, which run one kernel at a time. early: kernels behind
-    a wait may start beside it and load their weights meanwhile, at the price of the multiprocessors they hold.
+    a wait may start beside it and load their weights meanwhile. NOTE: they then hold registers of every multiprocessor
+    until the flag comes, so nothing else on the GPU runs: for a GPU that serves one lane and no second rank.
     """
 
     deadline_s: float | None = 4.0
-    early: bool = True
+    early: bool = False
 
     @property
     def deadline_ns(self) -> int:

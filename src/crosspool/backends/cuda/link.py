@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -64,6 +65,7 @@ class DeviceLink:
         own, self._theirs = (f2a, a2f) if is_kv else (a2f, f2a)
         self._owned: list[Memory] = []
         self._outbox: int | None = None  # its address here
+        self._lock = threading.Lock()  # a load prepares passes in a thread of its own
         self._key = b""
         num_bytes = channel_bytes(capacity)
         inbox: Memory
@@ -87,12 +89,13 @@ class DeviceLink:
 
     def is_open(self) -> bool:
         """Whether the peer's memory is mapped here; maps it once the peer has offered it."""
-        if self._outbox is None:
-            offer = handoff.find(self._theirs)
-            if offer is None:
-                return False
-            self._outbox = self._accept(offer)
-        return True
+        with self._lock:
+            if self._outbox is None:
+                offer = handoff.find(self._theirs)
+                if offer is None:
+                    return False
+                self._outbox = self._accept(offer)
+            return True
 
     def map(self) -> LinkMap:
         assert self._outbox is not None, f"{self._site.rank}: the link to {self._peer} is not open"
