@@ -232,7 +232,7 @@ def test_bytes_count_router_tensors_in_float32():
         ),
     ],
 )
-def test_kv_bytes_avoid_the_usual_mistakes(config, kv_bytes, mistakes):
+def test_a26_kv_bytes_avoid_the_usual_mistakes(config, kv_bytes, mistakes):
     """Head width is `head_dim`, not hidden / heads; a latent cache has no factor 2 and is not per head."""
     found = spec_from_config({**config, "torch_dtype": "bfloat16"}).kv_bytes_per_token()
     assert found == kv_bytes

@@ -22,13 +22,13 @@ def model(tmp_path):
     return write_tiny_model(tmp_path / "tiny-qwen", "qwen3_moe", eos_token_id=7)
 
 
-def test_end_tokens_are_the_union_of_all_three_sources(model):
+def test_a11_end_tokens_are_the_union_of_all_three_sources(model):
     write_json(model / "generation_config.json", eos_token_id=[7, 9])
     write_tiny_tokenizer(model, eos_token=END_OF_TURN)  # id 1
     assert read_model_dir(model).spec.eos_token_ids == (7, 9, 1)
 
 
-def test_another_generation_setting_keeps_the_list(model):
+def test_a11_another_generation_setting_keeps_the_list(model):
     write_json(model / "generation_config.json", eos_token_id=[7, 9], temperature=0.6, top_k=20)
     directory = read_model_dir(model)
     assert directory.spec.eos_token_ids == (7, 9, 0)

@@ -64,14 +64,14 @@ def test_group_limited_greedy_scores_groups_by_their_best_expert():
     assert router("deepseek_v2", n_group=4, topk_group=2).num_groups == 1
 
 
-def test_step_and_list_decide_which_qwen_layers_are_moe():
+def test_a45_step_and_list_decide_which_qwen_layers_are_moe():
     config = tiny_config("qwen3_moe", num_layers=6, decoder_sparse_step=2, mlp_only_layers=[3])
     assert moe_layers(config) == [1, 5]
     assert moe_layers(tiny_config("qwen3_moe", num_layers=6, num_experts=0)) == []
     assert moe_layers(tiny_config("qwen2_moe", num_layers=4, mlp_only_layers=[0])) == [1, 2, 3]
 
 
-def test_leading_dense_layers():
+def test_a45_leading_dense_layers():
     for family in ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"):
         config = tiny_config(family, num_layers=5, first_k_dense_replace=2)
         assert moe_layers(config) == [2, 3, 4]

@@ -35,7 +35,7 @@ def facts(config, name="m"):
     ("config", "kv_bytes", "kind", "mistakes"),
     [(GQA, 15360, "GQA", (10240,)), (MLA, 10368, "MLA", (18432, 92160))],
 )
-def test_planner_counts_kv_as_the_pool_does(config, kv_bytes, kind, mistakes):
+def test_a26_planner_counts_kv_as_the_pool_does(config, kv_bytes, kind, mistakes):
     """A26: width is head_dim, not hidden / heads; a latent cache has no factor 2 and is not per head."""
     model = facts(config)
     assert model.kv_bytes_per_token == kv_bytes

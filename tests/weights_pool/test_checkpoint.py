@@ -50,18 +50,18 @@ def shard(path, number):
     return path / f"model-{number:05}-of-00004.safetensors"
 
 
-def test_a_missing_shard_is_named_with_its_tensors(sharded):
+def test_a41_a_missing_shard_is_named_with_its_tensors(sharded):
     shard(sharded, 2).unlink()
     lost = [t for t, f in json.loads((sharded / INDEX_NAME).read_text())["weight_map"].items() if "00002-of" in f]
     refuse(sharded, "model-00002-of-00004.safetensors", f"{len(lost)} tensors", lost[0], "incomplete download?")
 
 
-def test_a_renamed_shard_is_a_missing_one(sharded):
+def test_a41_a_renamed_shard_is_a_missing_one(sharded):
     shard(sharded, 3).rename(sharded / "model-00003.safetensors")
     refuse(sharded, "model-00003-of-00004.safetensors", "incomplete download?")
 
 
-def test_an_index_that_names_what_its_shard_lacks(sharded):
+def test_a41_an_index_that_names_what_its_shard_lacks(sharded):
     tensors = load_file(shard(sharded, 1))
     name = next(iter(tensors))
     del tensors[name]
@@ -69,7 +69,7 @@ def test_an_index_that_names_what_its_shard_lacks(sharded):
     refuse(sharded, name, "model-00001-of-00004.safetensors")
 
 
-def test_a_leftover_shard_is_ignored_with_one_line(sharded, caplog):
+def test_a41_a_leftover_shard_is_ignored_with_one_line(sharded, caplog):
     save_file({"model.layers.0.mystery": np.zeros(3, np.float32)}, sharded / "model-00009-of-00009.safetensors")
     with caplog.at_level(logging.INFO, logger="crosspool"):
         load_ffn_weights(read_model_dir(sharded), 0, 1)
@@ -156,14 +156,14 @@ def test_an_untied_head_must_be_there(single):
     refuse(single, "lm_head.weight")
 
 
-def test_a_config_that_builds_moe_layers_dense_does_not_load(single):
+def test_a45_a_config_that_builds_moe_layers_dense_does_not_load(single):
     config = json.loads((single / "config.json").read_text())
     (single / "config.json").write_text(json.dumps({**config, "num_experts": 0}))
     refuse(single, "model.layers.0.mlp.down_proj.weight", "9 of 36")
 
 
 @pytest.mark.parametrize("field", [1, 0, None])
-def test_prediction_layers_are_skipped_with_one_line(tmp_path, caplog, field):
+def test_a27_prediction_layers_are_skipped_with_one_line(tmp_path, caplog, field):
     """Five layers in the files, four in the config: layer 4 is skipped whatever the field for it says."""
     overrides = {} if field is None else {"num_nextn_predict_layers": field}
     path = write_tiny_model(tmp_path, "glm4_moe_lite", num_layers=5, tokenizer=False)
@@ -185,7 +185,7 @@ def test_prediction_layers_are_skipped_with_one_line(tmp_path, caplog, field):
         )
 
 
-def test_a_mystery_tensor_is_an_error_beside_prediction_layers(tmp_path):
+def test_a27_a_mystery_tensor_is_an_error_beside_prediction_layers(tmp_path):
     path = write_tiny_model(tmp_path, "glm4_moe_lite", num_layers=4, tokenizer=False)
     name = "model.layers.2.mlp.mystery.weight"
 
