@@ -51,6 +51,7 @@ def serve(
     kv_pool_bytes: Annotated[str | None, typer.Option(help="KV pool of all models, such as 4GiB  [256MiB]")] = None,
     frame_bytes: Annotated[str | None, typer.Option(help="granularity of KV memory  [2MiB]")] = None,
     weights_ranks: Annotated[int | None, typer.Option(help="ranks that every FFN is sliced over  [1]")] = None,
+    backend: Annotated[str | None, typer.Option(help="numpy, or cuda with a GPU for each rank  [numpy]")] = None,
     layout: Annotated[
         str | None, typer.Option(help="processes (one a rank) or inprocess (threads)  [processes]")
     ] = None,
@@ -93,6 +94,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt")] = 64,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own")] = None,
     seed: Annotated[int | None, typer.Option(help="the same seed gives the same answers")] = None,
+    backend: Annotated[str, typer.Option(help="numpy, or cuda with a GPU for each rank")] = "numpy",
     layout: Annotated[str, typer.Option(help="processes or inprocess")] = "processes",
     kv_pool_bytes: Annotated[str, typer.Option(help="KV pool of all models")] = "256MiB",
     frame_bytes: Annotated[str, typer.Option(help="granularity of KV memory")] = "2MiB",
@@ -102,7 +104,7 @@ def generate(
     from crosspool.commands.generate import run
 
     fields: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    flags = {"layout": layout, "kv_pool_bytes": kv_pool_bytes, "frame_bytes": frame_bytes}
+    flags = {"backend": backend, "layout": layout, "kv_pool_bytes": kv_pool_bytes, "frame_bytes": frame_bytes}
     run(directories, prompts, fields, flags, as_json=as_json)
 
 
@@ -134,6 +136,43 @@ def plan(
     from crosspool.commands.plan import run
 
     run(source, output=output, as_json=as_json, explained=explained, plot_dir=plot, console=Console())
+
+
+@app.command()
+def simulate(
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file as for `crosspool plan`")],
+    mode: Annotated[str, typer.Option(help="steps (days) or exact (every put and wait; a minute or so)")] = "steps",
+    layout: Annotated[str, typer.Option(help="crosspool, static or elastic")] = "crosspool",
+    order: Annotated[str, typer.Option(help="priority, ticket, none, or streams (no order, GPUs shared)")] = "priority",
+    seconds: Annotated[float, typer.Option(help="how long requests arrive")] = 60.0,
+    start: Annotated[float, typer.Option(help="second of the workload to start at")] = 0.0,
+    drain: Annotated[bool, typer.Option(help="go on until every request has ended")] = True,
+    max_queue: Annotated[int, typer.Option(help="requests of a model that may wait")] = 64,
+    host_us: Annotated[float, typer.Option(help="engine time between two steps of a lane")] = 0.0,
+    measured: Annotated[Path | None, typer.Option(help="JSON table of measured stage times")] = None,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same run")] = 0,
+    chrome: Annotated[Path | None, typer.Option(help="write a Chrome trace here (mode exact)")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the report here, as JSON")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
+) -> None:
+    """Say how a deployment will behave: its workload through the real engine on a virtual clock."""
+    from rich.console import Console
+
+    from crosspool.commands.simulate import SimulateFiles, run
+
+    files = SimulateFiles(source=source, measured=measured, output=output, chrome=chrome)
+    settings: dict[str, object] = {
+        "mode": mode,
+        "layout": layout,
+        "order": order,
+        "duration_s": seconds,
+        "start_s": start,
+        "drain": drain,
+        "max_queue": max_queue,
+        "host_s": host_us * 1e-6,
+        "seed": seed,
+    }
+    run(files, settings, as_json=as_json, console=Console())
 
 
 @app.command()

@@ -10,6 +10,7 @@ from typing import Literal
 from crosspool.units import GiB, KiB, MiB
 
 Layout = Literal["inprocess", "processes"]
+Backend = Literal["numpy", "cuda"]
 AdmissionPolicy = Literal["reserve", "forecast"]
 DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
@@ -57,8 +58,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolsConfig:
-    """The two pools: how much memory, how many ranks, threads or processes."""
+    """The two pools: how much memory, how many ranks, threads or processes, and what they compute on."""
 
+    backend: Backend = "numpy"  # cuda: a GPU for the KV rank and one for each weights rank
     layout: Layout = "processes"
     kv_pool_bytes: int = 256 * MiB  # one budget over all models, cut into frames
     frame_bytes: int = 2 * MiB

@@ -4,12 +4,12 @@ This is the one place that knows engine, cluster and server front ends at once.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.start import start_cluster
-from crosspool.config import DeploymentConfig, ModelConfig
+from crosspool.config import Backend, DeploymentConfig, ModelConfig
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.engine import Engine
@@ -18,6 +18,7 @@ from crosspool.engine.served_model import ServedModel
 from crosspool.errors import CheckpointError, CrossPoolError, UnsupportedModelError
 from crosspool.model_source import model_directory
 from crosspool.models.directory import read_model_dir
+from crosspool.models.spec import DType
 from crosspool.server.catalogue import Catalogue, ModelFrontend, SamplingDefaults
 from crosspool.server.chat import load_chat_template
 from crosspool.server.tokenizer import TextTokenizer
@@ -31,6 +32,17 @@ class PreparedModel:
 
     served: ServedModel
     frontend: ModelFrontend
+
+
+BACKEND_NAMES = {"numpy": "NumPy", "cuda": "CUDA"}
+BACKEND_DTYPES: dict[Backend, DType] = {"numpy": "float32", "cuda": "bfloat16"}
+"""What each backend computes in and its cache holds."""
+
+CUDA_SPIN_US = 200_000.0
+"""A GPU tells of a step's end in memory, so a rank with a step under way looks at it instead of sleeping."""
+
+CUDA_START_TIMEOUT_S = 180.0
+"""The first start on a machine compiles the kernels."""
 
 
 def demo_models() -> tuple[ModelConfig, ...]:
@@ -66,10 +78,13 @@ def engine_config(config: DeploymentConfig) -> EngineConfig:
 
 def cluster_config(config: DeploymentConfig) -> ClusterConfig:
     """Raises CrossPoolError for a dtype that the backend does not compute in."""
-    if config.dtype not in ("auto", "float32"):
-        raise CrossPoolError(f"dtype is {config.dtype}; the NumPy backend computes in float32, so use auto or float32")
+    backend, dtype = config.pools.backend, BACKEND_DTYPES[config.pools.backend]
+    if config.dtype not in ("auto", dtype):
+        name = BACKEND_NAMES[backend]
+        raise CrossPoolError(f"dtype is {config.dtype}; the {name} backend computes in {dtype}, so use auto or {dtype}")
     engine = engine_config(config)
-    return ClusterConfig(
+    cluster = ClusterConfig(
+        backend=backend,
         layout=config.pools.layout,
         weights_ranks=weights_ranks(config),
         num_frames=engine.num_frames,
@@ -77,6 +92,9 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         max_tokens_per_step=max(engine.max_num_batched_tokens, engine.max_num_seqs),
         num_lanes=engine.num_lanes,
     )
+    if backend == "cuda":
+        return replace(cluster, spin_us=CUDA_SPIN_US, start_timeout_s=CUDA_START_TIMEOUT_S)
+    return cluster
 
 
 def weights_ranks(config: DeploymentConfig) -> tuple[str, ...]:
@@ -105,6 +123,7 @@ def _prepare(model: ModelConfig, config: DeploymentConfig) -> PreparedModel:
             directory,
             weights_ranks=weights_ranks(config),
             frame_bytes=config.pools.frame_bytes,
+            kv_dtype=BACKEND_DTYPES[config.pools.backend],
             name=name,
             page_tokens=model.page_tokens,
             max_context=model.max_model_len,

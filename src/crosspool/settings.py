@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from crosspool.config import (
     AdmissionPolicy,
+    Backend,
     DeploymentConfig,
     DTypeChoice,
     Layout,
@@ -66,6 +67,7 @@ class Settings(BaseSettings):
     shutdown_timeout: float = Field(30.0, description="seconds that running requests may finish in after SIGTERM")
     max_body_bytes: Size = Field("8MiB", description="largest request body; more is a 413")
     sse_keep_alive_interval: float = Field(10.0, gt=0, description="seconds between comment lines of waiting streams")
+    backend: Backend = Field("numpy", description="what computes: numpy on CPUs, or cuda with a GPU for each rank")
     layout: Layout = Field("processes", description="a process for each rank, or threads of one process")
     kv_pool_bytes: Size = Field("256MiB", description="the KV pool that all models share")
     frame_bytes: Size = Field("2MiB", description="granularity of KV memory")
@@ -180,6 +182,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
     return DeploymentConfig(
         models=models or default_models,
         pools=PoolsConfig(
+            backend=settings.backend,
             layout=settings.layout,
             kv_pool_bytes=parse_size(settings.kv_pool_bytes),
             frame_bytes=parse_size(settings.frame_bytes),

@@ -1,0 +1,36 @@
+"""What a deployment's backend decides: the cache's dtype, the dtypes it refuses, how ranks wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig
+from crosspool.errors import CrossPoolError
+from crosspool.launch import cluster_config, prepare_models
+from tests.support.tiny_models import write_tiny_model
+
+
+def deployment(path, backend, dtype="auto"):
+    return DeploymentConfig(
+        models=(ModelConfig(source=str(path)),), pools=PoolsConfig(backend=backend, num_weights_ranks=2), dtype=dtype
+    )
+
+
+@pytest.mark.parametrize(("backend", "kv_dtype"), [("numpy", "float32"), ("cuda", "bfloat16")])
+def test_the_cache_has_the_backends_dtype(backend, kv_dtype, tmp_path):
+    path = write_tiny_model(tmp_path / "tiny", "qwen3_moe")
+    (model,) = prepare_models(deployment(path, backend))
+    assert model.served.kv_dtype == kv_dtype
+
+
+def test_gpus_follow_the_ranks_and_ranks_look_at_their_gpus(tmp_path):
+    config = cluster_config(deployment(tmp_path, "cuda"))
+    assert config.backend == "cuda"
+    assert config.device_of == {"kv0": 0, "w0": 1, "w1": 2}
+    assert config.spin_us > cluster_config(deployment(tmp_path, "numpy")).spin_us
+
+
+@pytest.mark.parametrize(("backend", "wrong"), [("numpy", "bfloat16"), ("cuda", "float32")])
+def test_a_dtype_of_the_other_backend_is_refused(backend, wrong, tmp_path):
+    with pytest.raises(CrossPoolError, match=f"dtype is {wrong}; .* so use auto or"):
+        cluster_config(deployment(tmp_path, backend, wrong))
