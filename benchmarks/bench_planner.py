@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, help="run one part and keep nothing")
     chosen = parser.parse_args().only
     report = Report(
-        "planner_cpu",
+        "planner",
         hardware="cpu",
         config={"models": NUM_MODELS, "requests_per_s": TOTAL_RPS, "quantile": 0.99, "precision": 0.01},
         seed=SEED,
