@@ -7,6 +7,7 @@ to their own memory; elastic ones share what their GPUs have left (kvcached-like
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import floor
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from crosspool.planner.gpus import gpu_kind
 from crosspool.planner.group import Split
 from crosspool.planner.layouts import Hosting, Room, elastic_hosting, shard_bytes, static_hosting
 from crosspool.planner.parallelism import kv_parallelism, monolithic_share_seen
-from crosspool.planner.planner import PlannedGroup
 from crosspool.planner.traffic import PlannedModel
 from crosspool.simulator.cost import MonolithicCost, PooledCost, StepCost
 from crosspool.simulator.group import Layout, SimulatedGroup, SimulatedModel
@@ -31,22 +31,28 @@ from crosspool.units import ceil_div
 
 
 def simulated_group(
-    group: PlannedGroup,
+    models: Sequence[PlannedModel],
+    split: Split,
     plan_input: PlanInput,
     layout: Layout = "crosspool",
     *,
+    name: str = "g0",
     order: str = "priority",
     host_s: float = 0.0,
     max_queue: int = 64,
     measured: MeasuredTable | None = None,
 ) -> SimulatedGroup:
-    """One planned group in a layout. measured: tables that replace the roofline (crosspool only).
+    """The models of one planned group in a layout, on the GPUs of its split.
+
+    measured: tables that replace the roofline (crosspool only).
 
     Raises CapacityError where a monolithic layout cannot hold the weights.
     """
     if layout == "crosspool":
-        return _pools(group, plan_input, order, host_s, max_queue, measured)
-    return _monolithic(group, plan_input, layout, host_s, max_queue)
+        group = _pools(models, split, plan_input, measured, max_queue)
+    else:
+        group = _monolithic(models, split, plan_input, layout, max_queue)
+    return replace(group, name=name, order=order, host_s=host_s)
 
 
 def _config(plan_input: PlanInput, num_frames: int, max_queue: int, num_decode: int, num_prefill: int) -> EngineConfig:
@@ -79,18 +85,15 @@ def _served(model: PlannedModel, kv_rank: str, weights_ranks: Sequence[str], fra
 
 
 def _pools(
-    group: PlannedGroup,
+    planned: Sequence[PlannedModel],
+    split: Split,
     plan_input: PlanInput,
-    order: str,
-    host_s: float,
-    max_queue: int,
     measured: MeasuredTable | None,
+    max_queue: int,
 ) -> SimulatedGroup:
-    split, kind = group.split, gpu_kind(plan_input.gpus.kind)
+    kind = gpu_kind(plan_input.gpus.kind)
     num_kv, num_weights = len(split.kv_ranks), len(split.weights_ranks)
-    ways = {
-        model.name: kv_parallelism(model.facts, num_kv, model.entry.kv_parallelism) == "one" for model in group.models
-    }
+    ways = {model.name: kv_parallelism(model.facts, num_kv, model.entry.kv_parallelism) == "one" for model in planned}
     apart = num_kv > 1 and all(ways.values())
     if num_kv > 1 and any(ways.values()) and not apart:
         alone = next(name for name, one in ways.items() if one)
@@ -100,7 +103,7 @@ def _pools(
         )
     num_pools, frames = (num_kv, split.kv_frames) if apart else (1, split.usable_frames + 1)
     models = []
-    for index, model in enumerate(group.models):
+    for index, model in enumerate(planned):
         pool = index % num_pools
         cost: StepCost = PooledCost(model.facts, kind, num_kv=num_kv // num_pools, num_weights=num_weights)
         if measured is not None:
@@ -115,31 +118,29 @@ def _pools(
         )
     engine = plan_input.engine
     return SimulatedGroup(
-        name=group.plan.name,
+        name="",
         layout="crosspool",
         models=tuple(models),
         config=_config(plan_input, frames, max_queue, engine.decode_lanes, engine.prefill_lanes),
         stations=(*(split.kv_ranks if apart else ("kv",)), "weights"),
-        order=order,
-        host_s=host_s,
     )
 
 
 def _monolithic(
-    group: PlannedGroup, plan_input: PlanInput, layout: Layout, host_s: float, max_queue: int
+    planned: Sequence[PlannedModel], split: Split, plan_input: PlanInput, layout: Layout, max_queue: int
 ) -> SimulatedGroup:
-    kind, facts = gpu_kind(plan_input.gpus.kind), [model.facts for model in group.models]
-    room = room_beside(group.split, plan_input)
+    kind, facts = gpu_kind(plan_input.gpus.kind), [model.facts for model in planned]
+    room = room_beside(split, plan_input)
     hosting = (static_hosting if layout == "static" else elastic_hosting)(facts, room)
     if hosting is None:
         raise CapacityError(
             f"layout {layout} cannot place {len(facts)} models on {room.num_gpus} GPUs; use more GPUs or fewer models"
         )
     homes = {model.name: tuple(gpu for gpu, names in enumerate(hosting) if model.name in names) for model in facts}
-    frames = _free_frames(group.models, room, hosting, homes, plan_input.engine.frame_bytes)
+    frames = _free_frames(planned, room, hosting, homes, plan_input.engine.frame_bytes)
     models, replicas = [], {}
     shared = [PageBudget(count) for count in frames]
-    for model in group.models:
+    for model in planned:
         gpus = homes[model.name]
         size = replica_size(model.facts.num_kv_heads, len(gpus))
         own = {gpu: PageBudget(frames[gpu] // len(hosting[gpu])) for gpu in gpus} if layout == "static" else None
@@ -160,12 +161,11 @@ def _monolithic(
             core.pages[model.name] = ReplicatedPages(model.served, replicas[model.name], estimate)
 
     return SimulatedGroup(
-        name=group.plan.name,
+        name="",
         layout=layout,
         models=tuple(models),
         config=_config(plan_input, max(2, *frames) + 1, max_queue, len(models), len(models)),
         stations=tuple(f"gpu{gpu}" for gpu in range(room.num_gpus)),
-        host_s=host_s,
         prepare=prepare,
     )
 

@@ -83,7 +83,7 @@ class TimeAverage:
         for index in sorted(self._bins):
             left -= self._bins[index]
             if left <= 0:
-                return (index + 1) * self._resolution
+                return min(self.peak, (index + 1) * self._resolution)
         return self.peak
 
 

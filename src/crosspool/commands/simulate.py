@@ -1,0 +1,75 @@
+"""`crosspool simulate`: plan the input, run its workload through the real control plane on a virtual clock, report."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from crosspool.errors import CrossPoolError
+from crosspool.planner.deployment import PlanInput, read_plan_input
+from crosspool.planner.planner import Planned, plan_deployment
+from crosspool.simulator.chrome import write_chrome_trace
+from crosspool.simulator.measured import read_measured
+from crosspool.simulator.pipeline import Span
+from crosspool.simulator.report import report_json, show_report
+from crosspool.simulator.result import GroupResult
+from crosspool.simulator.simulator import SimulationSettings, simulate
+
+PROGRESS_EVERY = 512
+"""Events between two looks at the progress bar."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulateFiles:
+    """Files of one run: input, optional measured table, optional report and Chrome trace to write."""
+
+    source: Path
+    measured: Path | None = None
+    output: Path | None = None
+    chrome: Path | None = None
+
+
+def run(files: SimulateFiles, settings: dict[str, object], *, as_json: bool, console: Console) -> None:
+    """Raises CrossPoolError, in one line, for wrong input and for what does not fit."""
+    try:
+        wanted = SimulationSettings(**settings)  # type: ignore[arg-type]
+        plan_input = read_plan_input(files.source)
+        results = _simulate(files, plan_input, plan_deployment(plan_input), wanted, console)
+        if files.output is not None:
+            files.output.write_text(report_json(results), encoding="utf-8")
+    except ValueError as error:
+        raise CrossPoolError(str(error)) from None
+    except OSError as error:
+        raise CrossPoolError(f"cannot write {files.output}: {error.strerror or error}") from None
+    if as_json:
+        print(report_json(results), end="")
+    else:
+        show_report(results, console)
+
+
+def _simulate(
+    files: SimulateFiles, plan_input: PlanInput, planned: Planned, settings: SimulationSettings, console: Console
+) -> list[GroupResult]:
+    measured = None if files.measured is None else read_measured(files.measured)
+    spans: dict[str, list[Span]] | None = None if files.chrome is None else {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks = {group.plan.name: bars.add_task(group.plan.name, total=settings.duration_s) for group in planned.groups}
+        calls = 0
+
+        def progress(group: str, now_s: float) -> None:
+            nonlocal calls
+            calls += 1
+            if calls % PROGRESS_EVERY == 0:
+                bars.update(tasks[group], completed=min(now_s, settings.duration_s))
+
+        results = simulate(planned, plan_input, settings, measured=measured, spans=spans, progress=progress)
+    if files.chrome is not None and spans is not None:
+        for result in results:
+            path = files.chrome
+            if len(results) > 1:
+                path = path.with_name(f"{path.stem}.{result.name}{path.suffix}")
+            write_chrome_trace(path, spans.get(result.name, []), result.stations)
+            console.print(f"wrote {path}", highlight=False)
+    return results

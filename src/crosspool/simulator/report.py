@@ -1,0 +1,118 @@
+"""The report of a simulation: JSON for machines, lines and tables for people."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from crosspool.simulator.measures import Distribution, ModelMeasures
+from crosspool.simulator.result import GroupResult
+from crosspool.units import format_bytes
+
+TABLE_WIDTH = 130
+
+SHARES = (0.5, 0.95, 0.99)
+
+
+def report_dict(results: Sequence[GroupResult]) -> dict[str, Any]:
+    """Everything, with plain numbers. Times in seconds, shares between 0 and 1."""
+    return {"groups": [_group_dict(result) for result in results]}
+
+
+def report_json(results: Sequence[GroupResult]) -> str:
+    return json.dumps(report_dict(results), indent=2, allow_nan=False) + "\n"
+
+
+def show_report(results: Sequence[GroupResult], console: Console) -> None:
+    """One table a group, and a line on its stations and memory."""
+    for result in results:
+        console.print(
+            f"{result.name} ({result.layout}): {result.duration_s:,.1f} s, {result.num_steps:,} steps, "
+            f"{result.num_events:,} events, {result.num_unfinished} requests unfinished",
+            highlight=False,
+        )
+        console.print(_table(result), width=max(TABLE_WIDTH, console.width), crop=False)
+        for index, station in enumerate(result.stations):
+            console.print(f"- {station}: idle for {result.bubble_share(index):.1%} of the time with work in flight")
+        for rank, average in result.occupancy.items():
+            if not average.duration_s:
+                continue
+            frames = (average.mean, average.quantile(0.99), average.peak, result.frame_budget[rank])
+            mean, high, peak, budget = (format_bytes(count * result.frame_bytes) for count in frames)
+            console.print(f"- KV of {rank}: mean {mean}, P99 {high}, most {peak} of {budget}", highlight=False)
+        if result.num_stalls:
+            console.print(f"- rows left out of a decode step for want of a page: {result.num_stalls:,}")
+
+
+def _table(result: GroupResult) -> Table:
+    table = Table(box=None, pad_edge=False)
+    columns = ("model", "requests", "refused", "tokens", "queue P95", "TTFT P50", "TTFT P95", "TBT", "TBT P99")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "model" else "right", no_wrap=True)
+    rows = [*result.models.items()]
+    if len(rows) > 1:
+        rows.append(("all", result.total))
+    for name, measures in rows:
+        table.add_row(
+            name,
+            f"{measures.num_arrived:,}",
+            f"{measures.num_refused:,}",
+            f"{measures.num_tokens:,}",
+            _seconds(measures.queueing.quantile(0.95)),
+            _seconds(measures.ttft.quantile(0.5)),
+            _seconds(measures.ttft.quantile(0.95)),
+            _seconds(measures.tbt.mean),
+            _seconds(measures.tbt.quantile(0.99)),
+        )
+    return table
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.2f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def _group_dict(result: GroupResult) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "layout": result.layout,
+        "duration_s": result.duration_s,
+        "num_events": result.num_events,
+        "num_steps": result.num_steps,
+        "num_stalls": result.num_stalls,
+        "num_unfinished": result.num_unfinished,
+        "stations": {
+            name: {"busy_s": result.busy_s[index], "bubble_share": result.bubble_share(index)}
+            for index, name in enumerate(result.stations)
+        },
+        "kv": {
+            rank: {
+                "budget_bytes": result.frame_budget[rank] * result.frame_bytes,
+                "mean_bytes": average.mean * result.frame_bytes,
+                "p99_bytes": average.quantile(0.99) * result.frame_bytes,
+                "peak_bytes": average.peak * result.frame_bytes,
+            }
+            for rank, average in result.occupancy.items()
+        },
+        "models": {name: _measures_dict(measures) for name, measures in result.models.items()},
+        "total": _measures_dict(result.total),
+    }
+
+
+def _measures_dict(measures: ModelMeasures) -> dict[str, Any]:
+    return {
+        "num_arrived": measures.num_arrived,
+        "num_finished": measures.num_finished,
+        "num_tokens": measures.num_tokens,
+        "refused": dict(measures.refused),
+        **{
+            f"{name}_s": _distribution(getattr(measures, name))
+            for name in ("ttft", "queueing", "tbt", "request_tbt", "residence")
+        },
+    }
+
+
+def _distribution(values: Distribution) -> dict[str, float]:
+    quantiles = {f"p{share * 100:g}": values.quantile(share) for share in SHARES}
+    return {"count": values.count, "mean": values.mean, **quantiles}

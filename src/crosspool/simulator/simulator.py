@@ -1,0 +1,101 @@
+"""simulate: every group of a planned deployment, in one of the two modes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from crosspool.planner.deployment import PlanInput
+from crosspool.planner.planner import Planned, PlannedGroup
+from crosspool.simulator.exact import simulate_exact
+from crosspool.simulator.group import Layout
+from crosspool.simulator.layouts import simulated_group
+from crosspool.simulator.measured import MeasuredTable
+from crosspool.simulator.pipeline import Span
+from crosspool.simulator.result import GroupResult
+from crosspool.simulator.steps import simulate_steps
+from crosspool.simulator.workload import group_requests
+
+Mode = Literal["exact", "steps"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulationSettings:
+    """What to simulate of a plan. Requests arrive in [start_s, start_s + duration_s) of the workload.
+
+    drain: go on until all have ended; otherwise stop when the time is up. Raises ValueError for bad bounds.
+    """
+
+    mode: Mode = "steps"
+    layout: Layout = "crosspool"
+    order: str = "priority"
+    duration_s: float = 60.0
+    start_s: float = 0.0
+    drain: bool = True
+    seed: int = 0
+    host_s: float = 0.0
+    max_queue: int = 64
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("exact", "steps"):
+            raise ValueError(f"mode {self.mode!r} is unknown; use exact (a minute or so) or steps (days)")
+        if self.layout not in ("crosspool", "static", "elastic"):
+            raise ValueError(f"layout {self.layout!r} is unknown; use crosspool, static or elastic")
+        if not self.duration_s > 0:
+            raise ValueError(f"duration is {self.duration_s} s; it must be above 0")
+        if self.start_s < 0 or self.host_s < 0:
+            raise ValueError(f"start {self.start_s} s and host time {self.host_s} s must not be negative")
+
+
+def simulate(
+    planned: Planned,
+    plan_input: PlanInput,
+    settings: SimulationSettings,
+    *,
+    measured: MeasuredTable | None = None,
+    spans: dict[str, list[Span]] | None = None,
+    progress: Callable[[str, float], None] | None = None,
+) -> list[GroupResult]:
+    """Run every group. spans: filled by group name with each segment (mode exact). progress: (group, virtual time).
+
+    Raises CapacityError and ValueError, in one line, for layouts and modes that do not go together.
+    """
+    if spans is not None and settings.mode != "exact":
+        raise ValueError("a Chrome trace shows segments, which mode steps does not have; use mode exact")
+    return [_simulate_group(group, plan_input, settings, measured, spans, progress) for group in planned.groups]
+
+
+def _simulate_group(
+    group: PlannedGroup,
+    plan_input: PlanInput,
+    settings: SimulationSettings,
+    measured: MeasuredTable | None,
+    spans: dict[str, list[Span]] | None,
+    progress: Callable[[str, float], None] | None,
+) -> GroupResult:
+    simulated = simulated_group(
+        group.models,
+        group.split,
+        plan_input,
+        settings.layout,
+        name=group.plan.name,
+        order=settings.order,
+        host_s=settings.host_s,
+        max_queue=settings.max_queue,
+        measured=measured,
+    )
+    requests = group_requests(
+        group.models, start_s=settings.start_s, stop_s=settings.start_s + settings.duration_s, seed=settings.seed
+    )
+    stop_s = None if settings.drain else settings.duration_s
+    tell = _told(simulated.name, progress)
+    if settings.mode == "steps":
+        return simulate_steps(simulated, requests, stop_s=stop_s, progress=tell)
+    into = spans.setdefault(simulated.name, []) if spans is not None else None
+    return simulate_exact(simulated, requests, stop_s=stop_s, spans=into, progress=tell)
+
+
+def _told(name: str, progress: Callable[[str, float], None] | None) -> Callable[[float], None] | None:
+    if progress is None:
+        return None
+    tell: Callable[[str, float], None] = progress
+    return lambda now: tell(name, now)
