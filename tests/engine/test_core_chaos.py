@@ -18,8 +18,9 @@ MODELS = [
     a_model("p", page_tokens=4, frames_per_page=1, max_context=64, weights_ranks=("w0",)),
     a_model("q", page_tokens=3, frames_per_page=2, max_context=48, weights_ranks=("w0", "w1")),
     a_model("r", page_tokens=8, frames_per_page=3, max_context=96, weights_ranks=("w1",)),
+    a_model("s", page_tokens=4, frames_per_page=2, max_context=64, weights_ranks=("w1",), kv_rank="kv1"),
 ]
-RANKS = ("kv0", "w0", "w1")
+RANKS = ("kv0", "kv1", "w0", "w1")
 
 
 def add_at_random(drive: Drive, rng: random.Random) -> None:
@@ -50,7 +51,7 @@ def chaos(seed: int, *, admission: str, fail_rate: float, num_losses: int, timeo
         forecast_quantile=0.5,
     )
     drive = Drive(config, MODELS, seed=seed, fail_rate=fail_rate)
-    for name in "pqr":  # so that a forecast has outputs to go by, and goes wrong
+    for name in "pqrs":  # so that a forecast has outputs to go by, and goes wrong
         for length in rng.choices(range(1, 8), k=40):
             drive.core._estimate.record(name, length)
     for _ in range(rng.randint(5, 40)):

@@ -24,6 +24,7 @@ def a_model(
     frames_per_page: int = 1,
     max_context: int = 1024,
     weights_ranks: Sequence[str] = ("w0",),
+    kv_rank: str = "kv0",
     eos: Sequence[int] = (),
 ) -> ServedModel:
     """A model without weights."""
@@ -48,6 +49,7 @@ def a_model(
         page_tokens=page_tokens,
         frames_per_page=frames_per_page,
         frame_bytes=FRAME_BYTES,
+        kv_rank=kv_rank,
     )
 
 
