@@ -14,6 +14,8 @@ class ModelPlacement:
     """One model and the ranks that hold it: its non-FFN weights on `kv_rank`, FFN slices on `weights_ranks` in order.
 
     hidden_size: elements of the rows that cross between the pools; the channels are sized by it.
+    weights_shares: relative width of each weights rank's slice; none: equal ones. A rank that shares the KV rank's GPU
+    takes a smaller one.
     kv_dtype: of the cache, as engine and worker both count it; a backend refuses what it cannot hold.
     """
 
@@ -25,6 +27,7 @@ class ModelPlacement:
     page_tokens: int
     frame_bytes: int
     kv_dtype: DType = "float32"
+    weights_shares: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

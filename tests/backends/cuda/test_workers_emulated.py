@@ -35,7 +35,7 @@ NUM_FRAMES = 64
 class Pair:
     """One KV worker and some FFN workers in one thread; links are opened as a cluster opens them."""
 
-    def __init__(self, directory, num_weights: int = 1, max_tokens: int = 64) -> None:
+    def __init__(self, directory, num_weights: int = 1, max_tokens: int = 64, shares=()) -> None:
         ranks = tuple(f"w{idx}" for idx in range(num_weights))
         devices = {"kv0": 0} | {rank: idx + 1 for idx, rank in enumerate(ranks)}
         kernels, rule = EmulatedKernels(), WaitRule()
@@ -50,6 +50,7 @@ class Pair:
             page_tokens=PAGE_TOKENS,
             frame_bytes=FRAME_BYTES,
             kv_dtype="bfloat16",
+            weights_shares=shares,
         )
         self.kv = CudaAttentionWorker(site("kv0", devices), kernels, rule, NUM_FRAMES, FRAME_BYTES)
         self.ffn = {rank: CudaFFNWorker(site(rank, devices), kernels, rule) for rank in ranks}
@@ -161,6 +162,14 @@ def test_two_weights_ranks_give_the_tokens_of_one(directory):
     prompt = prompt_of(directory, 5)
     one, two = (generate(Pair(directory, count), directory, prompt, 4, greedy()) for count in (1, 2))
     assert one == two
+
+
+def test_a_rank_may_take_a_smaller_share(directory):
+    prompt = prompt_of(directory, 5)
+    pair = Pair(directory, 2, shares=(2.0, 1.0))
+    assert generate(pair, directory, prompt, 4, greedy()) == generate(Pair(directory), directory, prompt, 4, greedy())
+    held = [worker.memory_bytes()["ffn_weights"] for worker in pair.ffn.values()]
+    assert held[1] < 0.7 * held[0]
 
 
 def test_rows_that_are_not_in_use_change_nothing(directory):

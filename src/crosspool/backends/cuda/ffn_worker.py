@@ -47,7 +47,8 @@ class CudaFFNWorker:
         enter(self._site.device)
         directory = read_model_dir(placement.directory)
         index, count = placement.weights_ranks.index(rank), len(placement.weights_ranks)
-        _, layers = stream_share(directory, "weights", self._site.device, progress, index, count)
+        shares = placement.weights_shares or None
+        _, layers = stream_share(directory, "weights", self._site.device, progress, index, count, shares)
         self.add_weights(placement.name, directory.spec, pack_ffn_weights(directory.spec, iter(layers)))
         if self._site.device.type == "cuda":
             self.prepare(placement, progress)

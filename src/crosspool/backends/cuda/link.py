@@ -112,7 +112,7 @@ class DeviceLink:
     def _accept(self, offer: handoff.Offer) -> int:
         """The address here of what the peer offers."""
         site = self._site
-        if offer.is_of_this_process:
+        if offer.is_of_this_process and (site.server is None or offer.device == site.index):
             if site.device.type == "cuda" and offer.device != site.index:
                 site.driver.enable_peer_access(offer.device)
             return offer.address
