@@ -119,8 +119,9 @@ def random_schedule(lengths, rng):
         yield step
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", SPECS)
-@settings(max_examples=40)
+@settings(max_examples=max(40, settings.default.max_examples // 3))
 @given(
     seed=st.integers(0, 2**32),
     page_tokens=st.sampled_from([1, 4, 16, 64]),

@@ -109,8 +109,9 @@ def expected(spec, weights, x):
     return plain_ffn(spec, weights, x.astype(np.float64), ids, expert_weights)
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", SPECS)
-@settings(max_examples=40)
+@settings(max_examples=max(40, settings.default.max_examples // 3))
 @given(seed=st.integers(0, 2**32), num_tokens=st.sampled_from([1, 2, 7, 40]))
 def test_ffn_equals_the_plain_loop(name, seed, num_tokens):
     spec = SPECS[name]

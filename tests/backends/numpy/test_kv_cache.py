@@ -24,6 +24,7 @@ MLA = MLASpec(
 NUM_FRAMES = 200
 
 
+@pytest.mark.fuzz
 @given(
     seed=st.integers(0, 2**32),
     attention=st.sampled_from([GQA, MLA]),

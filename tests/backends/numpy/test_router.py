@@ -96,6 +96,7 @@ def plain_route(logits, spec, top_k, bias):
     return ids, weights * spec.scale
 
 
+@pytest.mark.fuzz
 @given(
     seed=st.integers(0, 2**32),
     score=st.sampled_from(["softmax", "sigmoid", "softmax_of_topk"]),

@@ -52,6 +52,7 @@ def plain_draw(logits, params, uniform):
     raise AssertionError("the random number is not below one")
 
 
+@pytest.mark.fuzz
 @given(
     seed=st.integers(0, 2**32),
     temperature=st.sampled_from([0.3, 1.0, 1.9]),
@@ -81,6 +82,19 @@ def test_frequencies_follow_the_softmax():
 def test_equal_logits_go_to_the_lowest_id_when_greedy_or_top_k_is_one():
     logits = [0.0, 5.0, 5.0, 5.0]
     assert draw(logits, row(GREEDY), row(replace(WARM, top_k=1))) == [1, 1]
+
+
+def test_logits_that_are_no_distribution_neither_raise_nor_touch_the_neighbour():
+    nan, inf = np.full(50, np.nan, dtype=np.float32), random_logits(8, 1)[0]
+    inf[13] = np.inf
+    nothing = np.full(50, -np.inf, dtype=np.float32)
+    good = random_logits(8, 1)[0]
+    params = replace(WARM, top_p=0.9, top_k=5, min_p=0.01, num_logprobs=3)
+    sampled = sample(np.stack([nan, inf, nothing, good]), [row(params) for _ in range(4)])
+    assert sampled[1].token_id == 13
+    assert all(0 <= item.token_id < 50 for item in sampled)
+    assert all(np.isfinite(item.logprob) for item in sampled)
+    assert sampled[3].token_id == draw(good, row(params))[0]
 
 
 def test_top_p_stops_once_the_mass_is_reached_not_when_it_is_passed():

@@ -11,6 +11,7 @@ import pytest
 from crosspool.backends.numpy.ffn_worker import NumpyFFNWorker
 from crosspool.backends.numpy.kv_worker import NumpyAttentionWorker
 from crosspool.backends.numpy.monolithic import MonolithicModel
+from crosspool.cluster.base import ModelPlacement
 from crosspool.core import SamplingParams
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.directory import read_model_dir
@@ -239,17 +240,24 @@ def test_a_model_whose_layer_does_not_fit_a_frame_leaves_nothing_behind():
     assert worker.memory_bytes()["attention_weights"] == 0
 
 
-def test_an_ffn_worker_refuses_a_placement_without_it():
-    from crosspool.cluster.base import ModelPlacement
+def placement(**changes):
+    values = {
+        "name": "m",
+        "directory": model_dir("qwen3_moe").path,
+        "hidden_size": 64,
+        "kv_rank": "kv0",
+        "weights_ranks": ("w0", "w1"),
+        "page_tokens": 8,
+        "frame_bytes": FRAME_BYTES,
+    }
+    return ModelPlacement(**values | changes)
 
-    placement = ModelPlacement(
-        name="m",
-        directory=model_dir("qwen3_moe").path,
-        hidden_size=64,
-        kv_rank="kv0",
-        weights_ranks=("w0", "w1"),
-        page_tokens=8,
-        frame_bytes=FRAME_BYTES,
-    )
+
+def test_an_ffn_worker_refuses_a_placement_without_it():
     with pytest.raises(ValueError, match="not on rank w7"):
-        NumpyFFNWorker("w7").add_model(placement, ignore_progress)
+        NumpyFFNWorker("w7").add_model(placement(), ignore_progress)
+
+
+def test_a_kv_worker_refuses_a_placement_with_other_frames():
+    with pytest.raises(ValueError, match="frames of 4096 bytes, this KV rank has frames of 32768"):
+        NumpyAttentionWorker(4, FRAME_BYTES).add_model(placement(frame_bytes=4096), ignore_progress)

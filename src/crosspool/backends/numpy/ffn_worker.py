@@ -39,7 +39,9 @@ class NumpyFFNWorker:
             raise ValueError(f"{placement.name} is placed on {placement.weights_ranks}, not on rank {self._rank}")
         directory = read_model_dir(placement.directory)
         slice_index, num_slices = placement.weights_ranks.index(self._rank), len(placement.weights_ranks)
-        weights = load_ffn_weights(directory, slice_index, num_slices, np.float32, progress)
+        weights = load_ffn_weights(
+            directory, slice_index, num_slices, np.float32, progress, placement.weights_shares or None
+        )
         self._models[placement.name] = FFNHalf(directory.spec, each_released(weights.layers))
 
     def run(self, header: StepHeader, links: LaneLinks) -> HalfStep[None]:
@@ -57,4 +59,5 @@ class NumpyFFNWorker:
         self._models.pop(model, None)
 
     def memory_bytes(self) -> Mapping[str, int]:
-        return {"ffn_weights": sum(model.nbytes for model in self._models.values()), "kv_cache": 0}
+        # A copy first: another thread may be adding a model.
+        return {"ffn_weights": sum(model.nbytes for model in list(self._models.values())), "kv_cache": 0}

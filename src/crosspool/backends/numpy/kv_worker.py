@@ -33,6 +33,12 @@ class NumpyAttentionWorker:
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
         if placement.kv_dtype != "float32":
             raise ValueError(f"kv_dtype is {placement.kv_dtype} for {placement.name}; the NumPy backend holds float32")
+        frame_bytes = self._arena.shape[1]
+        if placement.frame_bytes != frame_bytes:
+            raise ValueError(
+                f"{placement.name} is placed with frames of {placement.frame_bytes} bytes, this KV rank has frames of "
+                f"{frame_bytes}; use one frame_bytes for all"
+            )
         directory = read_model_dir(placement.directory)
         weights = load_attention_weights(directory, np.float32, progress)
         self.add_weights(placement.name, directory.spec, weights, placement.page_tokens)
@@ -76,5 +82,5 @@ class NumpyAttentionWorker:
         self._sequences = {key: sequence for key, sequence in self._sequences.items() if sequence.model != model}
 
     def memory_bytes(self) -> Mapping[str, int]:
-        weights = sum(model.half.nbytes for model in self._models.values())
+        weights = sum(model.half.nbytes for model in list(self._models.values()))
         return {"attention_weights": weights, "kv_cache": self._arena.nbytes, "ffn_weights": 0}

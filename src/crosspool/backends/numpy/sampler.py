@@ -93,13 +93,17 @@ def _change(logits: FloatArray, row: SamplingRow) -> None:
 
 
 def _draw(logits: FloatArray, rows: Sequence[SamplingRow]) -> list[int]:
-    """One random token per row, from logits (rows, vocabulary) that are not all -inf."""
-    weights = logits.astype(np.float64)
-    weights -= weights.max(axis=-1, keepdims=True)
-    weights /= np.array([[row.params.temperature] for row in rows])
-    np.exp(weights, out=weights)  # unnormalised probabilities; the best token has weight 1
+    """One random token per row, from logits (rows, vocabulary); the largest where they are no distribution."""
+    with np.errstate(invalid="ignore"):
+        weights = logits.astype(np.float64)
+        weights -= weights.max(axis=-1, keepdims=True)
+        weights /= np.array([[row.params.temperature] for row in rows])
+        np.exp(weights, out=weights)  # unnormalised probabilities; the best token has weight 1
     tokens = []
-    for own, row in zip(weights, rows, strict=True):
+    for idx, (own, row) in enumerate(zip(weights, rows, strict=True)):
+        if np.isnan(own.sum()):  # infinite or not a number: a broken model must not end its neighbours' step
+            tokens.append(int(logits[idx].argmax()))
+            continue
         kept = _kept(own, row.params)
         cumulative = np.cumsum(own if kept is None else own[kept])
         target = row.uniform.at(row.position) * cumulative[-1]
@@ -112,7 +116,7 @@ def _kept(weights: Float64Array, params: SamplingParams) -> IntArray | None:
     """Ids, ascending, that min-p, top-k and top-p leave of one row's weights (vocabulary,); None: all."""
     if not (params.min_p > 0 or 0 < params.top_k < len(weights) or params.top_p < 1):
         return None
-    kept: IntArray = np.flatnonzero(weights >= params.min_p) if params.min_p > 0 else np.flatnonzero(weights)
+    kept: IntArray = np.flatnonzero(weights >= min(params.min_p, 1.0)) if params.min_p > 0 else np.flatnonzero(weights)
     if 0 < params.top_k < len(kept):
         kept = kept[_largest(weights[kept], params.top_k)]
     if params.top_p < 1:
@@ -152,11 +156,12 @@ def _result(row: SamplingRow, token: int, raw: FloatArray | None) -> SampledToke
 
 
 def log_softmax(logits: FloatArray) -> Float64Array:
-    """(vocabulary,) log-probabilities in float64, floored at -9999."""
+    """(vocabulary,) log-probabilities in float64, floored at -9999; what is not a number too."""
     shifted = logits.astype(np.float64)
-    shifted -= shifted.max()
-    shifted -= np.log(np.exp(shifted).sum())
-    return np.maximum(shifted, LOGPROB_FLOOR)
+    with np.errstate(invalid="ignore"):
+        shifted -= shifted.max()
+        shifted -= np.log(np.exp(shifted).sum())
+    return np.fmax(shifted, LOGPROB_FLOOR)
 
 
 def _top(logprobs: Float64Array, count: int) -> list[int]:
