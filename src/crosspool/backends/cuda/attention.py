@@ -14,7 +14,7 @@ from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.params import AttentionParams, CombineParams, GqaInput, MlaInput, address, check
 from crosspool.backends.cuda.rope import rope_cache
 from crosspool.models.spec import GQASpec, MLASpec
-from crosspool.units import align_up, ceil_div
+from crosspool.units import ceil_div
 
 LOG2_E = 1.4426950408889634
 _ELEMENT_BYTES = 2
@@ -142,6 +142,6 @@ def _combine(
         "attention_combine",
         grid=(ceil_div(value_dim, _COMBINE_VALUES), heads, tokens),
         threads=256,
-        smem_bytes=(align_up(splits, 4) + 32 + 8 * _COMBINE_VALUES) * 4,
+        smem_bytes=(8 * _COMBINE_VALUES + splits) * 4,
         params=params,
     )

@@ -60,28 +60,78 @@ struct Attention {
     }
   }
 
+  static constexpr int HEADS = COLS / WARPS;  // queries a warp makes
+  static constexpr int LANE = KD / 32;        // elements of a query a lane holds (SEPARATE)
+  static constexpr int ROPE_LANE = (KD - VD) / 32 > 0 ? (KD - VD) / 32 : 2;
+
+  DEVICE u16* query(int h) const { return reinterpret_cast<u16*>(smem + OFF_Q + h * K_ROW); }
+
   // Queries of this block's heads, normed and rotated, to shared memory; zeros for heads that are not there.
+  // Loads of all of a warp's heads are issued before the first is used.
   DEVICE void prepare_queries() const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    float* v = reinterpret_cast<float*>(smem + OFF_S) + warp * VD;
-    for (int h = warp; h < COLS; h += WARPS) {
-      u16* row = reinterpret_cast<u16*>(smem + OFF_Q + h * K_ROW);
-      if (h >= heads_here) {
-        for (int i = lane; i < KD; i += 32) row[i] = 0;
-        continue;
+    for (int h = heads_here + warp; h < COLS; h += WARPS)
+      for (int i = lane; i < KD / 8; i += 32) reinterpret_cast<uint4*>(query(h))[i] = uint4{0, 0, 0, 0};
+    if (p.q != nullptr) {
+      for (int i = threadIdx.x; i < heads_here * (KD / 8); i += THREADS)
+        reinterpret_cast<uint4*>(query(i / (KD / 8)))[i % (KD / 8)] =
+            load16(p.q + (token * p.heads + head0 + i / (KD / 8)) * KD + i % (KD / 8) * 8);
+    } else if constexpr (SEPARATE) {
+      if (p.gqa.fits(LANE)) return prepare_parts();
+      float* v = reinterpret_cast<float*>(smem + OFF_S) + warp * VD;
+      for (int h = warp; h < heads_here; h += WARPS) {
+        p.gqa.prepare(v, token, head0 + h);
+        for (int i = lane; i < KD; i += 32) query(h)[i] = bf16_bits(v[i]);
+        warp_sync();  // before the next head overwrites v
       }
-      if (p.q != nullptr) {
-        const u16* ready = p.q + (token * p.heads + head0 + h) * KD;
-        for (int i = lane; i < KD / 8; i += 32) reinterpret_cast<uint4*>(row)[i] = load16(ready + i * 8);
-      } else if (SEPARATE) {
-        p.gqa.prepare_row<KD>(row, v, token, head0 + h);
-      } else {
-        const u16* latent = p.mla.q_latent + (token * p.heads + head0 + h) * VD;
-        for (int i = lane; i < VD / 8; i += 32) reinterpret_cast<uint4*>(row)[i] = load16(latent + i * 8);
-        p.mla.prepare_rope(v, token, head0 + h);
-        for (int i = lane; i < KD - VD; i += 32) row[VD + i] = bf16_bits(v[i]);
-      }
-      warp_sync();  // before the next head overwrites v
+    } else {
+      prepare_latents();
+    }
+  }
+
+  DEVICE void prepare_parts() const {
+    const int warp = threadIdx.x / 32;
+    const LaneTurn<LANE> turn(p.gqa.rope, token);
+    LanePart<LANE> parts[HEADS], weight{};
+    if (p.gqa.q_norm != nullptr) weight.load(p.gqa.q_norm);
+#pragma unroll
+    for (int n = 0; n < HEADS; ++n)
+      if (warp + n * WARPS < heads_here) parts[n].load(p.gqa.vector(token, head0 + warp + n * WARPS));
+#pragma unroll
+    for (int n = 0; n < HEADS; ++n) {
+      if (warp + n * WARPS >= heads_here) continue;
+      float x[LANE];
+      parts[n].unpack(x);
+      if (p.gqa.q_norm != nullptr) norm_part(x, weight, p.gqa.eps);
+      turn.turn(x);
+      LanePart<LANE>::store(query(warp + n * WARPS), x);
+    }
+  }
+
+  DEVICE void prepare_latents() const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const LaneTurn<ROPE_LANE> turn(p.mla.rope, token);
+    LanePart<ROPE_LANE> parts[HEADS];
+    uint4 latents[HEADS][(VD + 255) / 256];
+#pragma unroll
+    for (int n = 0; n < HEADS; ++n) {
+      const int h = warp + n * WARPS;
+      if (h >= heads_here) continue;
+      parts[n].load(p.mla.rope_part(token, head0 + h));
+#pragma unroll
+      for (int i = 0; i < VD / 256; ++i)
+        latents[n][i] = load16(p.mla.q_latent + (token * p.heads + head0 + h) * VD + (i * 32 + lane) * 8);
+    }
+#pragma unroll
+    for (int n = 0; n < HEADS; ++n) {
+      const int h = warp + n * WARPS;
+      if (h >= heads_here) continue;
+#pragma unroll
+      for (int i = 0; i < VD / 256; ++i) reinterpret_cast<uint4*>(query(h))[i * 32 + lane] = latents[n][i];
+      float x[ROPE_LANE];
+      parts[n].unpack(x);
+      turn.turn(x);
+      LanePart<ROPE_LANE>::store(query(h) + VD, x);
     }
   }
 
@@ -89,31 +139,52 @@ struct Attention {
   DEVICE void prepare_newest(bool write) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (warp > 1) return;
-    float* v = reinterpret_cast<float*>(smem + OFF_S) + warp * VD;
     u16* newest = reinterpret_cast<u16*>(smem + OFF_NEWEST);
-    u8* slot = slot_address(p.cache, table_row, end - 1);
-    int count, at;
-    i64 offset;
-    if (SEPARATE) {
-      p.gqa.prepare_row<KD>(newest + warp * KD, v, token, p.heads + warp * p.kv_heads + kv_head);
-      warp_sync();
-      if (!write) return;
+    int at = 0, count = VD;  // what this warp makes of the slot
+    i64 offset = 0;          // and where it lies in the cache
+    if constexpr (SEPARATE) {
+      at = warp * KD;
       offset = warp == 0 ? kv_head * p.key_head_bytes : p.value_offset_bytes + kv_head * p.value_head_bytes;
-      for (int i = lane; i < KD / 8; i += 32)
-        reinterpret_cast<uint4*>(slot + offset)[i] = reinterpret_cast<const uint4*>(newest + warp * KD)[i];
-      return;
-    }
-    if (warp == 0) {
-      p.mla.prepare_latent(v, token);
-      count = VD, at = 0, offset = 0;
+      const int head = p.heads + warp * p.kv_heads + kv_head;
+      if (p.gqa.fits(LANE)) {
+        const LaneTurn<LANE> turn(p.gqa.rope, token);
+        LanePart<LANE> part, weight{};
+        part.load(p.gqa.vector(token, head));
+        if (warp == 0 && p.gqa.k_norm != nullptr) weight.load(p.gqa.k_norm);
+        float x[LANE];
+        part.unpack(x);
+        if (warp == 0 && p.gqa.k_norm != nullptr) norm_part(x, weight, p.gqa.eps);
+        if (warp == 0) turn.turn(x);
+        LanePart<LANE>::store(newest + at, x);
+      } else {
+        float* v = reinterpret_cast<float*>(smem + OFF_S) + warp * VD;
+        p.gqa.prepare(v, token, head);
+        for (int i = lane; i < count; i += 32) newest[at + i] = bf16_bits(v[i]);
+      }
+    } else if (warp == 0) {
+      constexpr int E = VD / 32;
+      LanePart<E> part, weight;
+      part.load(p.mla.kv_a + token * p.mla.kv_a_stride);
+      weight.load(p.mla.kv_a_norm);
+      float x[E];
+      part.unpack(x);
+      norm_part(x, weight, p.mla.eps);
+      LanePart<E>::store(newest, x);
     } else {
-      p.mla.prepare_rope(v, token, p.heads);
-      count = KD - VD, at = VD, offset = VD * 2;
+      const LaneTurn<ROPE_LANE> turn(p.mla.rope, token);
+      LanePart<ROPE_LANE> part;
+      part.load(p.mla.rope_part(token, p.heads));
+      float x[ROPE_LANE];
+      part.unpack(x);
+      turn.turn(x);
+      LanePart<ROPE_LANE>::store(newest + VD, x);
+      at = VD, count = KD - VD, offset = VD * 2;
     }
-    for (int i = lane; i < count; i += 32) {
-      newest[at + i] = bf16_bits(v[i]);
-      if (write) reinterpret_cast<u16*>(slot + offset)[i] = bf16_bits(v[i]);
-    }
+    warp_sync();
+    if (!write) return;
+    u8* slot = slot_address(p.cache, table_row, end - 1) + offset;
+    for (int i = lane; i < count / 8; i += 32)
+      reinterpret_cast<uint4*>(slot)[i] = reinterpret_cast<const uint4*>(newest + at)[i];
   }
 
   // Into its tile, once the copies around it have arrived.
@@ -358,56 +429,76 @@ KERNEL(attention_any, AttentionParams, 32, 1) {
 }
 
 constexpr int COMBINE_THREADS = 256;
-constexpr int COMBINE_COLS = 32;  // float4 columns of a block: 128 values of one head
+constexpr int COMBINE_GROUPS = COMBINE_THREADS / 32;
+constexpr int COMBINE_VALUES = 128;                  // of one head, a block: a lane's four
+constexpr int MAX_SPLITS = 512;
+constexpr int LANE_SPLITS = MAX_SPLITS / 32;
+constexpr int AHEAD = 16;                            // splits a group reads at once
 
 // Merge the splits of one (token, head) for 128 values: eight groups of threads take every eighth split.
 KERNEL(attention_combine, CombineParams, COMBINE_THREADS, 1) {
-  float* weights = reinterpret_cast<float*>(dynamic_smem());  // splits
-  float* scratch = weights + p.splits;                        // 32
-  float* sums = scratch + 32 + (4 - p.splits % 4) % 4;        // 8 * 128, 16-byte aligned
-  constexpr int GROUPS = COMBINE_THREADS / COMBINE_COLS;
+  float* sums = reinterpret_cast<float*>(dynamic_smem());  // COMBINE_GROUPS * COMBINE_VALUES
+  float* weights = sums + COMBINE_GROUPS * COMBINE_VALUES;  // splits
   const i64 token = blockIdx.z;
   const int head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   grid_launch_dependents();
   grid_wait();
-  float top = p.sinks != nullptr ? bf16_value(p.sinks[head]) * 1.4426950408889634f : NEG_INF;
-  const float sink = top;
+  const float sink = p.sinks != nullptr ? bf16_value(p.sinks[head]) * 1.4426950408889634f : NEG_INF;
   const float* ml = p.partial_ml + (token * p.splits * p.heads + head) * 2;
-  for (int s = lane; s < p.splits; s += 32) top = fmaxf(top, ml[static_cast<i64>(s) * p.heads * 2]);
+  float m[LANE_SPLITS], l[LANE_SPLITS], top = sink;
+#pragma unroll
+  for (int i = 0; i < LANE_SPLITS; ++i) {  // all loads before the first use
+    const int split = lane + i * 32;
+    m[i] = NEG_INF, l[i] = 0.0f;
+    if (split < p.splits) {
+      const uint2 pair = load8(ml + static_cast<i64>(split) * p.heads * 2);
+      m[i] = float_of_bits(pair.x), l[i] = float_of_bits(pair.y);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < LANE_SPLITS; ++i) top = fmaxf(top, m[i]);
   top = warp_max(top);  // every warp for itself
   float sum = 0.0f;
-  for (int s = lane; s < p.splits; s += 32) {
-    const float m = ml[static_cast<i64>(s) * p.heads * 2], l = ml[static_cast<i64>(s) * p.heads * 2 + 1];
-    const float w = l > 0.0f ? exp2_fast(m - top) : 0.0f;
-    sum += w * l;
-    if (warp == 0) weights[s] = w;
+#pragma unroll
+  for (int i = 0; i < LANE_SPLITS; ++i) {
+    const float w = l[i] > 0.0f ? exp2_fast(m[i] - top) : 0.0f;  // 0: an empty split, which wrote no values
+    sum += w * l[i];
+    if (warp == 0 && lane + i * 32 < p.splits) weights[lane + i * 32] = w;
   }
   sum = warp_sum(sum);
   if (p.sinks != nullptr) sum += exp2_fast(sink - top);
   block_sync();
-  const int d = blockIdx.x * COMBINE_COLS * 4 + lane * 4;
+  const int d = blockIdx.x * COMBINE_VALUES + lane * 4;
   float4 acc = float4{0.0f, 0.0f, 0.0f, 0.0f};
   if (d < p.value_dim) {
     const float* o = p.partial_o + (token * p.splits * p.heads + head) * p.value_dim + d;
-#pragma unroll 8
-    for (int s = warp; s < p.splits; s += GROUPS) {
-      const float w = weights[s];
-      float4 v = float4{0.0f, 0.0f, 0.0f, 0.0f};
-      if (w != 0.0f) v = load_float4(o + static_cast<i64>(s) * p.heads * p.value_dim);  // an empty split wrote nothing
-      acc.x += w * v.x;
-      acc.y += w * v.y;
-      acc.z += w * v.z;
-      acc.w += w * v.w;
+    for (int s0 = warp; s0 < p.splits; s0 += COMBINE_GROUPS * AHEAD) {
+      float4 v[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        const int s = s0 + i * COMBINE_GROUPS;
+        v[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+        if (s < p.splits && weights[s] != 0.0f) v[i] = load_float4(o + static_cast<i64>(s) * p.heads * p.value_dim);
+      }
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        const int s = s0 + i * COMBINE_GROUPS;
+        const float w = s < p.splits ? weights[s] : 0.0f;
+        acc.x += w * v[i].x;
+        acc.y += w * v[i].y;
+        acc.z += w * v[i].z;
+        acc.w += w * v[i].w;
+      }
     }
   }
-  *reinterpret_cast<float4*>(sums + warp * 128 + lane * 4) = acc;
+  *reinterpret_cast<float4*>(sums + warp * COMBINE_VALUES + lane * 4) = acc;
   block_sync();
-  for (int i = threadIdx.x; i < 128; i += COMBINE_THREADS) {
-    const int at = blockIdx.x * 128 + i;
+  for (int i = threadIdx.x; i < COMBINE_VALUES; i += COMBINE_THREADS) {
+    const int at = blockIdx.x * COMBINE_VALUES + i;
     if (at >= p.value_dim) continue;
     float v = 0.0f;
 #pragma unroll
-    for (int w = 0; w < GROUPS; ++w) v += sums[w * 128 + i];
+    for (int w = 0; w < COMBINE_GROUPS; ++w) v += sums[w * COMBINE_VALUES + i];
     p.out[(token * p.heads + head) * p.value_dim + at] = bf16_bits(sum > 0.0f ? v / sum : 0.0f);
   }
 }

@@ -5,7 +5,80 @@
 struct RopeView {
   const float* cos_sin;  // (tokens, rope_dim / 2, 2), the attention factor included
   int rope_dim, interleaved;
+
+  // Whether LaneTurn of this many elements a lane can turn heads: its shuffle needs a power of two.
+  DEVICE bool fits(int per_lane) const {
+    const int half = rope_dim / 2;
+    return half % per_lane == 0 && (half / per_lane & (half / per_lane - 1)) == 0;
+  }
 };
+
+// What one lane needs to turn its E neighbouring elements of any head: pairs meet by one shuffle.
+template <int E>
+struct LaneTurn {
+  float c[E], s[E];
+  int lanes;  // distance of a pair's lanes
+  bool rotated, is_first, interleaved;
+
+  DEVICE LaneTurn(const RopeView& rope, i64 token) {
+    const int at = threadIdx.x % 32 * E, half = rope.rope_dim / 2;
+    lanes = half / E;
+    rotated = at < rope.rope_dim;
+    is_first = at < half;
+    interleaved = rope.interleaved;
+    const float* table = rope.cos_sin + (token * half + (interleaved ? at / 2 : is_first ? at : at - half)) * 2;
+#pragma unroll
+    for (int j = 0; j < E; ++j) {
+      const int pair = interleaved ? j / 2 : j;
+      c[j] = rotated ? table[pair * 2] : 1.0f;
+      s[j] = rotated ? table[pair * 2 + 1] : 0.0f;
+    }
+  }
+  DEVICE void turn(float (&x)[E]) const {
+    float other[E];
+#pragma unroll
+    for (int j = 0; j < E; ++j) {
+      const float across = shfl_xor(x[j], lanes);
+      other[j] = interleaved ? x[j ^ 1] : across;
+    }
+#pragma unroll
+    for (int j = 0; j < E; ++j) {
+      const bool minus = interleaved ? j % 2 == 0 : is_first;
+      if (rotated) x[j] = x[j] * c[j] + (minus ? -other[j] : other[j]) * s[j];
+    }
+  }
+};
+
+// A lane's E neighbours of a bf16 vector, and back.
+template <int E>
+struct LanePart {
+  u32 pairs[E / 2];
+  DEVICE void load(const u16* vector) {
+#pragma unroll
+    for (int i = 0; i < E / 2; ++i) pairs[i] = *reinterpret_cast<const u32*>(vector + threadIdx.x % 32 * E + 2 * i);
+  }
+  DEVICE void unpack(float (&x)[E]) const {
+#pragma unroll
+    for (int i = 0; i < E / 2; ++i) x[2 * i] = bf16_low(pairs[i]), x[2 * i + 1] = bf16_high(pairs[i]);
+  }
+  static DEVICE void store(u16* vector, const float (&x)[E]) {
+#pragma unroll
+    for (int i = 0; i < E / 2; ++i)
+      *reinterpret_cast<u32*>(vector + threadIdx.x % 32 * E + 2 * i) = pack_bf16(x[2 * i], x[2 * i + 1]);
+  }
+};
+
+// x *= weight / RMS(x) over the warp's lanes.
+template <int E>
+DEVICE void norm_part(float (&x)[E], const LanePart<E>& weight, float eps) {
+  float w[E], squares = 0.0f;
+  weight.unpack(w);
+#pragma unroll
+  for (int i = 0; i < E; ++i) squares += x[i] * x[i];
+  const float scale = rsqrt_full(warp_sum(squares) / static_cast<float>(E * 32) + eps);
+#pragma unroll
+  for (int i = 0; i < E; ++i) x[i] *= scale * w[i];
+}
 
 // v[i] = in[i] * scale * norm[i]; `norm` may be null.
 DEVICE void scale_head(float* v, const u16* in, const u16* norm, float scale, int count) {
@@ -57,61 +130,8 @@ struct GqaInput {
     if (is_q || is_k) rotate_head(rope, v, token);
   }
 
-  // The same as bf16 to `out` in shared memory, for head_dim D: a lane holds D / 32 neighbours, so that every load is
-  // in flight at once and pairs meet by one shuffle. `v`: D floats of scratch for the shapes that do not fit this.
-  template <int D>
-  DEVICE void prepare_row(u16* out, float* v, i64 token, int head) const {
-    constexpr int E = D / 32;
-    const int lane = threadIdx.x % 32, half = rope.rope_dim / 2, lanes = half / E;
-    const bool turns = head < heads + kv_heads, fits = half % E == 0 && (lanes & (lanes - 1)) == 0;
-    if (!fits || (norm_full && turns)) {
-      prepare(v, token, head);
-      for (int i = lane; i < D; i += 32) out[i] = bf16_bits(v[i]);
-      return;
-    }
-    const u16* in = qkv + (token * (heads + 2 * kv_heads) + head) * D + lane * E;
-    const u16* norm = !turns ? nullptr : head < heads ? q_norm : k_norm;
-    const bool rotated = turns && lane * E < rope.rope_dim;
-    float x[E], w[E], c[E], s[E];
-#pragma unroll
-    for (int i = 0; i < E; i += 2) {
-      const u32 pair = *reinterpret_cast<const u32*>(in + i);
-      const u32 weights = norm != nullptr ? *reinterpret_cast<const u32*>(norm + lane * E + i) : 0x3f803f80u;
-      x[i] = bf16_low(pair), x[i + 1] = bf16_high(pair);
-      w[i] = bf16_low(weights), w[i + 1] = bf16_high(weights);
-#pragma unroll
-      for (int j = i; j < i + 2; ++j) {
-        const int at = rope.interleaved ? (lane * E + j) / 2 : (lane * E + j) % half;
-        c[j] = 1.0f, s[j] = 0.0f;
-        if (rotated) c[j] = rope.cos_sin[(token * half + at) * 2], s[j] = rope.cos_sin[(token * half + at) * 2 + 1];
-      }
-    }
-    if (norm != nullptr) {
-      float squares = 0.0f;
-#pragma unroll
-      for (int i = 0; i < E; ++i) squares += x[i] * x[i];
-      const float scale = rsqrt_full(warp_sum(squares) / static_cast<float>(D) + eps);
-#pragma unroll
-      for (int i = 0; i < E; ++i) x[i] *= scale * w[i];
-    }
-    const bool is_first = lane * E < half;  // of a pair apart
-#pragma unroll
-    for (int i = 0; i < E; i += 2) {
-      float other[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float across = shfl_xor(x[i + j], lanes);
-        other[j] = rope.interleaved ? x[i + 1 - j] : across;
-      }
-      float y[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const bool minus = rope.interleaved ? j == 0 : is_first;
-        y[j] = rotated ? x[i + j] * c[i + j] + (minus ? -other[j] : other[j]) * s[i + j] : x[i + j];
-      }
-      *reinterpret_cast<u32*>(out + lane * E + i) = pack_bf16(y[0], y[1]);
-    }
-  }
+  DEVICE bool fits(int per_lane) const { return rope.fits(per_lane) && !norm_full; }
+  DEVICE const u16* vector(i64 token, int head) const { return qkv + (token * (heads + 2 * kv_heads) + head) * head_dim; }
 };
 
 struct MlaInput {
@@ -125,10 +145,12 @@ struct MlaInput {
   float eps;
 
   // The rope part of query `head`; head `heads` is the key.
+  DEVICE const u16* rope_part(i64 token, int head) const {
+    return head < heads ? q + token * q_stride + static_cast<i64>(head) * (nope + rope.rope_dim) + nope
+                        : kv_a + token * kv_a_stride + latent;
+  }
   DEVICE void prepare_rope(float* v, i64 token, int head) const {
-    const u16* in = head < heads ? q + token * q_stride + static_cast<i64>(head) * (nope + rope.rope_dim) + nope
-                                 : kv_a + token * kv_a_stride + latent;
-    scale_head(v, in, nullptr, 1.0f, rope.rope_dim);
+    scale_head(v, rope_part(token, head), nullptr, 1.0f, rope.rope_dim);
     rotate_head(rope, v, token);
   }
   DEVICE void prepare_latent(float* v, i64 token) const {
