@@ -1,17 +1,18 @@
 // FFN of few tokens: every chosen expert's weights are read once, whatever number of tokens chose it; shared experts
 // and dense layers are experts that every token passes. Two kernels: gate and up with the activation, then down.
 //
-// One block a multiprocessor. A warp streams its own part of k of tile after tile through shared memory: every lane
-// copies exactly the bytes that it will multiply, STAGES - 1 stages ahead, so there is nothing to synchronise and
-// nothing to hold in registers, and the stream does not pause between tiles. Both kernels' buffers fit one
-// multiprocessor together: the second kernel fills its own while the first still computes.
+// One block a multiprocessor. A warp streams weights through its own shared memory: every lane copies exactly the bytes
+// that it will multiply, STAGES - 1 stages ahead, so there is nothing to synchronise and nothing to hold in registers,
+// and the stream does not pause between tiles. Both kernels' buffers fit one multiprocessor together: the second kernel
+// fills its own while the first still computes. (Blocks that hold a tile in registers read as fast only while L1 is
+// large, which it is not beside overlapping kernels.)
 #include "moe.cuh"
 
 constexpr int MOE_WARPS = 8, MOE_THREADS = MOE_WARPS * 32;
 constexpr int UP_STAGES = 3, UP_CHUNKS = 4;      // a stage: 4 chunks of 32 elements of k a warp
-constexpr int DOWN_STAGES = 4, DOWN_CHUNKS = 3;
+constexpr int DOWN_STAGES = 3, DOWN_CHUNKS = 4;  // a warp's unit: 128 elements of k of one expert
 constexpr int UP_K = MOE_WARPS * UP_CHUNKS * 32;       // 1,024 elements of k a stage of the block
-constexpr int DOWN_K = MOE_WARPS * DOWN_CHUNKS * 32;   // 768
+constexpr int DOWN_K = DOWN_CHUNKS * 32;               // 128: each warp has its own units
 constexpr int MAX_GROUPS = 4;                    // groups of 8 tokens
 constexpr int OUT_STRIDE = 20;                   // floats a token takes in a warp's sums
 
@@ -37,12 +38,10 @@ struct Stream {
   DEVICE uint4 high(int stage, int c) const { return load16(mine + (stage * CHUNKS + c) * 1024 + 512); }
 };
 
-// The other operand: one column (token) a lane of each group of 8, or null. The first group's is loaded a stage ahead,
-// since it comes from L2.
+// The other operand: one column (token) a lane of each group of 8, or null. The first group's is loaded ahead.
 template <int CHUNKS>
 struct Columns {
   const u16* at[MAX_GROUPS];
-  int count, groups;
   uint4 first[CHUNKS];
 
   DEVICE void load_first(int k, int k_end) {
@@ -56,14 +55,14 @@ struct Columns {
 
 template <int STAGES, int CHUNKS>
 DEVICE void multiply_stage(float (&acc)[MAX_GROUPS][4], const Stream<STAGES, CHUNKS>& stream, int stage,
-                           const Columns<CHUNKS>& columns, int k, int k_end) {
+                           const Columns<CHUNKS>& columns, int groups, int k, int k_end) {
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
     const uint4 low = stream.low(stage, c), high = stream.high(stage, c), b = columns.first[c];
     mma_bf16(acc[0], low.x, high.x, low.y, high.y, b.x, b.y);
     mma_bf16(acc[0], low.z, high.z, low.w, high.w, b.z, b.w);
   }
-  for (int n = 1; n < columns.groups; ++n) {
+  for (int n = 1; n < groups; ++n) {
 #pragma unroll
     for (int m = 1; m < MAX_GROUPS; ++m) {
       if (m != n) continue;  // registers are indexed by constants only
@@ -125,7 +124,7 @@ DEVICE UpTile up_tile(const MoeParams& p, const Lists& lists, int item, int shar
   return t;
 }
 
-KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 2) {
+KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 1) {
   using UpStream = Stream<UP_STAGES, UP_CHUNKS>;
   const UpStream stream(dynamic_smem());
   const int red_floats = MOE_WARPS * ceil_div(p.tokens, TILE_COLS) * RED_FLOATS;
@@ -158,47 +157,28 @@ KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 2) {
   }
   while (loaded < UP_STAGES - 1) load();
 
-  auto columns_of = [&](const UpTile& t, Columns<UP_CHUNKS>& c) {
+  int stage = 0, turn = 0;
+  for (int item = blockIdx.x; item < total; item += step, turn ^= 1) {
+    const UpTile t = up_tile(p, lists, item, shared_tiles, tiles);
     const bool is_shared = t.unique < 0;
     const int begin = is_shared ? 0 : lists.offsets[t.unique];
-    c.count = is_shared ? p.tokens : lists.offsets[t.unique + 1] - begin;
-    c.groups = ceil_div(c.count, TILE_COLS);
+    const int count = is_shared ? p.tokens : lists.offsets[t.unique + 1] - begin, groups = ceil_div(count, TILE_COLS);
+    Columns<UP_CHUNKS> columns;
 #pragma unroll
     for (int n = 0; n < MAX_GROUPS; ++n) {
       const int at = n * TILE_COLS + g;
-      c.at[n] = nullptr;
-      if (at < c.count) c.at[n] = p.x + static_cast<i64>(is_shared ? at : lists.tokens[begin + at]) * p.hidden;
+      columns.at[n] = nullptr;
+      if (at < count) columns.at[n] = p.x + static_cast<i64>(is_shared ? at : lists.tokens[begin + at]) * p.hidden;
     }
-    c.load_first(k_lane, p.hidden);
-  };
-
-  int stage = 0, turn = 0;
-  UpTile t{};
-  Columns<UP_CHUNKS> columns{};
-  if (static_cast<int>(blockIdx.x) < total) {
-    t = up_tile(p, lists, blockIdx.x, shared_tiles, tiles);
-    columns_of(t, columns);
-  }
-  for (int item = blockIdx.x; item < total; item += step, turn ^= 1) {
-    UpTile next_tile = t;
-    Columns<UP_CHUNKS> next_columns = columns;
     float acc[MAX_GROUPS][4];
     clear(acc);
     for (int pass = 0; pass < passes; ++pass) {
-      if (pass + 1 < passes) {
-        next_columns.load_first((pass + 1) * UP_K + k_lane, p.hidden);
-      } else if (item + step < total) {
-        next_tile = up_tile(p, lists, item + step, shared_tiles, tiles);
-        columns_of(next_tile, next_columns);
-      }
+      columns.load_first(pass * UP_K + k_lane, p.hidden);
       load();
       copy_async_wait<UP_STAGES - 1>();
-      multiply_stage(acc, stream, stage, columns, pass * UP_K + k_lane, p.hidden);
+      multiply_stage(acc, stream, stage, columns, groups, pass * UP_K + k_lane, p.hidden);
       if (++stage == UP_STAGES) stage = 0;
-      if (pass + 1 < passes) columns = next_columns;
     }
-    const bool is_shared = t.unique < 0;
-    const int begin = is_shared ? 0 : lists.offsets[t.unique], count = columns.count, groups = columns.groups;
     float* sums = red + turn * red_floats;
 #pragma unroll
     for (int n = 0; n < MAX_GROUPS; ++n)
@@ -220,8 +200,6 @@ KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 2) {
         p.act[static_cast<i64>(lists.pairs[begin + n]) * p.width + row] = bf16_bits(activate(p.activation, gate, up));
       }
     }
-    t = next_tile;
-    columns = next_columns;
   }
 }
 
@@ -229,23 +207,32 @@ KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 2) {
 struct DownUnit {
   const u16 *low_row, *high_row;  // this lane's
   int unique, k0, width;          // unique -1: shared
+  int begin, count;               // its pairs, or the tokens
 };
 
+// This lane's column `at` of a unit: an activation row, or null.
+DEVICE const u16* down_column(const MoeParams& p, const Lists& lists, const DownUnit& u, int at) {
+  if (at >= u.count) return nullptr;
+  return u.unique < 0 ? p.shared_act + static_cast<i64>(at) * u.width
+                      : p.act + static_cast<i64>(lists.pairs[u.begin + at]) * u.width;
+}
+
+// Each warp takes every eighth unit and keeps its own sums, which are added in warp order at the end.
 KERNEL(moe_down, MoeParams, MOE_THREADS, 2) {
   using DownStream = Stream<DOWN_STAGES, DOWN_CHUNKS>;
   const DownStream stream(dynamic_smem());
   float* sums = reinterpret_cast<float*>(dynamic_smem() + DownStream::BYTES);  // MOE_WARPS * tokens * OUT_STRIDE
   float* weights = sums + MOE_WARPS * p.tokens * OUT_STRIDE;                   // tokens * top_k
   const Lists lists(p, reinterpret_cast<int*>(weights + p.tokens * p.top_k));
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
-  const int k_lane = warp * DOWN_CHUNKS * 32 + q * 8;
-  const i64 low = min_int(blockIdx.x * TILE_ROWS + g, p.hidden - 1), high = min_int(blockIdx.x * TILE_ROWS + g + 8, p.hidden - 1);
+  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, q = threadIdx.x % 4, k_lane = q * 8;
+  const int row0 = blockIdx.x * TILE_ROWS;
+  const i64 low = min_int(row0 + g, p.hidden - 1), high = min_int(row0 + g + 8, p.hidden - 1);
   const int shared_units = ceil_div(p.shared_width, DOWN_K), parts = ceil_div(p.width, DOWN_K);
   int units = shared_units;
   if (p.num_unique != nullptr) {
-    units += *p.num_unique * parts;
     lists.copy(p);
     for (int i = threadIdx.x; i < p.tokens * p.top_k; i += MOE_THREADS) weights[i] = p.topk_weights[i];
+    units += *p.num_unique * parts;
   }
   float* out = sums + warp * p.tokens * OUT_STRIDE;
   for (int i = threadIdx.x % 32; i < p.tokens * OUT_STRIDE; i += 32) out[i] = 0.0f;
@@ -255,79 +242,77 @@ KERNEL(moe_down, MoeParams, MOE_THREADS, 2) {
   auto unit_at = [&](int unit) {
     DownUnit u;
     const u16* weight = p.shared_down;
-    u.unique = -1, u.k0 = unit * DOWN_K, u.width = p.shared_width;
+    u.unique = -1, u.k0 = unit * DOWN_K, u.width = p.shared_width, u.begin = 0, u.count = p.tokens;
     if (unit >= shared_units) {
       u.unique = (unit - shared_units) / parts;
       u.k0 = (unit - shared_units - u.unique * parts) * DOWN_K;
       u.width = p.width;
+      u.begin = lists.offsets[u.unique];
+      u.count = lists.offsets[u.unique + 1] - u.begin;
       weight = p.down + static_cast<i64>(lists.ids[u.unique]) * p.hidden * p.width;
     }
     u.low_row = weight + low * u.width;
     u.high_row = weight + high * u.width;
     return u;
   };
-  int loaded = 0;
+  int ahead = warp, loaded = 0;
   auto load = [&] {
-    if (loaded < units) {
-      const DownUnit u = unit_at(loaded);
+    if (ahead < units) {
+      const DownUnit u = unit_at(ahead);
       stream.copy(loaded % DOWN_STAGES, u.low_row, u.high_row, u.k0 + k_lane, u.width);
     }
     copy_async_commit();
+    ahead += MOE_WARPS;
     ++loaded;
   };
   while (loaded < DOWN_STAGES - 1) load();
   grid_wait();
 
-  auto columns_of = [&](const DownUnit& u, Columns<DOWN_CHUNKS>& c) {
-    const bool is_shared = u.unique < 0;
-    const int begin = is_shared ? 0 : lists.offsets[u.unique];
-    c.count = is_shared ? p.tokens : lists.offsets[u.unique + 1] - begin;
-    c.groups = ceil_div(c.count, TILE_COLS);
+  uint4 first[DOWN_CHUNKS], next_first[DOWN_CHUNKS];  // the first group's columns, of this unit and the next
+  auto load_first = [&](const DownUnit& u, uint4 (&to)[DOWN_CHUNKS]) {
+    const u16* column = down_column(p, lists, u, g);
 #pragma unroll
-    for (int n = 0; n < MAX_GROUPS; ++n) {
-      const int at = n * TILE_COLS + g;
-      c.at[n] = nullptr;
-      if (at < c.count)
-        c.at[n] = is_shared ? p.shared_act + static_cast<i64>(at) * u.width
-                            : p.act + static_cast<i64>(lists.pairs[begin + at]) * u.width;
+    for (int c = 0; c < DOWN_CHUNKS; ++c) {
+      const int k = u.k0 + k_lane + c * 32;
+      to[c] = uint4{0, 0, 0, 0};
+      if (column != nullptr && k < u.width) to[c] = load16(column + k);
     }
-    c.load_first(u.k0 + k_lane, u.width);
   };
-
   DownUnit u{};
-  Columns<DOWN_CHUNKS> columns{};
-  if (units > 0) {
-    u = unit_at(0);
-    columns_of(u, columns);
-  }
-  for (int unit = 0, stage = 0; unit < units; ++unit) {
-    DownUnit next_unit = u;
-    Columns<DOWN_CHUNKS> next_columns = columns;
-    if (unit + 1 < units) {
-      next_unit = unit_at(unit + 1);
-      columns_of(next_unit, next_columns);
-    }
+  if (warp < units) load_first(u = unit_at(warp), first);
+  int stage = 0;
+  for (int unit = warp; unit < units; unit += MOE_WARPS) {
+    DownUnit next = u;
+    if (unit + MOE_WARPS < units) load_first(next = unit_at(unit + MOE_WARPS), next_first);
     load();
     copy_async_wait<DOWN_STAGES - 1>();
-    float acc[MAX_GROUPS][4];
-    clear(acc);
-    multiply_stage(acc, stream, stage, columns, u.k0 + k_lane, u.width);
-    if (++stage == DOWN_STAGES) stage = 0;
-    const bool is_shared = u.unique < 0;
-    const int begin = is_shared ? 0 : lists.offsets[u.unique], count = columns.count, groups = columns.groups;
+    for (int n0 = 0; n0 < u.count; n0 += TILE_COLS) {
+      if (n0 > 0) {
+        const u16* column = down_column(p, lists, u, n0 + g);
 #pragma unroll
-    for (int n = 0; n < MAX_GROUPS; ++n) {
-      if (n >= groups) break;
+        for (int c = 0; c < DOWN_CHUNKS; ++c) {
+          const int k = u.k0 + k_lane + c * 32;
+          first[c] = uint4{0, 0, 0, 0};
+          if (column != nullptr && k < u.width) first[c] = load16(column + k);
+        }
+      }
+      float acc[2][4] = {};  // two shorter chains
+#pragma unroll
+      for (int c = 0; c < DOWN_CHUNKS; ++c) {
+        const uint4 w_low = stream.low(stage, c), w_high = stream.high(stage, c);
+        mma_bf16(acc[0], w_low.x, w_high.x, w_low.y, w_high.y, first[c].x, first[c].y);
+        mma_bf16(acc[1], w_low.z, w_high.z, w_low.w, w_high.w, first[c].z, first[c].w);
+      }
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int at = n * TILE_COLS + 2 * q + c;
-        if (at >= count) continue;
-        const int token = is_shared ? at : lists.tokens[begin + at];
-        float w = 1.0f;
-        if (!is_shared) w = weights[lists.pairs[begin + at]];
+        const int at = n0 + 2 * q + c;
+        if (at >= u.count) continue;
+        const bool is_shared = u.unique < 0;
+        const int token = is_shared ? at : lists.tokens[u.begin + at];
+        float w = 1.0f, low_sum = acc[0][c] + acc[1][c], high_sum = acc[0][c + 2] + acc[1][c + 2];
+        if (!is_shared) w = weights[lists.pairs[u.begin + at]];
         else if (p.shared_scale != nullptr) w = p.shared_scale[at];
-        float low_sum = acc[n][c], high_sum = acc[n][c + 2];
-        if (!is_shared && u.k0 == 0 && warp == 0 && p.down_bias != nullptr) {
+        if (!is_shared && u.k0 == 0 && p.down_bias != nullptr) {
           const u16* bias = p.down_bias + static_cast<i64>(lists.ids[u.unique]) * p.hidden;
           low_sum += bf16_value(bias[low]);
           high_sum += bf16_value(bias[high]);
@@ -335,19 +320,21 @@ KERNEL(moe_down, MoeParams, MOE_THREADS, 2) {
         out[token * OUT_STRIDE + g] += w * low_sum;
         out[token * OUT_STRIDE + g + 8] += w * high_sum;
       }
+      warp_sync();
     }
-    warp_sync();
-    u = next_unit;
-    columns = next_columns;
+    if (++stage == DOWN_STAGES) stage = 0;
+    u = next;
+#pragma unroll
+    for (int c = 0; c < DOWN_CHUNKS; ++c) first[c] = next_first[c];
   }
   block_sync();
   for (int i = threadIdx.x; i < p.tokens * TILE_ROWS; i += MOE_THREADS) {
-    const int token = i / TILE_ROWS, row = i % TILE_ROWS;
-    if (static_cast<int>(blockIdx.x) * TILE_ROWS + row >= p.hidden) continue;
+    const int token = i / TILE_ROWS, row = row0 + i % TILE_ROWS;
+    if (row >= p.hidden) continue;
     float v = 0.0f;
 #pragma unroll
-    for (int w = 0; w < MOE_WARPS; ++w) v += sums[(w * p.tokens + token) * OUT_STRIDE + row];
-    const i64 at = static_cast<i64>(token) * p.hidden + blockIdx.x * TILE_ROWS + row;
+    for (int w = 0; w < MOE_WARPS; ++w) v += sums[(w * p.tokens + token) * OUT_STRIDE + i % TILE_ROWS];
+    const i64 at = static_cast<i64>(token) * p.hidden + row;
     if (p.out_is_float) static_cast<float*>(p.out)[at] = v;
     else static_cast<u16*>(p.out)[at] = bf16_bits(v);
   }
