@@ -127,13 +127,13 @@ class Bench:
         shares_gpu = any(gpu == 0 for gpu, _ in slices)
         variants: list[tuple[str, WaitRule | None, bool]] = [
             (".yielding", None, False),
-            (".yielding.staged", None, True),
+            (".yielding.unfused", None, False),
         ]
         if not shares_gpu:
-            variants.insert(0, ("", WaitRule(deadline_s=0.3, early=True), False))
-        for label, rule, staged in variants:
+            variants.insert(0, ("", WaitRule(deadline_s=0.3, early=True), True))
+        for label, rule, fused in variants:
             model = SplitModel(
-                self.gpus, spec, attention, slices, batch=batch, context=context, rule=rule, staged=staged, seed=SEED
+                self.gpus, spec, attention, slices, batch=batch, context=context, rule=rule, fused=fused, seed=SEED
             )
             times = step_times_ms(model, context)
             parts[label] = sorted(times)[len(times) // 2]
@@ -160,7 +160,7 @@ class Bench:
         print(
             f"  us a layer: attention {alone['attention'] * 1e3 / layers:.1f} (tail included), ffn "
             f"{alone['ffn'] * 1e3 / layers:.1f}, rest {rest * 1e3 / layers:.1f}; yielding "
-            f"{parts['.yielding']:.3f}, staged too {parts['.yielding.staged']:.3f} ms",
+            f"{parts['.yielding']:.3f}, unfused {parts['.yielding.unfused']:.3f} ms",
             flush=True,
         )
 

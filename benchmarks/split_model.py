@@ -93,7 +93,7 @@ class SplitModel:
         batch: int,
         context: int,
         rule: WaitRule | None = None,
-        staged: bool = False,
+        fused: bool = True,
         prefetches: bool = True,
         seed: int = 0,
     ) -> None:
@@ -120,7 +120,7 @@ class SplitModel:
                 half = FFNHalf(side.kernels, layers, batch)
                 mirrored = LinkMap(link.outbox, link.inbox)
                 own = FFNCrossing(side.kernels, side.lane, mirrored)
-                own_pass = FFNPass(side.kernels, side.lane, half, own, batch, spec.hidden_size, staged=staged)
+                own_pass = FFNPass(side.kernels, side.lane, half, own, batch, spec.hidden_size, fused=fused)
             self.weights.append(side)
             self.ffn_halves.append(half)
             self.ffn_graphs.append(side.capture(own_pass))

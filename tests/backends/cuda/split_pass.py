@@ -37,7 +37,7 @@ class SplitPass:
         slices: Sequence[FFNHalf],
         *,
         rule: WaitRule | None = None,
-        staged: bool = False,
+        fused: bool = True,
     ) -> None:
         device, rule = half.residual.device, rule or WaitRule()
         rows, hidden = half.residual.shape
@@ -58,7 +58,7 @@ class SplitPass:
                 FFNCrossing(kernels, lane, LinkMap(link.outbox, link.inbox)),
                 rows,
                 hidden,
-                staged=staged,
+                fused=fused,
             )
             for lane, part, link in zip(self.ffn_lanes, slices, links, strict=True)
         ]

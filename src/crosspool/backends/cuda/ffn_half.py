@@ -7,6 +7,7 @@ import torch
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.moe import FFNScratch, ffn
+from crosspool.backends.cuda.transport_params import Meeting
 
 
 class FFNHalf:
@@ -18,6 +19,16 @@ class FFNHalf:
         assert first is not None
         self.scratch = FFNScratch.for_layers(list(self.layers), max_tokens, first.device)
 
-    def run(self, layer: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        """out (tokens, hidden), fp32 or bf16 = this slice's part of the layer's FFN of x (tokens, hidden) bf16."""
-        ffn(self._kernels, self.layers[layer], x, out, self.scratch)
+    def run(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        arrival: Meeting | None = None,
+        departure: Meeting | None = None,
+    ) -> None:
+        """out (tokens, hidden), fp32 or bf16 = this slice's part of the layer's FFN of x (tokens, hidden) bf16.
+
+        arrival, departure: where `x` is filled by a peer (layers with a router only) and `out` lies in a peer's memory.
+        """
+        ffn(self._kernels, self.layers[layer], x, out, self.scratch, arrival=arrival, departure=departure)

@@ -8,6 +8,7 @@ from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.params import MoeParams, address, check
 from crosspool.backends.cuda.router import MAX_TOKENS, Routing, route
+from crosspool.backends.cuda.transport_params import Meeting
 from crosspool.models.spec import MoEFFNSpec
 from crosspool.units import ceil_div
 
@@ -48,12 +49,15 @@ def ffn(
     *,
     routed: bool = False,
     overlap: bool = True,
+    arrival: Meeting | None = None,
+    departure: Meeting | None = None,
 ) -> None:
     """out = this slice's FFN output of `x`: a partial sum where the FFN is cut over several ranks.
 
     x: (tokens, hidden) bf16, already normed, tokens <= 32. out: (tokens, hidden) fp32 or bf16.
     routed: `scratch.routing` already holds ids, weights and lists. overlap: False keeps the first kernel from starting
-    before all that came before has ended.
+    before all that came before has ended. arrival: a router layer waits itself for the rows that a peer puts to `x`.
+    departure: the last kernel raises the flags behind `out`, which lies in a peer's memory.
     """
     tokens, hidden = x.shape
     if not 1 <= tokens <= MAX_TOKENS:
@@ -67,7 +71,9 @@ def ffn(
     is_moe = isinstance(spec, MoEFFNSpec)
     top_k = spec.top_k if isinstance(spec, MoEFFNSpec) else 1
     if is_moe and not routed:
-        route(kernels, weights, x, scratch.routing, overlap=overlap)
+        route(kernels, weights, x, scratch.routing, overlap=overlap, arrival=arrival)
+    elif arrival is not None:
+        raise ValueError("only a router waits for its rows; let a kernel of its own wait before this layer")
     routing = scratch.routing
     params = MoeParams(
         x=address(x),
@@ -95,6 +101,7 @@ def ffn(
         activation=_ACTIVATIONS[spec.activation],
         out_is_float=out.dtype == torch.float32,
         max_unique=min(spec.num_experts, tokens * top_k) if isinstance(spec, MoEFFNSpec) else 1,
+        departure=departure or Meeting(),
     )
     lists_bytes = (2 * params.max_unique + 1 + 2 * tokens * top_k) * 4
     tiles = shared_width // 8 + (width // 8 * params.max_unique if is_moe else 0)

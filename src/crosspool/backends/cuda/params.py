@@ -4,6 +4,8 @@ import ctypes
 
 import torch
 
+from crosspool.backends.cuda.transport_params import Meeting
+
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
 MAX_PARTIALS = 8
 MAX_REGIONS = 16
@@ -110,6 +112,7 @@ class RouterParams(ctypes.Structure):
         *((name, _I) for name in ("score", "num_groups", "topk_groups", "group_top2", "renormalise")),
         ("renormalise_eps", _F),
         ("scale", _F),
+        ("arrival", Meeting),
     ]
 
 
@@ -122,6 +125,7 @@ class MoeParams(ctypes.Structure):
         *((name, _I) for name in ("tokens", "hidden", "width", "shared_width", "top_k", "activation")),
         ("out_is_float", _I),
         ("max_unique", _I),
+        ("departure", Meeting),
     ]
 
 

@@ -7,6 +7,7 @@ import torch
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.params import RouterParams, address, check
+from crosspool.backends.cuda.transport_params import Meeting
 from crosspool.models.spec import MoEFFNSpec, RouterSpec
 
 MAX_TOKENS = 32
@@ -69,9 +70,15 @@ def _rules(router: RouterSpec) -> dict[str, int | float]:
 
 
 def route(
-    kernels: Launcher, weights: FFNLayerWeights, x: torch.Tensor, routing: Routing, *, overlap: bool = True
+    kernels: Launcher,
+    weights: FFNLayerWeights,
+    x: torch.Tensor,
+    routing: Routing,
+    *,
+    overlap: bool = True,
+    arrival: Meeting | None = None,
 ) -> None:
-    """Route `x` (tokens, hidden) bf16 by the layer's router; fp32 arithmetic."""
+    """Route `x` (tokens, hidden) bf16 by the layer's router; fp32 arithmetic. arrival: wait for a peer to put `x`."""
     spec, router = weights.spec, weights.router
     if not isinstance(spec, MoEFFNSpec) or router is None:
         raise ValueError("a dense layer has no router")
@@ -92,6 +99,7 @@ def route(
         hidden=hidden,
         top_k=spec.top_k,
         **_rules(spec.router),
+        arrival=arrival or Meeting(),
     )
     rows = router.weight.shape[0]
     kernels.launch(

@@ -21,6 +21,7 @@ from crosspool.backends.cuda.transport_params import (
     CrossParams,
     EndParams,
     Flags,
+    Meeting,
     NormPutParams,
     Slots,
     WaitNormParams,
@@ -108,6 +109,14 @@ class FFNCrossing:
         """Raise the flag behind sums that earlier kernels wrote to the peer."""
         raise_for = Flags.at([self.link.outbox.flag])
         self._cross(CrossParams(view=self.lane.view(), raise_for=raise_for, raise_layer=layer))
+
+    def arrival(self, layer: int) -> Meeting:
+        """For a kernel that waits itself for the layer's rows."""
+        return Meeting(view=self.lane.view(), flags=Flags.at([self.link.inbox.flag]), layer=layer)
+
+    def departure(self, layer: int) -> Meeting:
+        """For a kernel that raises the flag behind its own sums in the peer's memory."""
+        return Meeting(view=self.lane.view(), flags=Flags.at([self.link.outbox.flag]), layer=layer)
 
     def put(self, layer: int, sums: torch.Tensor) -> None:
         """Copy (tokens, hidden) fp32 to the peer's slot, then raise the flag."""

@@ -22,6 +22,12 @@ class Flags(ctypes.Structure):
 Slots = _P * MAX_PEERS
 
 
+class Meeting(ctypes.Structure):
+    """`Arrival` or `Departure` of a kernel; all zero: none."""
+
+    _fields_ = [("view", LaneView), ("flags", Flags), ("layer", _I)]
+
+
 class NormPutParams(ctypes.Structure):
     _fields_ = [
         ("view", LaneView),

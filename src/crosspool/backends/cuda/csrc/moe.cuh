@@ -1,5 +1,6 @@
 // What both FFN kernels of few tokens share: parameters and activation.
 #pragma once
+#include "crossing.cuh"
 #include "tile.cuh"
 
 enum Activation { SILU = 0, GPT_OSS_SWIGLU = 1 };
@@ -24,6 +25,7 @@ struct MoeParams {
   void* out;                  // (tokens, hidden) fp32 where out_is_float, else bf16
   int tokens, hidden, width, shared_width, top_k, activation, out_is_float;
   int max_unique;             // most experts that can be chosen: min(experts, tokens * top_k), at least 1
+  Departure departure;        // where `out` is a peer's slot
 };
 
 DEVICE float activate(int kind, float gate, float up) {

@@ -2,7 +2,7 @@
 //
 // One block an expert computes its logit for every token; the last block to finish chooses. Expert lists are in token
 // order, so later sums have a fixed order. Router arithmetic is fp32 throughout.
-#include "common.cuh"
+#include "crossing.cuh"
 
 constexpr int ROUTER_WARPS = 8;
 constexpr int ROUTER_THREADS = ROUTER_WARPS * 32;
@@ -29,6 +29,7 @@ struct RouterParams {
   int tokens, experts, hidden, top_k;
   int score, num_groups, topk_groups, group_top2, renormalise;
   float renormalise_eps, scale;
+  Arrival arrival;           // where `x` is a slot that a peer fills
 };
 
 // A float as an integer that orders the same way; NaN orders below all numbers.
@@ -227,8 +228,7 @@ KERNEL(route, RouterParams, ROUTER_THREADS, 1) {
     const int i = c * STEP + threadIdx.x * 4;
     held[c] = i < p.hidden ? load_float4(weight + i) : float4{0.0f, 0.0f, 0.0f, 0.0f};
   }
-  grid_launch_dependents();
-  grid_wait();
+  grid_wait_for(p.arrival);
   for (int t = 0; t < p.tokens; ++t) {
     const u16* x = p.x + static_cast<i64>(t) * p.hidden;
     float sum = 0.0f;

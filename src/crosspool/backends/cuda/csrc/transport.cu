@@ -3,70 +3,11 @@
 // A flag holds an epoch, base + layer + 1, where base lies in device memory, so that a captured graph serves every step.
 // Epochs only grow and are compared with >=: nothing is reset. A wait has a deadline; past it, it names the late peer in
 // host memory and lets the step run on (its result is worthless and the host knows it). It never traps.
+#include "crossing.cuh"
 #include "norm_row.cuh"
-#include "system.cuh"
 
-constexpr int MAX_PEERS = 8;
 constexpr int BLOCK = 256;
 constexpr int PASS_TOKENS = 32;           // most rows of a pass
-constexpr int POLLS_PER_LOOK = 16;        // flag loads between two looks at the clock
-constexpr u64 ABORT_LOOK_NS = 20000;      // host memory is far away: look at its abort word this seldom
-
-constexpr u64 STEP = 1024;                // epochs of one step, whose passes share them
-
-enum LaneWord { BASE = 0, FAILED = 1, CURSOR = 2, TICKET = 3 };
-enum HostWord { DONE = 0, ABORT = 1, LATE = 2 };
-
-struct LaneView {
-  u64* lane;        // device: base of the running pass, base of the last failed pass, cursor, ticket
-  u64* host;        // pinned: done, abort, then a word for each peer: the epoch that came too late
-  i64 deadline_ns;  // below 0: no wait at all (profilers run kernels one at a time)
-  int early;        // dependents may start while a wait spins: faster alone, but they hold their multiprocessors
-};
-
-struct Flags {
-  u64* flag[MAX_PEERS];
-  int count;
-};
-
-DEVICE void expire(const LaneView& v, u64 base, u64 want, int peer) {
-  store_release(v.host + LATE + peer, want);
-  store_relaxed(v.lane + FAILED, base);  // the step's other waits give up at once
-}
-
-// Thread `peer` < flags.count waits for its flag; call block_sync afterwards.
-DEVICE void await(const LaneView& v, const Flags& flags, u64 base, int layer) {
-  const int peer = threadIdx.x;
-  if (peer >= flags.count || v.deadline_ns < 0) return;
-  const u64 want = base + layer + 1;
-  if (load_acquire(flags.flag[peer]) >= want) return;
-  const u64 start = timer_ns();
-  u64 looked = start;
-  while (true) {
-    for (int i = 0; i < POLLS_PER_LOOK; ++i)
-      if (load_acquire(flags.flag[peer]) >= want) return;
-    if (load_relaxed(v.lane + FAILED) / STEP == base / STEP) return expire(v, base, want, peer);
-    const u64 now = timer_ns();
-    if (now - start > static_cast<u64>(v.deadline_ns)) return expire(v, base, want, peer);
-    if (now - looked > ABORT_LOOK_NS) {
-      looked = now;
-      if (load_relaxed(v.host + ABORT) >= base) return expire(v, base, want, peer);
-    }
-  }
-}
-
-// Every block calls this after its last store to the peers; the last one raises the flags.
-DEVICE void raise(const LaneView& v, const Flags& flags, u64 base, int layer, int blocks) {
-  block_sync();
-  if (threadIdx.x != 0) return;
-  system_fence();
-  if (blocks > 1) {
-    if (atomic_add(reinterpret_cast<int*>(v.lane + TICKET), 1) != blocks - 1) return;
-    *reinterpret_cast<int*>(v.lane + TICKET) = 0;
-    system_fence();
-  }
-  for (int i = 0; i < flags.count; ++i) store_relaxed(flags.flag[i], base + layer + 1);
-}
 
 struct NormPutParams {
   LaneView view;

@@ -1,0 +1,94 @@
+// Where kernels of two ranks meet: flags that the consumer polls in its own memory, and the words of a lane.
+#pragma once
+#include "system.cuh"
+
+constexpr int MAX_PEERS = 8;
+constexpr int POLLS_PER_LOOK = 16;        // flag loads between two looks at the clock
+constexpr u64 ABORT_LOOK_NS = 20000;      // host memory is far away: look at its abort word this seldom
+
+constexpr u64 STEP = 1024;                // epochs of one step, whose passes share them
+
+enum LaneWord { BASE = 0, FAILED = 1, CURSOR = 2, TICKET = 3 };
+enum HostWord { DONE = 0, ABORT = 1, LATE = 2 };
+
+struct LaneView {
+  u64* lane;        // device: base of the running pass, base of the last failed pass, cursor, ticket
+  u64* host;        // pinned: done, abort, then a word for each peer: the epoch that came too late
+  i64 deadline_ns;  // below 0: no wait at all (profilers run kernels one at a time)
+  int early;        // dependents may start while a wait spins: faster alone, but they hold their multiprocessors
+};
+
+struct Flags {
+  u64* flag[MAX_PEERS];
+  int count;
+};
+
+DEVICE void expire(const LaneView& v, u64 base, u64 want, int peer) {
+  store_release(v.host + LATE + peer, want);
+  store_relaxed(v.lane + FAILED, base);  // the step's other waits give up at once
+}
+
+// Thread `peer` < flags.count waits for its flag; call block_sync afterwards.
+DEVICE void await(const LaneView& v, const Flags& flags, u64 base, int layer) {
+  const int peer = threadIdx.x;
+  if (peer >= flags.count || v.deadline_ns < 0) return;
+  const u64 want = base + layer + 1;
+  if (load_acquire(flags.flag[peer]) >= want) return;
+  const u64 start = timer_ns();
+  u64 looked = start;
+  while (true) {
+    for (int i = 0; i < POLLS_PER_LOOK; ++i)
+      if (load_acquire(flags.flag[peer]) >= want) return;
+    if (load_relaxed(v.lane + FAILED) / STEP == base / STEP) return expire(v, base, want, peer);
+    const u64 now = timer_ns();
+    if (now - start > static_cast<u64>(v.deadline_ns)) return expire(v, base, want, peer);
+    if (now - looked > ABORT_LOOK_NS) {
+      looked = now;
+      if (load_relaxed(v.host + ABORT) >= base) return expire(v, base, want, peer);
+    }
+  }
+}
+
+// Every block calls this after its last store to the peers; the last one raises the flags.
+DEVICE void raise(const LaneView& v, const Flags& flags, u64 base, int layer, int blocks) {
+  block_sync();
+  if (threadIdx.x != 0) return;
+  system_fence();
+  if (blocks > 1) {
+    if (atomic_add(reinterpret_cast<int*>(v.lane + TICKET), 1) != blocks - 1) return;
+    *reinterpret_cast<int*>(v.lane + TICKET) = 0;
+    system_fence();
+  }
+  for (int i = 0; i < flags.count; ++i) store_relaxed(flags.flag[i], base + layer + 1);
+}
+
+// A kernel's first look at rows that a peer puts: `flags` are in this rank's memory; count 0: nothing to wait for.
+struct Arrival {
+  LaneView view;
+  Flags flags;
+  int layer;
+};
+
+// A kernel's word that its output lies in the peers' memory; count 0: nobody to tell.
+struct Departure {
+  LaneView view;
+  Flags flags;
+  int layer;
+};
+
+// In place of grid_wait and grid_launch_dependents: every thread of a block calls it, and then sees the rows.
+DEVICE void grid_wait_for(const Arrival& arrival) {
+  const bool holds_back = arrival.flags.count > 0 && !arrival.view.early;
+  if (!holds_back) grid_launch_dependents();
+  grid_wait();
+  if (arrival.flags.count == 0) return;
+  await(arrival.view, arrival.flags, load_relaxed(arrival.view.lane + BASE), arrival.layer);
+  block_sync();
+  if (holds_back) grid_launch_dependents();
+}
+
+// After a block's last store of its output.
+DEVICE void depart(const Departure& departure, int blocks) {
+  if (departure.flags.count == 0) return;
+  raise(departure.view, departure.flags, load_relaxed(departure.view.lane + BASE), departure.layer, blocks);
+}
