@@ -108,7 +108,7 @@ class CudaFFNWorker:
         self._models.pop(model, None)
 
     def memory_bytes(self) -> Mapping[str, int]:
-        weights = sum(num_bytes(model.layers) for model in self._models.values())
+        weights = sum(num_bytes(model.layers) for model in tuple(self._models.values()))
         return {
             "ffn_weights": weights,
             "kv_cache": 0,

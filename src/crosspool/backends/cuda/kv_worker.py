@@ -162,7 +162,7 @@ class CudaAttentionWorker:
 
     def memory_bytes(self) -> Mapping[str, int]:
         return {
-            "attention_weights": sum(model.num_bytes for model in self._models.values()),
+            "attention_weights": sum(model.num_bytes for model in tuple(self._models.values())),
             "kv_cache": int(self._arena.nbytes),
             "ffn_weights": 0,
             "graphs": sum(lane.graph_bytes for lane in self._lanes.values()),
