@@ -165,6 +165,19 @@ def test_a_fatal_failure_ends_the_requests_of_its_step_and_no_others():
     drive.check_all_ended()
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_of_a_batch_in_which_a_worker_raises_only_the_culprit_ends(phase):
+    drive = Drive(a_config(256, max_num_batched_tokens=64), [a_model("p")])
+    ids = [drive.add("p", prompt=10, max_tokens=20)[0] for _ in range(4)]
+    drive.cluster.poison[ids[2]] = phase
+    drive.run()
+    assert isinstance(drive.ends[ids[2]].error, StepError)
+    assert f"sequence {ids[2]}" in str(drive.ends[ids[2]].error)
+    for sequence_id in (ids[0], ids[1], ids[3]):
+        assert drive.ends[sequence_id].finish_reason is FinishReason.LENGTH
+    drive.check_all_ended()
+
+
 def test_a_step_that_keeps_failing_without_a_lost_rank_is_replayed_with_pauses_and_then_given_up():
     drive = Drive(a_config(recovery_timeout_s=5.0), [a_model("p")], fail_rate=1.0)
     drive.cluster.durations["p"] = 0.001

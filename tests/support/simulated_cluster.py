@@ -58,6 +58,7 @@ class SimulatedCluster:
         self.known: dict[str, dict[int, _Known]] = {}
         self.last_seq: dict[int, int] = {}
         self.steps: list[StepDescriptor] = []
+        self.poison: dict[int, str] = {}  # sequences whose rows make the worker raise, by phase
         self.durations: dict[str, float] = {}  # by model; random where a model has none
         self._events: list[tuple[float, int, Event]] = []
         self._count = 0
@@ -73,7 +74,12 @@ class SimulatedCluster:
         needs = (header.kv_rank, *self.models[header.model].weights_ranks)
         down = tuple(rank for rank in needs if rank in self.down)
         duration_s = self.durations.get(header.model) or self.rng.uniform(0.001, 0.02)
-        if down or self.rng.random() < self.fail_rate:
+        culprit = next((r.sequence_id for r in step.rows if self.poison.get(r.sequence_id) == header.phase), None)
+        if culprit is not None:
+            error = f"{header.kv_rank}: ValueError: sequence {culprit} is odd"
+            fatal = StepFailed(lane=header.lane, step_seq=header.step_seq, waiting_on=(), error=error, fatal=True)
+            self._after(duration_s, now, fatal)
+        elif down or self.rng.random() < self.fail_rate:
             waiting_on = down or (needs[-1],)
             failed = StepFailed(lane=header.lane, step_seq=header.step_seq, waiting_on=waiting_on, error="no flag came")
             self._after(duration_s, now, failed)

@@ -69,7 +69,8 @@ class StepFailed:
     """A step ended without tokens; nothing it did is visible, so it can be replayed under a new step_seq.
 
     waiting_on: the ranks whose flags did not arrive. `error` names rank and cause in one line. `fatal`: the step
-    itself raised (a bug or bad input), so a replay would fail again: its requests end with the error.
+    itself raised (a bug or bad input), so a replay would fail again: the engine runs its rows one by one, and those
+    that fail alone end with the error.
     """
 
     lane: int

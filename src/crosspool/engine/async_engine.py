@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.stats import EngineStats, ModelInfo
+from crosspool.engine.step_log import StepSpan
 
 if TYPE_CHECKING:
     from crosspool.engine.engine import Engine
@@ -59,6 +60,10 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    def steps_since(self, moment_s: float) -> list[StepSpan]:
+        """Steps that ended after `moment_s` of the engine's clock, as far back as they are kept."""
+        return self.engine.steps_since(moment_s)
 
     def check(self) -> None:
         """Raises WorkerLostError if the engine thread has failed and ShuttingDownError if it is closing."""

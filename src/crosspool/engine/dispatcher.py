@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 from crosspool.engine.batcher import Turns, decode_row, make_step, prefill_chunks, prefill_row
 from crosspool.engine.config import EngineConfig
-from crosspool.engine.lanes import Lane, ParkedStep, Trouble
+from crosspool.engine.lanes import Lane, ParkedStep, Trouble, rows_of
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.pages import KVRankPages
 from crosspool.engine.ranks import RankHealth
@@ -73,15 +74,31 @@ class Dispatcher:
 
     def park(self, step: StepDescriptor, sequences: tuple[Sequence, ...], trouble: Trouble, now: float) -> None:
         """Keep a failed step, without the rows of sequences that have ended, until it can be replayed."""
-        ranks = frozenset(self._loads[step.header.model].ranks)
-        not_before_s = now + trouble.backoff_s() if self._ranks.are_up(ranks) else now
-        parked = ParkedStep(step, sequences, ranks, trouble, not_before_s)
+        alive = [sequence for sequence in sequences if sequence.state is not SequenceState.ENDED]
+        not_before_s = now + trouble.backoff_s() if self._ranks.are_up(self._ranks_of(step)) else now
+        self._park(step, sequences, alive, trouble, not_before_s)
+
+    def isolate(self, step: StepDescriptor, sequences: tuple[Sequence, ...], trouble: Trouble, now: float) -> None:
+        """Replay a step in which a worker raised row by row, so that only the row that made it raise fails again."""
         for sequence in sequences:
-            if sequence.state is SequenceState.ENDED:
-                parked.drop(sequence)
-            else:
-                sequence.in_step = True
-        self.parked.append(parked)
+            if sequence.state is not SequenceState.ENDED:
+                self._park(step, sequences, [sequence], replace(trouble), now)
+
+    def _park(
+        self,
+        step: StepDescriptor,
+        sequences: tuple[Sequence, ...],
+        kept: Items[Sequence],
+        trouble: Trouble,
+        not_before_s: float,
+    ) -> None:
+        part, members = rows_of(step, sequences, kept)
+        self.parked.append(ParkedStep(part, members, self._ranks_of(step), trouble, not_before_s))
+        for sequence in members:
+            sequence.in_step = True
+
+    def _ranks_of(self, step: StepDescriptor) -> frozenset[str]:
+        return frozenset(self._loads[step.header.model].ranks)
 
     def drop_parked_row(self, sequence: Sequence) -> None:
         """Leave an ended sequence out of the parked step that has a row of it, if one has."""

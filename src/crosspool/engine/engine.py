@@ -31,6 +31,7 @@ from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import EngineStats, ModelInfo
+from crosspool.engine.step_log import StepSpan
 from crosspool.errors import (
     CrossPoolError,
     ShuttingDownError,
@@ -101,10 +102,10 @@ class Engine:
                 raise ValueError(f"a request with id {request.request_id!r} is already running; give each its own id")
             check_ids(request, model.spec.vocab_size)
             now = self._clock()
+            builders = [OutputBuilder(request, index, detokenizer(request, model), now) for index in range(request.n)]
             ids = self._core.add_requests(self._expand(request, model, now), now)
             self._by_request[request.request_id] = ids
-            for index, sequence_id in enumerate(ids):
-                builder = OutputBuilder(request, index, detokenizer(request, model), now)
+            for sequence_id, builder in zip(ids, builders, strict=True):
                 self._running[sequence_id] = _Running(request.request_id, sink, flush, builder)
         self._cluster.wake()
 
@@ -154,6 +155,11 @@ class Engine:
     def stats(self) -> EngineStats:
         with self._lock:
             return self._core.stats(self._clock())
+
+    def steps_since(self, moment_s: float) -> list[StepSpan]:
+        """Steps that ended after `moment_s` of the engine's clock, as far back as they are kept."""
+        with self._lock:
+            return self._core.log.since(moment_s)
 
     def memory_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes by rank and kind, as the workers last reported them."""

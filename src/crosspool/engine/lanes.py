@@ -5,6 +5,7 @@ in any free lane of its phase as the same step under a new number.
 """
 
 from collections.abc import Collection
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
 from crosspool.engine.sequence import Sequence
@@ -98,14 +99,7 @@ class ParkedStep:
 
     def drop(self, sequence: Sequence) -> None:
         """Leave one sequence's row out of the replay."""
-        kept = [index for index, other in enumerate(self.sequences) if other is not sequence]
-        rows = tuple(self.step.rows[index] for index in kept)
-        joining = tuple(new for new in self.step.joining if new.sequence_id != sequence.sequence_id)
-        num_tokens = sum(row.num_new_tokens for row in rows)
-        self.sequences = tuple(self.sequences[index] for index in kept)
-        self.step = replace(
-            self.step, header=replace(self.step.header, num_tokens=num_tokens), rows=rows, joining=joining
-        )
+        self.step, self.sequences = rows_of(self.step, self.sequences, [s for s in self.sequences if s is not sequence])
         sequence.in_step = False
 
     def replay_in(self, lane: Lane, now: float) -> StepDescriptor:
@@ -114,3 +108,19 @@ class ParkedStep:
         lane.start(moved, self.sequences, now)
         lane.trouble = self.trouble
         return moved
+
+
+def rows_of(
+    step: StepDescriptor, sequences: tuple[Sequence, ...], kept: Items[Sequence]
+) -> tuple[StepDescriptor, tuple[Sequence, ...]]:
+    """The part of a step that the sequences in `kept` have."""
+    places = [place for place, sequence in enumerate(sequences) if sequence in kept]
+    rows = tuple(step.rows[place] for place in places)
+    ids = {row.sequence_id for row in rows}
+    part = replace(
+        step,
+        header=replace(step.header, num_tokens=sum(row.num_new_tokens for row in rows)),
+        rows=rows,
+        joining=tuple(new for new in step.joining if new.sequence_id in ids),
+    )
+    return part, tuple(sequences[place] for place in places)

@@ -14,7 +14,8 @@ from crosspool.engine.sequence import Sequence
 from crosspool.errors import QueueFullError
 
 PRIORITY_STEP_S = 1.0
-"""Arrival time that one step of priority is worth: finite, so that no priority starves another."""
+MAX_PRIORITY_S = 3600.0
+"""Arrival time that one step of priority is worth, and the most of it: finite, so that no priority starves another."""
 
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 60.0
@@ -25,7 +26,8 @@ def _place(sequence: Sequence) -> tuple[bool, float, int]:
     """Sort key: sequences that have been admitted before (and lost their KV) first, then by arrival and priority."""
     request = sequence.request
     fresh = sequence.scheduled_s is None
-    return (fresh, request.arrival_s + PRIORITY_STEP_S * request.priority, sequence.sequence_id)
+    credit_s = max(-MAX_PRIORITY_S, min(MAX_PRIORITY_S, PRIORITY_STEP_S * request.priority))
+    return (fresh, request.arrival_s + credit_s, sequence.sequence_id)
 
 
 class ModelQueue:

@@ -16,7 +16,7 @@ class GenerationRequest:
     sampling: `seed` in it is ignored; `stop_token_ids` are the caller's, to which the engine adds the model's end
     tokens unless `ignore_eos`. seed: None draws one; sequence i of n samples from a seed derived from (seed, i).
     timeout_s: longest time in the queue, after which the request ends with DeadlineExceededError at no prefill cost.
-    priority: smaller is sooner; a step of one counts as one second of arrival.
+    priority: smaller is sooner; a step of one counts as one second of arrival, up to an hour.
     Raises ValueError for bad bounds and stop strings; ids are checked against the vocabulary at `generate`.
     """
 
@@ -37,6 +37,8 @@ class GenerationRequest:
             raise ValueError(f"n is {self.n}; it must be at least 1")
         if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed is {self.seed}; it must lie between 0 and {MAX_SEED}")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"timeout_s is {self.timeout_s}; it must be above 0")
         if not self.prompt_token_ids:
             raise ValueError("the prompt has no tokens; send at least one")
         if len(self.stop) > MAX_STOP_STRINGS:

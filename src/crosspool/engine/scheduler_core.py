@@ -26,6 +26,7 @@ from crosspool.engine.sequence import Sequence, SequenceState, SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.snapshot import snapshot
 from crosspool.engine.stats import EngineStats
+from crosspool.engine.step_log import StepLog
 from crosspool.errors import (
     CrossPoolError,
     DeadlineExceededError,
@@ -52,6 +53,7 @@ class EngineCore:
         self.dispatcher = Dispatcher(config, self.loads, self.pages, self.ranks)
         self.num_steps = 0
         self.last_step_s: float | None = None
+        self.log = StepLog()
         self._order = AdmissionOrder(ageing_s=config.ageing_s, bypass_window=config.bypass_window)
         self._estimate = output_estimate(config.admission, config.forecast_quantile)
         self._sequences: dict[int, Sequence] = {}  # those that have not ended
@@ -95,6 +97,7 @@ class EngineCore:
         assert load.is_idle, f"model {name} still has sequences; drain or end it first"
         self.pages[load.model.kv_rank].remove_model(name)
         self._estimate.forget(name)
+        self.log.forget(name)
         self.dispatcher.remove_model(name)
         del self.loads[name]
 
@@ -223,6 +226,7 @@ class EngineCore:
         step, sequences = lane.finish()
         self.num_steps += 1
         self.last_step_s = now
+        self.log.add(step.header, lane.started_s, now, result.attention_s)
         sampled = {token.sequence_id: token for token in result.sampled}
         updates = []
         for row, sequence in zip(step.rows, sequences, strict=True):
@@ -260,7 +264,10 @@ class EngineCore:
             if sequence.state is SequenceState.ENDED:
                 self._release(sequence)
         if event.fatal:
-            return self._fail_all(alive, StepError(event.error), now)
+            if len(sequences) == 1:
+                return self._fail_all(alive, StepError(event.error), now)
+            self.dispatcher.isolate(step, sequences, trouble, now)
+            return []
         if self.config.recovery_timeout_s == 0:
             return self._fail_all(alive, WorkerLostError(self._give_up(trouble)), now)
         if alive:

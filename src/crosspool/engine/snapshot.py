@@ -20,7 +20,8 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
     return EngineStats(
         now_s=now,
         models=tuple(
-            _model_stats(load, core.pages[load.model.kv_rank], parked_seqs[name]) for name, load in core.loads.items()
+            _model_stats(load, core.pages[load.model.kv_rank], parked_seqs[name], core.log.last_end_s(name))
+            for name, load in core.loads.items()
         ),
         pools=tuple(pages.stats(core.config.frame_bytes) for pages in core.pages.values()),
         lanes=tuple(lane.stats() for lane in core.dispatcher.lanes),
@@ -34,7 +35,7 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
     )
 
 
-def _model_stats(load: ModelLoad, pages: KVRankPages, num_parked: int) -> ModelStats:
+def _model_stats(load: ModelLoad, pages: KVRankPages, num_parked: int, last_end_s: float | None) -> ModelStats:
     name, width = load.model.name, load.model.frames_per_page
     frames_used = pages.frames_used(name)
     frames_reserved = pages.frames_reserved([*load.prefilling, *load.decoding, *load.lingering])
@@ -55,4 +56,15 @@ def _model_stats(load: ModelLoad, pages: KVRankPages, num_parked: int) -> ModelS
         num_accepted=load.num_accepted,
         num_refused=load.num_refused,
         num_finished={reason.value: count for reason, count in load.num_finished.items()},
+        busy_since_s=_busy_since_s(load, last_end_s),
     )
+
+
+def _busy_since_s(load: ModelLoad, last_end_s: float | None) -> float | None:
+    """The later of the model's last progress and the moment its oldest live sequence came; None without any."""
+    if not load.num_live:
+        return None
+    came_s = min(
+        sequence.request.arrival_s if sequence.scheduled_s is None else sequence.scheduled_s for sequence in load.live()
+    )
+    return came_s if last_end_s is None else max(came_s, last_end_s)
