@@ -338,4 +338,5 @@ KERNEL(moe_down, MoeParams, MOE_THREADS, 2) {
     if (p.out_is_float) static_cast<float*>(p.out)[at] = v;
     else static_cast<u16*>(p.out)[at] = bf16_bits(v);
   }
+  depart(p.departure, gridDim.x);
 }
