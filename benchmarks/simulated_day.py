@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosspool.planner.deployment import GPUs, ModelEntry, PlanInput, TraceFrom
+from crosspool.planner.deployment import PlanInput
 from crosspool.planner.group import Split, split_group
 from crosspool.planner.traffic import PlannedModel, planned_models
 from crosspool.workload.traces import read_trace
@@ -27,14 +27,15 @@ class DayGroup:
 def day_input(trace: Path, *, num_groups: int, group_size: int, num_kv: int) -> PlanInput:
     """The deployment of every model in the trace; names are catalogue names or known other names of entries."""
     names = read_trace(trace).models
-    base = PlanInput(
-        gpus=GPUs(kind="h200", count=num_groups * group_size, per_group=group_size, kv=num_kv, memory=None, used=0),
-        models=[ModelEntry(model=name, name=name) for name in names],
-        trace=TraceFrom(file=trace, period=86400.0),
-        admission="forecast",
+    return PlanInput.model_validate(
+        {
+            "gpus": {"kind": "h200", "count": num_groups * group_size, "per_group": group_size, "kv": num_kv},
+            "models": [{"model": name, "name": name} for name in names],
+            "trace": {"file": trace, "period": 86400.0},
+            "engine": {"max_num_seqs": 64, "max_num_batched_tokens": 1024, "decode_lanes": 4},
+            "admission": "forecast",
+        }
     )
-    engine = base.engine.model_copy(update={"max_num_seqs": 64, "decode_lanes": 4, "max_num_batched_tokens": 1024})
-    return base.model_copy(update={"engine": engine})
 
 
 def day_groups(plan_input: PlanInput) -> list[DayGroup]:

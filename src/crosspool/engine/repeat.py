@@ -45,7 +45,8 @@ def num_repeats(core: EngineCore, lane: int) -> int:
 def repeat_step(core: EngineCore, lane: int, count: int, token_id: int, now: float) -> None:
     """The lane's decode step ended and was handed out again `count` times, the last time at `now`.
 
-    Each time every row sampled `token_id`, which ends no sequence. `count` is less than `num_repeats`.
+    Each time every row sampled `token_id`, which ends no sequence. `count` is less than `num_repeats`. The log of
+    steps holds them as one.
     """
     assert 0 < count < num_repeats(core, lane), f"lane {lane} cannot repeat its step {count} times"
     running = core.dispatcher.lanes[lane]
@@ -59,6 +60,7 @@ def repeat_step(core: EngineCore, lane: int, count: int, token_id: int, now: flo
     load.generated_tokens += count * len(running.sequences)
     core.num_steps += count
     core.last_step_s = now
+    core.log.add(step.header, running.started_s, now, 0.0)
     core.dispatcher.take_turn(load.model.name, "decode")
     running.step_seq += count
     running.started_s = now

@@ -22,12 +22,14 @@ POOLS = Route(kv=0, weights=1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedModel:
-    """One model. route: its stations in the two pools. gpus: where a monolithic layout has its shards."""
+    """One model. route: its stations in the two pools. gpus: where a monolithic layout has its shards,
+    of which `replica_gpus` in a row hold a sequence's cache together."""
 
     served: ServedModel
     cost: StepCost
     route: Route = POOLS
     gpus: tuple[int, ...] = ()
+    replica_gpus: int = 1
 
     @property
     def name(self) -> str:

@@ -138,27 +138,31 @@ def _monolithic(
         )
     homes = {model.name: tuple(gpu for gpu, names in enumerate(hosting) if model.name in names) for model in facts}
     frames = _free_frames(planned, room, hosting, homes, plan_input.engine.frame_bytes)
-    models, replicas = [], {}
-    shared = [PageBudget(count) for count in frames]
+    models = []
     for model in planned:
         gpus = homes[model.name]
         size = replica_size(model.facts.num_kv_heads, len(gpus))
-        own = {gpu: PageBudget(frames[gpu] // len(hosting[gpu])) for gpu in gpus} if layout == "static" else None
-        budgets = [own[gpu] if own is not None else shared[gpu] for gpu in gpus]
-        replicas[model.name] = [budgets[start : start + size] for start in range(0, len(gpus), size)]
         per_gpu = max(1, ceil_div(model.geometry.page_bytes, size * model.geometry.frame_bytes))
         models.append(
             SimulatedModel(
                 served=_served(model, model.name, [f"gpu{gpu}" for gpu in gpus], per_gpu),
                 cost=MonolithicCost(model.facts, kind, num_gpus=len(gpus)),
                 gpus=gpus,
+                replica_gpus=size,
             )
         )
+    owners = [len(names) if layout == "static" else 1 for names in hosting]
 
     def prepare(core: EngineCore) -> None:
+        """Fresh budgets for each core: of each GPU, in equal parts where models do not share it."""
+        shared = [PageBudget(count) for count in frames]
         for model in models:
+            own = {gpu: PageBudget(frames[gpu] // owners[gpu]) for gpu in model.gpus}
+            budgets = [own[gpu] if layout == "static" else shared[gpu] for gpu in model.gpus]
+            size = model.replica_gpus
+            replicas = [budgets[start : start + size] for start in range(0, len(budgets), size)]
             estimate = core.pages[model.name].estimate
-            core.pages[model.name] = ReplicatedPages(model.served, replicas[model.name], estimate)
+            core.pages[model.name] = ReplicatedPages(model.served, replicas, estimate)
 
     return SimulatedGroup(
         name="",

@@ -1,0 +1,147 @@
+"""Stage times: the planner's roofline where it applies, arithmetic and links beyond it, measured points over both."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from crosspool.planner.catalogue import catalogue_facts
+from crosspool.planner.gpus import gpu_kind
+from crosspool.planner.roofline import stage_times
+from crosspool.simulator.cost import MonolithicCost, PooledCost, StepWork, decode_work, step_work
+from crosspool.simulator.measured import MeasuredCost, read_measured, with_measurements
+from tests.support.simulating import LinearCost, prefill_step
+
+H200 = gpu_kind("h200")
+NAMES = ["qwen3-30b-a3b", "glm-4.7-flash", "deepseek-v2-lite", "qwen3-next-80b-a3b"]
+
+
+def pooled(name="qwen3-30b-a3b", num_kv=1, num_weights=1) -> PooledCost:
+    return PooledCost(catalogue_facts(name), H200, num_kv=num_kv, num_weights=num_weights)
+
+
+def chunk(new=512, cached=0) -> StepWork:
+    return StepWork(num_tokens=new, kv_tokens=cached + new, pairs=new * (cached + (new + 1) / 2), num_sampled=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("batch", "context"), [(1, 100), (4, 8000), (8, 32000)])
+def test_decode_is_the_planners_roofline(name, batch, context):
+    ours = pooled(name).times(decode_work(batch, batch * context))
+    theirs = stage_times(
+        catalogue_facts(name), H200, batch=batch, context_tokens=context, num_kv_ranks=1, num_weights_ranks=1
+    )
+    assert ours.step_s == pytest.approx(theirs.step_s, rel=1e-6)
+    assert ours.kv_busy_s == pytest.approx(theirs.kv_busy_s, rel=1e-6)
+
+
+def test_floors_of_qwen3_on_an_h200():
+    """48 layers of eight experts of 9.4 MB and of 37.7 MB attention weights, at 4.25 TB/s."""
+    times = pooled().times(decode_work(1, 0))
+    assert 48 * (times.ffn_s - H200.segment_s) == pytest.approx(3.65e9 / 4.25e12, rel=0.02)
+    assert 48 * (times.attention_s - H200.segment_s) == pytest.approx(48 * 37.7e6 / 4.25e12, rel=0.02)
+    assert times.tail_s == pytest.approx(622e6 / 4.25e12, rel=0.1)
+
+
+def test_more_ranks_take_less_and_cross_more():
+    one, three = pooled(num_weights=1), pooled(num_weights=3)
+    work = decode_work(4, 4000)
+    assert three.times(work).ffn_s < one.times(work).ffn_s
+    assert three.times(chunk()).crossing_s > 2 * one.times(chunk()).crossing_s
+    long = decode_work(1, 200_000)
+    assert pooled(num_kv=2).times(long).attention_s < 0.65 * pooled(num_kv=1).times(long).attention_s
+    assert pooled(num_kv=2).times(decode_work(1, 0)).attention_s > one.times(decode_work(1, 0)).attention_s  # the merge
+
+
+def test_long_chunks_are_bound_by_arithmetic():
+    short, long = pooled().times(chunk(512, 0)), pooled().times(chunk(512, 30_000))
+    assert long.attention_s > 5 * short.attention_s
+    again = pooled().times(chunk(512, 60_000))
+    assert again.attention_s - long.attention_s == pytest.approx(2 * 512 * 30_000 * 2 * 32 * 128 / 590e12, rel=0.02)
+
+
+def test_a_chunk_that_samples_nothing_has_no_tail_to_speak_of():
+    assert pooled().times(chunk()).tail_s == H200.segment_s
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_one_gpu_alone_reads_what_both_pools_read_and_crosses_nothing(name):
+    facts = catalogue_facts(name)
+    alone, work = MonolithicCost(facts, H200, num_gpus=1).times(decode_work(2, 2000)), decode_work(2, 2000)
+    both = PooledCost(facts, H200, num_kv=1, num_weights=1).times(work)
+    assert alone.crossing_s == 0
+    assert alone.step_s == pytest.approx(both.step_s - 2 * both.num_layers * both.crossing_s)
+
+
+def test_tensor_parallel_attention_is_cut_by_heads_and_no_further():
+    work = decode_work(1, 0)
+    gqa = [MonolithicCost(catalogue_facts(NAMES[0]), H200, num_gpus=n).times(work).attention_s for n in (1, 4)]
+    mla = [MonolithicCost(catalogue_facts(NAMES[1]), H200, num_gpus=n).times(work).attention_s for n in (1, 4)]
+    assert (gqa[1] - H200.segment_s) == pytest.approx((gqa[0] - H200.segment_s) / 4, rel=1e-6)
+    assert mla[1] == pytest.approx(mla[0], rel=1e-6)
+
+
+def test_work_of_a_step_is_read_from_its_descriptor():
+    step = prefill_step(prompts=(100, 20), max_tokens=64)
+    work = step_work(step)
+    assert [row.num_new_tokens for row in step.rows] == [44, 20]
+    assert work == StepWork(num_tokens=64, kv_tokens=64, pairs=44 * 45 / 2 + 20 * 21 / 2, num_sampled=1)
+
+
+def test_measured_points_replace_the_roofline(tmp_path):
+    path = tmp_path / "measured.json"
+    entry = {
+        "ffn_us": {"2": {"1": 20.0, "8": 90.0}},
+        "attention_us": [[1, 1000, 21.0], [4, 1000, 24.0], [8, 1000, 28.0]],
+        "crossing_us": 2.9,
+        "tail_us": 170.0,
+    }
+    path.write_text(json.dumps({"models": {"qwen3-30b-a3b": entry}}))
+    table = read_measured(path)
+    cost = with_measurements(pooled(num_weights=2), table, "Qwen/Qwen3-30B-A3B", 2)
+    times = cost.times(decode_work(8, 8000))
+    assert times.ffn_s == pytest.approx(90e-6)
+    assert cost.times(decode_work(4, 0)).ffn_s == pytest.approx(50e-6)  # in between
+    assert times.attention_s == pytest.approx(28e-6)
+    assert cost.times(decode_work(1, 100_000)).attention_s == pytest.approx(120e-6)
+    assert times.crossing_s == pytest.approx(2.9e-6)
+    assert times.tail_s == pytest.approx(170e-6)
+    bound = pooled(num_weights=2)
+    ratio = 90e-6 / bound.times(decode_work(8, 0)).ffn_s
+    assert cost.times(chunk()).ffn_s == pytest.approx(ratio * bound.times(chunk()).ffn_s)
+
+
+def test_models_and_parts_without_measurements_keep_the_roofline(tmp_path):
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps({"models": {"qwen3-30b-a3b": {"tail_us": 170.0}}}))
+    table = read_measured(path)
+    other = pooled("glm-4.7-flash")
+    assert with_measurements(other, table, "glm-4.7-flash", 1) is other
+    cost = with_measurements(pooled(), table, "qwen3-30b-a3b", 1)
+    assert isinstance(cost, MeasuredCost)
+    plain, work = pooled(), decode_work(4, 4000)
+    assert cost.times(work).ffn_s == plain.times(work).ffn_s
+    assert cost.times(work).attention_s == plain.times(work).attention_s
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"models": {"m": {"tail_us": -1}}}', '{"models": {"m": {"ffn_us": {"x": {"1": 1}}}}}']
+)
+def test_a_broken_table_is_refused_in_one_line(tmp_path, text):
+    path = tmp_path / "measured.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is no table of measured stage times") as refused:
+        read_measured(path)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match="no table"):
+        read_measured(tmp_path / "missing.json")
+
+
+def test_rows_and_tokens_make_steps_longer():
+    cost = LinearCost()
+    assert cost.times(decode_work(4, 100)).ffn_s > cost.times(decode_work(1, 100)).ffn_s
+    for name in NAMES:
+        steps = [pooled(name).times(decode_work(batch, batch * 1000)).step_s for batch in (1, 2, 4, 8, 16)]
+        assert steps == sorted(steps)
+        assert pooled(name).times(decode_work(1, 9000)).step_s > pooled(name).times(decode_work(1, 10)).step_s
