@@ -87,8 +87,6 @@ class Engine:
         self._thread.start()
         return self
 
-    # requests ---------------------------------------------------------------------------------------------------
-
     def submit(self, request: GenerationRequest, sink: Sink, flush: Flush | None = None) -> None:
         """Accept or refuse a request at once, in the caller's thread; outputs then come to `sink`.
 
@@ -116,8 +114,6 @@ class Engine:
         self._calls.append(lambda now: self._end_request(request_id, now))
         self._cluster.wake()
         return True
-
-    # models -----------------------------------------------------------------------------------------------------
 
     def add_model(self, model: ServedModel) -> Future[ModelInfo]:
         """Start to load a model. The future ends with its info, or with CheckpointError if it cannot be loaded.
@@ -170,8 +166,6 @@ class Engine:
         with self._lock:
             self._check_open()
 
-    # end --------------------------------------------------------------------------------------------------------
-
     def close(self, *, drain_s: float = 0.0) -> None:
         """Refuse new requests, wait `drain_s` for the accepted ones, end the rest with an error, stop the workers."""
         with self._lock:
@@ -190,8 +184,6 @@ class Engine:
             raise WorkerLostError(self._failure)
         if self._closing:
             raise ShuttingDownError("the engine is shutting down and takes no new requests")
-
-    # the engine thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

@@ -15,7 +15,6 @@ class ModelLoad:
 
     model: ServedModel
     queue: ModelQueue
-    limit: int
     prefilling: dict[int, Sequence] = field(default_factory=dict)
     decoding: dict[int, Sequence] = field(default_factory=dict)
     lingering: dict[int, Sequence] = field(default_factory=dict)

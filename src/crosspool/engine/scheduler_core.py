@@ -61,21 +61,22 @@ class EngineCore:
         self._next_sequence_id = 1
         self._admission_due = False
 
-    # models -----------------------------------------------------------------------------------------------------
-
     def context_limit(self, model: ServedModel) -> int:
         """Prompt plus output tokens a request to `model` may ask for. Raises CapacityError if not one page fits."""
         return context_limit(model, self.config.num_frames - 1)
 
     def add_model(self, model: ServedModel) -> None:
-        """Serve a model whose ranks have loaded it. Raises ValueError for a second one of that name."""
+        """Serve a model whose ranks have loaded it.
+
+        Raises ValueError for a second one of that name, CapacityError if the pool cannot hold a page of it.
+        """
         if model.name in self.loads:
             raise ValueError(f"model {model.name} is already served; remove it first or give another name")
-        limit = self.context_limit(model)
+        self.context_limit(model)
         if model.kv_rank not in self.pages:
             self.pages[model.kv_rank] = KVRankPages(model.kv_rank, self.config.num_frames, self._estimate)
         self.pages[model.kv_rank].add_model(model)
-        self.loads[model.name] = ModelLoad(model, ModelQueue(model.name, self.config.max_queue), limit)
+        self.loads[model.name] = ModelLoad(model, ModelQueue(model.name, self.config.max_queue))
         self.dispatcher.add_model(model.name)
 
     def drain_model(self, name: str) -> None:
@@ -100,8 +101,6 @@ class EngineCore:
         self.log.forget(name)
         self.dispatcher.remove_model(name)
         del self.loads[name]
-
-    # requests ---------------------------------------------------------------------------------------------------
 
     def add_requests(self, requests: Items[Request], now: float) -> list[int]:
         """Accept one request's sequences, all or none; returns their ids.
@@ -165,8 +164,6 @@ class EngineCore:
     def num_unended(self) -> int:
         """Accepted sequences that still owe their caller an end."""
         return len(self._sequences)
-
-    # time and events --------------------------------------------------------------------------------------------
 
     def on_event(self, event: Event, now: float) -> list[SequenceUpdate]:
         """What an outcome from the cluster means for sequences. Outcomes of steps given up before are ignored."""
@@ -314,8 +311,6 @@ class EngineCore:
             f"last: {trouble.error}"
         )
 
-    # steps ------------------------------------------------------------------------------------------------------
-
     def schedule(self, now: float) -> list[StepDescriptor]:
         """Admit what fits, then fill every idle lane that has work. Each step is to be handed to the cluster."""
         self._admit(now)
@@ -347,8 +342,6 @@ class EngineCore:
                 pages.admit(sequence)
                 load.enter(sequence, SequenceState.PREFILLING)
             self._admission_due |= bool(pages.stalled)
-
-    # ends -------------------------------------------------------------------------------------------------------
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         load = self.loads[sequence.request.model]
@@ -402,8 +395,6 @@ class EngineCore:
             finish_reason=finish_reason,
             error=error,
         )
-
-    # views ------------------------------------------------------------------------------------------------------
 
     def stats(self, now: float) -> EngineStats:
         """A snapshot in which every rank's frames used, reserved and free add up to its budget."""
