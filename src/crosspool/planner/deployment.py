@@ -134,7 +134,7 @@ class TraceFrom(_Section):
 class Service(_Section):
     """How long requests hold KV, where the trace does not say."""
 
-    cost: Literal["steady", "roofline"] = "roofline"
+    cost: Literal["steady", "roofline", "simulator"] = "roofline"
     tbt_ms: Annotated[float | None, Field(gt=0, description="time between tokens, for cost steady")] = None
     prefill_tokens_per_s: Positive = 10000.0
 
@@ -142,6 +142,8 @@ class Service(_Section):
     def _steady_has_tbt(self) -> "Service":
         if self.cost == "steady" and self.tbt_ms is None:
             raise ValueError("cost steady needs tbt_ms")
+        if self.cost == "simulator" and self.tbt_ms is not None:
+            raise ValueError("tbt_ms is given, but cost simulator finds it; remove one of them")
         return self
 
 
