@@ -17,7 +17,7 @@ class EmulatedKernels:
     """The launcher of `backends/cuda` for CPU tensors."""
 
     def __init__(self, *, num_sms: int = 8, backwards: bool = False) -> None:
-        self.num_sms, self.backwards = num_sms, backwards
+        self.num_sms, self.backwards, self.is_hopper = num_sms, backwards, True
         self._libraries: dict[str, ctypes.CDLL] = {}
         self.launches: list[tuple[str, tuple[int, int, int], int]] = []
 

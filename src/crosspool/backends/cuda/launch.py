@@ -8,7 +8,7 @@ import torch
 
 from crosspool.backends.cuda.compile import architecture, cubin
 
-SOURCES = ("gemv", "norm", "rope", "attention", "router", "moe", "prefetch", "transport")
+SOURCES = ("gemv", "norm", "rope", "attention", "router", "moe", "prefetch", "transport", "sample")
 
 
 class Launcher(Protocol):
@@ -16,6 +16,8 @@ class Launcher(Protocol):
 
     num_sms: int
     """Multiprocessors of the device."""
+    is_hopper: bool
+    """Compute capability 9.0 or later: 227 KiB of shared memory a block, kernels that overlap."""
 
     def launch(
         self,
@@ -54,7 +56,7 @@ class DeviceKernels:
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # makes torch's primary context current
             capability = torch.cuda.get_device_capability(device)
-            self._can_overlap = capability[0] >= 9
+            self.is_hopper = self._can_overlap = capability[0] >= 9
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
             arch = architecture(capability)
             self._modules = {

@@ -13,7 +13,7 @@ from crosspool.models.spec import MoEFFNSpec
 from crosspool.units import ceil_div
 
 _WARPS = 8
-_STREAM_BYTES = 96 * 1024  # stages * bytes of a stage, of either kernel
+_STAGE_BYTES = 32 * 1024  # of either kernel
 _RED_FLOATS, _OUT_STRIDE = 160, 20
 _ACTIVATIONS = {"silu": 0, "gpt_oss_swiglu": 1}
 
@@ -103,6 +103,7 @@ def ffn(
         max_unique=min(spec.num_experts, tokens * top_k) if isinstance(spec, MoEFFNSpec) else 1,
         departure=departure or Meeting(),
     )
+    stream_bytes = _STAGE_BYTES * (5 if kernels.is_hopper else 3)
     lists_bytes = (2 * params.max_unique + 1 + 2 * tokens * top_k) * 4
     tiles = shared_width // 8 + (width // 8 * params.max_unique if is_moe else 0)
     kernels.launch(
@@ -110,7 +111,7 @@ def ffn(
         "moe_gate_up",
         grid=(min(kernels.num_sms, tiles), 1, 1),
         threads=_WARPS * 32,
-        smem_bytes=_STREAM_BYTES + 2 * _WARPS * ceil_div(tokens, 8) * _RED_FLOATS * 4 + lists_bytes,
+        smem_bytes=stream_bytes + 2 * _WARPS * ceil_div(tokens, 8) * _RED_FLOATS * 4 + lists_bytes,
         params=params,
         overlap=overlap or (is_moe and not routed),
     )
@@ -119,6 +120,6 @@ def ffn(
         "moe_down",
         grid=(ceil_div(hidden, 16), 1, 1),
         threads=_WARPS * 32,
-        smem_bytes=_STREAM_BYTES + (_WARPS * _OUT_STRIDE + top_k) * tokens * 4 + lists_bytes,
+        smem_bytes=stream_bytes + (_WARPS * _OUT_STRIDE + top_k) * tokens * 4 + lists_bytes,
         params=params,
     )

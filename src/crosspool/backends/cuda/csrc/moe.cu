@@ -3,14 +3,19 @@
 //
 // One block a multiprocessor. A warp streams weights through its own shared memory: every lane copies exactly the bytes
 // that it will multiply, STAGES - 1 stages ahead, so there is nothing to synchronise and nothing to hold in registers,
-// and the stream does not pause between tiles. Both kernels' buffers fit one multiprocessor together: the second kernel
-// fills its own while the first still computes. (Blocks that hold a tile in registers read as fast only while L1 is
-// large, which it is not beside overlapping kernels.)
+// and the stream does not pause between tiles. NOTE: a block takes more than half of a multiprocessor's shared memory on
+// purpose. Blocks of overlapping kernels start as multiprocessors come free; if two of these fit one, half of the
+// multiprocessors get two and the other half none.
 #include "moe.cuh"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int MOE_STAGES = 3;  // 163 KiB of shared memory a block at most
+#else
+constexpr int MOE_STAGES = 5;
+#endif
 constexpr int MOE_WARPS = 8, MOE_THREADS = MOE_WARPS * 32;
-constexpr int UP_STAGES = 3, UP_CHUNKS = 4;      // a stage: 4 chunks of 32 elements of k a warp
-constexpr int DOWN_STAGES = 3, DOWN_CHUNKS = 4;  // a warp's unit: 128 elements of k of one expert
+constexpr int UP_STAGES = MOE_STAGES, UP_CHUNKS = 4;      // a stage: 4 chunks of 32 elements of k a warp
+constexpr int DOWN_STAGES = MOE_STAGES, DOWN_CHUNKS = 4;  // a warp's unit: 128 elements of k of one expert
 constexpr int UP_K = MOE_WARPS * UP_CHUNKS * 32;       // 1,024 elements of k a stage of the block
 constexpr int DOWN_K = DOWN_CHUNKS * 32;               // 128: each warp has its own units
 constexpr int MAX_GROUPS = 4;                    // groups of 8 tokens
@@ -218,7 +223,7 @@ DEVICE const u16* down_column(const MoeParams& p, const Lists& lists, const Down
 }
 
 // Each warp takes every eighth unit and keeps its own sums, which are added in warp order at the end.
-KERNEL(moe_down, MoeParams, MOE_THREADS, 2) {
+KERNEL(moe_down, MoeParams, MOE_THREADS, 1) {
   using DownStream = Stream<DOWN_STAGES, DOWN_CHUNKS>;
   const DownStream stream(dynamic_smem());
   float* sums = reinterpret_cast<float*>(dynamic_smem() + DownStream::BYTES);  // MOE_WARPS * tokens * OUT_STRIDE
