@@ -129,13 +129,22 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
     explained: Annotated[bool, typer.Option("--explain", help="print why each number is what it is")] = False,
     plot: Annotated[Path | None, typer.Option(help="folder for pictures of demand and contexts")] = None,
+    serve_config: Annotated[Path | None, typer.Option(help="folder for files that crosspool serve reads")] = None,
 ) -> None:
     """Say before you buy what fits: KV budget, placement and context limits of many models on given GPUs."""
     from rich.console import Console
 
     from crosspool.commands.plan import run
 
-    run(source, output=output, as_json=as_json, explained=explained, plot_dir=plot, console=Console())
+    run(
+        source,
+        output=output,
+        as_json=as_json,
+        explained=explained,
+        plot_dir=plot,
+        serve_dir=serve_config,
+        console=Console(),
+    )
 
 
 @app.command()

@@ -11,11 +11,19 @@ from crosspool.planner.deployment import PlanInput, read_plan_input
 from crosspool.planner.explain import explain
 from crosspool.planner.plan import Plan
 from crosspool.planner.planner import Planned, plan_deployment
+from crosspool.planner.serve_config import write_serve_configs
 from crosspool.units import format_bytes
 
 
 def run(
-    source: Path, *, output: Path | None, as_json: bool, explained: bool, plot_dir: Path | None, console: Console
+    source: Path,
+    *,
+    output: Path | None,
+    as_json: bool,
+    explained: bool,
+    plot_dir: Path | None,
+    serve_dir: Path | None,
+    console: Console,
 ) -> None:
     """Raises CrossPoolError, in one line, for wrong input and for what does not fit."""
     try:
@@ -23,7 +31,8 @@ def run(
         planned = _plan_simulated(plan_input) if plan_input.service.cost == "simulator" else plan_deployment(plan_input)
         if output is not None:
             output.write_text(planned.plan.to_json(), encoding="utf-8")
-        pictures = _pictures(planned, plot_dir) if plot_dir is not None else []
+        written = _pictures(planned, plot_dir) if plot_dir is not None else []
+        written += write_serve_configs(planned.plan, serve_dir) if serve_dir is not None else []
     except ValueError as error:
         raise CrossPoolError(str(error)) from None
     except OSError as error:
@@ -35,7 +44,7 @@ def run(
             print(line)
     else:
         show(planned.plan, console)
-    for path in pictures:
+    for path in written:
         print(f"wrote {path}", file=sys.stderr)
 
 

@@ -65,6 +65,12 @@ def lookup(name: str) -> CatalogueName | None:
     return _names().get(name.lower())
 
 
+def hub_id(name: str) -> str | None:
+    """The Hugging Face id of the entry that `name` stands for exactly; None otherwise."""
+    found = lookup(name)
+    return str(_data()["models"][found.entry]["id"]) if found is not None and found.is_exact else None
+
+
 def catalogue_facts(name: str, served_name: str | None = None) -> ModelFacts:
     """Facts of a catalogue entry, under `served_name`. Raises ValueError listing the entries for an unknown name."""
     found = lookup(name)

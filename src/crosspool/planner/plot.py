@@ -71,7 +71,8 @@ def _distribution(pyplot: Any, group: PlannedGroup, demand: PoolDemand) -> Any:
     if budget < 2 * demand.samples[-1] / GiB:
         axes.axvline(budget, color="tab:red", label=f"budget {budget:.1f} GiB")
         axes.legend()
-    axes.set(xlabel="KV pages held, GiB", ylabel="samples", title=f"{group.plan.name}: demand at a random moment")
+    title = f"{group.plan.name}: demand at a random moment; budget {budget:.1f} GiB"
+    axes.set(xlabel="KV pages held, GiB", ylabel="samples", title=title)
     return figure
 
 

@@ -1,0 +1,57 @@
+"""From a plan to the configuration of `crosspool serve`: budget, pages, ranks, lanes, context limits as planned."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from crosspool.planner.catalogue import hub_id
+from crosspool.planner.plan import GroupPlan, Plan
+
+
+def serve_settings(plan: Plan, group: GroupPlan) -> dict[str, Any]:
+    """Settings that serve one group as planned. Raises ValueError, with the remedy, for what serve cannot run.
+
+    Floors and ceilings are not settings of serve; the budget is shared without them.
+    """
+    if unknown := [model.name for model in group.models if not model.servable]:
+        raise ValueError(f"{group.name}: {unknown[0]} is planned by numbers, no family here serves it; plan without it")
+    if len(group.kv_ranks) > 1:
+        raise ValueError(
+            f"{group.name} has {len(group.kv_ranks)} KV ranks, serve runs one for each model; "
+            "plan with `gpus: {kv: 1}`"
+        )
+    return {
+        "models": [
+            {
+                "path": hub_id(model.source) or model.source,
+                "name": model.name,
+                "page_tokens": model.page_tokens,
+                "max_model_len": model.longest_context_tokens,
+            }
+            for model in group.models
+        ],
+        "kv_pool_bytes": group.budget_bytes_per_rank,
+        "frame_bytes": plan.frame_bytes,
+        "weights_ranks": len(group.weights_ranks),
+        "max_num_seqs": plan.max_num_seqs,
+        "max_num_batched_tokens": plan.max_num_batched_tokens,
+        "decode_lanes": plan.num_decode_lanes,
+        "prefill_lanes": plan.num_prefill_lanes,
+        "admission": plan.admission,
+    }
+
+
+def write_serve_configs(plan: Plan, directory: Path) -> list[Path]:
+    """One YAML file a group, named after it. Raises ValueError as above, and where the folder cannot be written."""
+    settings = {group.name: serve_settings(plan, group) for group in plan.groups}
+    written = []
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, values in settings.items():
+            path = directory / f"{name}.yaml"
+            path.write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+            written.append(path)
+    except OSError as error:
+        raise ValueError(f"cannot write to {directory}: {error.strerror or error}") from None
+    return written
