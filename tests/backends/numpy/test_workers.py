@@ -235,8 +235,9 @@ def test_unknown_models_and_misplaced_shares_are_named():
 def test_a_model_whose_layer_does_not_fit_a_frame_leaves_nothing_behind():
     worker = NumpyAttentionWorker(4, 1024)
     directory = model_dir("qwen3_moe")
+    weights = load_attention_weights(directory)
     with pytest.raises(ValueError, match=r"more than a 1\.0 KiB frame; set page_tokens <= "):
-        worker.add_weights("q", directory.spec, load_attention_weights(directory), 64)
+        worker.add_weights("q", directory.spec, weights.model, weights.layers, 64)
     assert worker.memory_bytes()["attention_weights"] == 0
 
 

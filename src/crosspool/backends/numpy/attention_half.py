@@ -1,5 +1,7 @@
 """The KV pool's half of one model, layer by layer: embedding, attention, norms, head. It knows no step and no peer."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -12,7 +14,6 @@ from crosspool.backends.numpy.norms import RMSNorm
 from crosspool.backends.numpy.rotary import ComplexArray, RotaryTable
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, ModelSpec, RopeSpec
-from crosspool.weights_pool.loader import ModelWeights
 
 IntArray = npt.NDArray[np.int64]
 
@@ -20,28 +21,41 @@ IntArray = npt.NDArray[np.int64]
 class AttentionHalf:
     """A model's non-FFN weights, packed for float32 math, and its view of the arena."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, arena: Arena, geometry: PageGeometry) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: dict[str, FloatArray],
+        layers: Iterable[dict[str, FloatArray]],
+        arena: Arena,
+        geometry: PageGeometry,
+    ) -> None:
+        """`tensors` are the model's own, `layers` those of each layer; a layer is not looked at after the next."""
         self.spec = spec
         tied = spec.tie_word_embeddings
-        self._head = transposed(weights.model["embed" if tied else "head"])
-        self._embed = self._head.T if tied else weights.model["embed"]
-        self._final_norm = RMSNorm(weights.model["final_norm"], spec.norm_eps)
-        self._input_norms = [RMSNorm(layer["input_norm"], spec.norm_eps) for layer in weights.layers]
-        self._post_attention_norms = [RMSNorm(layer["post_attention_norm"], spec.norm_eps) for layer in weights.layers]
+        self._head = transposed(tensors["embed" if tied else "head"])
+        self._embed = self._head.T if tied else tensors["embed"]
+        self._final_norm = RMSNorm(tensors["final_norm"], spec.norm_eps)
+        self._input_norms: list[RMSNorm] = []
+        self._post_attention_norms: list[RMSNorm] = []
         self._attention: list[GQAAttention | MLAAttention] = []
-        for layer, tensors in zip(spec.layers, weights.layers, strict=True):
+        for layer, weights in zip(spec.layers, layers, strict=True):
             attention = layer.attention
+            self._input_norms.append(RMSNorm(weights["input_norm"], spec.norm_eps))
+            self._post_attention_norms.append(RMSNorm(weights["post_attention_norm"], spec.norm_eps))
             if isinstance(attention, GQASpec):
-                self._attention.append(GQAAttention(attention, tensors, spec.norm_eps))
+                self._attention.append(GQAAttention(attention, weights, spec.norm_eps))
             else:
-                self._attention.append(MLAAttention(attention, tensors))
+                self._attention.append(MLAAttention(attention, weights))
         self._ropes = [layer.attention.rope for layer in spec.layers]
         self._rotary = {rope: RotaryTable(rope) for rope in dict.fromkeys(self._ropes)}
         self._caches = layer_caches(arena, geometry, spec)
         norms = (self._final_norm, *self._input_norms, *self._post_attention_norms)
-        layers = sum(attention.nbytes for attention in self._attention)
+        attention_bytes = sum(attention.nbytes for attention in self._attention)
         self.nbytes = (
-            (0 if tied else self._embed.nbytes) + self._head.nbytes + sum(norm.nbytes for norm in norms) + layers
+            (0 if tied else self._embed.nbytes)
+            + self._head.nbytes
+            + sum(norm.nbytes for norm in norms)
+            + attention_bytes
         )
 
     def embed(self, token_ids: IntArray) -> FloatArray:

@@ -1,14 +1,15 @@
 """The KV pool's worker: runs the attention half of every step, layer by layer, and samples at its end."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from crosspool.backends.base import HalfStep, LaneLinks, Progress, Wait
+from crosspool.backends.base import FloatArray, HalfStep, LaneLinks, Progress, Wait
 from crosspool.backends.numpy.attention_half import AttentionHalf
 from crosspool.backends.numpy.attention_step import AttentionStep, Model
 from crosspool.backends.numpy.kv_cache import new_arena
+from crosspool.backends.numpy.matrices import each_released
 from crosspool.backends.numpy.sequences import Sequence
 from crosspool.cluster.base import ModelPlacement
 from crosspool.core import SampledToken
@@ -16,7 +17,7 @@ from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
 from crosspool.scheduler.step import StepDescriptor, epoch
-from crosspool.weights_pool.loader import ModelWeights, load_attention_weights
+from crosspool.weights_pool.loader import load_attention_weights
 
 
 class NumpyAttentionWorker:
@@ -41,13 +42,21 @@ class NumpyAttentionWorker:
             )
         directory = read_model_dir(placement.directory)
         weights = load_attention_weights(directory, np.float32, progress)
-        self.add_weights(placement.name, directory.spec, weights, placement.page_tokens)
+        layers = each_released(weights.layers)
+        self.add_weights(placement.name, directory.spec, weights.model, layers, placement.page_tokens)
 
-    def add_weights(self, name: str, spec: ModelSpec, weights: ModelWeights, page_tokens: int) -> None:
-        """The same with weights that are in memory already."""
+    def add_weights(
+        self,
+        name: str,
+        spec: ModelSpec,
+        tensors: dict[str, FloatArray],
+        layers: Iterable[dict[str, FloatArray]],
+        page_tokens: int,
+    ) -> None:
+        """The same with weights that are in memory already: the model's own tensors, and those of each layer."""
         frame_bytes = self._arena.shape[1]
         geometry = page_geometry(spec, page_tokens=page_tokens, frame_bytes=frame_bytes, kv_dtype="float32", model=name)
-        half = AttentionHalf(spec, weights, self._arena, geometry)
+        half = AttentionHalf(spec, tensors, layers, self._arena, geometry)
         self._models[name] = Model(half, page_tokens, geometry.frames_per_page)
 
     def begin(self, step: StepDescriptor, name: str) -> AttentionStep:

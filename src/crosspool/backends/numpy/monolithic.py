@@ -42,7 +42,7 @@ class MonolithicModel:
         )
         self._num_frames = num_frames
         self._worker = NumpyAttentionWorker(num_frames, frame_bytes)
-        self._worker.add_weights(spec.family, spec, attention, page_tokens)
+        self._worker.add_weights(spec.family, spec, attention.model, attention.layers, page_tokens)
         self._ffn = [FFNHalf(spec, weights.layers) for weights in ffn]
         self._sequence_ids = count()
 
