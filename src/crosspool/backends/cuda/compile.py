@@ -1,6 +1,6 @@
 """Compiles the sources in `csrc` at first use, with nvcc where it is installed and NVRTC elsewhere.
 
-Binaries are cached by a hash of every source and flag, so an edit never meets a stale one.
+Binaries are cached by a hash of source, headers and flags, so an edit never meets a stale one.
 """
 
 import hashlib
@@ -26,19 +26,18 @@ def architecture(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
-def source_hash(arch: str) -> str:
-    """Changes with any source, flag or architecture."""
+def source_hash(stem: str, arch: str) -> str:
+    """Changes with the source, any header, a flag or the architecture."""
     digest = hashlib.sha256(" ".join((arch, *NVCC_FLAGS)).encode())
-    for path in sorted(SOURCES.iterdir()):
-        if path.suffix in (".cu", ".cuh"):
-            digest.update(path.name.encode() + path.read_bytes())
+    for path in (*sorted(SOURCES.glob("*.cuh")), SOURCES / f"{stem}.cu"):
+        digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def cubin(stem: str, arch: str, cache_dir: Path | None = None) -> Path:
     """Path of the compiled `csrc/<stem>.cu`; compiled now if no cached binary matches. RuntimeError with the log."""
     directory = cache_dir or default_cache_dir()
-    target = directory / f"{stem}-{arch}-{source_hash(arch)}.cubin"
+    target = directory / f"{stem}-{arch}-{source_hash(stem, arch)}.cubin"
     if target.exists():
         return target
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """Loads compiled kernels onto one device and launches them on torch's current stream."""
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,9 +60,11 @@ class DeviceKernels:
             self.is_hopper = self._can_overlap = capability[0] >= 9
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
             arch = architecture(capability)
+            with ThreadPoolExecutor() as pool:  # the compiler runs in processes of its own
+                cubins = list(pool.map(lambda source: cubin(source, arch, cache_dir), SOURCES))
             self._modules = {
-                source: self._call("cuModuleLoadData", cubin(source, arch, cache_dir).read_bytes())
-                for source in SOURCES
+                source: self._call("cuModuleLoadData", path.read_bytes())
+                for source, path in zip(SOURCES, cubins, strict=True)
             }
             for module in self._modules.values():
                 self._load_functions(module)
