@@ -12,6 +12,7 @@ from crosspool.core import FinishReason, TokenLogprob
 from crosspool.engine.output import RequestOutput, Timings, TokenLogprobs, Usage
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.stats import EngineStats, ModelInfo, ModelState, ModelStats, PoolStats
+from crosspool.engine.step_log import StepSpan
 from crosspool.errors import CrossPoolError, QueueFullError, UnknownModelError
 
 WORDS = ("One", " two", " three", " four", " five", " six", " seven", " eight")
@@ -48,6 +49,7 @@ class FakeEngine:
         self.failure: CrossPoolError | None = None
         self.busy_for_s: float | None = None
         self.ranks_down: dict[str, float] = {}
+        self.steps: list[StepSpan] = []
 
     def generate(self, request: GenerationRequest) -> FakeStream:
         script = self.scripts.get(request.model)
@@ -85,6 +87,9 @@ class FakeEngine:
     def check(self) -> None:
         if self.failure is not None:
             raise self.failure
+
+    def steps_since(self, moment_s: float) -> list[StepSpan]:
+        return [span for span in self.steps if span.ended_s > moment_s]
 
     def stats(self) -> EngineStats:
         now = time.monotonic()

@@ -12,9 +12,12 @@ from fastapi import FastAPI
 
 
 @contextmanager
-def live_server(app: FastAPI) -> Iterator[str]:
-    """Serve `app`; gives its base URL. The engine's streams live on the server's own event loop."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", access_log=False))
+def live_server(app: FastAPI, port: int = 0) -> Iterator[str]:
+    """Serve `app`, on any free port unless one is named; gives its base URL.
+
+    The engine's streams live on the server's own event loop.
+    """
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", access_log=False))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 10

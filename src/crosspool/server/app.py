@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from crosspool import __version__
 from crosspool.config import ServerConfig
 from crosspool.errors import CrossPoolError
-from crosspool.server import generation_routes, health, models_routes, stats_routes
+from crosspool.server import generation_routes, health, live_routes, models_routes, stats_routes, ui_routes
 from crosspool.server.catalogue import Catalogue
 from crosspool.server.engine_client import EngineClient
 from crosspool.server.engine_metrics import EngineCollector
@@ -44,7 +44,7 @@ def create_app(engine: EngineClient, catalogue: Catalogue, config: ServerConfig 
     app.state.draining = False
     app.state.metrics = RequestMetrics()
     app.state.metrics.registry.register(EngineCollector(engine))
-    for routes in (generation_routes, models_routes, health, stats_routes):
+    for routes in (generation_routes, models_routes, health, stats_routes, live_routes, ui_routes):
         app.include_router(routes.router)
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)

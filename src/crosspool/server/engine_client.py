@@ -5,6 +5,7 @@ from typing import Protocol, Self
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.stats import EngineStats, ModelInfo
+from crosspool.engine.step_log import StepSpan
 
 
 class OutputStream(Protocol):
@@ -31,6 +32,8 @@ class EngineClient(Protocol):
     def model(self, name: str) -> ModelInfo: ...
 
     def stats(self) -> EngineStats: ...
+
+    def steps_since(self, moment_s: float) -> list[StepSpan]: ...
 
     def check(self) -> None:
         """Raise a CrossPoolError if the engine no longer runs."""

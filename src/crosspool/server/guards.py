@@ -20,7 +20,8 @@ from crosspool.server.errors import APIError
 
 access_log = logging.getLogger("crosspool.access")
 
-OPEN_PATHS = frozenset({"/health", "/health/ready"})
+OPEN_PATHS = frozenset({"/", "/ui", "/health", "/health/ready"})
+OPEN_PREFIXES = ("/ui/", "/health/")  # the page holds no data: what it shows comes from guarded routes
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -85,7 +86,8 @@ class ApiKeyGuard:
 
     def _is_guarded(self, scope: Scope) -> bool:
         path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-        return bool(self._digests) and scope["method"] != "OPTIONS" and path not in OPEN_PATHS
+        is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
+        return bool(self._digests) and scope["method"] != "OPTIONS" and not is_open
 
     def _is_known(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -1,10 +1,12 @@
 """Liveness and readiness, judged by forward progress rather than by a process that answers.
 
 `idle`: no work. `busy`: work, and steps end. `recovering`: a worker is being restarted. `stuck`: work in flight and no
-step has ended, or a worker has been down, for STUCK_AFTER_S. `stopped`: the engine itself no longer runs.
+step has ended, or a worker has been down, for STUCK_AFTER_S. `stopped`: the engine itself no longer runs. A model may
+also be `loading`, `draining` or `failed`, and so may not be asked; the engine is live all the same.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,6 +15,7 @@ from starlette.responses import JSONResponse
 from crosspool.engine.stats import EngineStats, ModelInfo
 from crosspool.errors import CrossPoolError
 from crosspool.server.engine_client import EngineClient
+from crosspool.server.errors import ErrorBody
 
 STUCK_AFTER_S = 30.0
 
@@ -53,11 +56,51 @@ def judge(stats: EngineStats) -> Health:
         state = "stuck" if down_s > STUCK_AFTER_S else "recovering"
         return Health(state, round(down_s, 3), f"worker {rank} is down")
     if stats.busy_since_s is not None:
-        silent_s = stats.now_s - stats.busy_since_s
-        if silent_s > STUCK_AFTER_S:
-            return Health("stuck", round(silent_s, 3), "no step has ended though work is in flight")
-        return Health("busy", round(silent_s, 3))
+        return _progress(stats.now_s, stats.busy_since_s, "no step has ended though work is in flight")
     return Health("idle")
+
+
+def judge_model(info: ModelInfo, stats: EngineStats) -> Health:
+    """The state of one model: of its ranks, then of its own steps. A model whose requests only queue is busy."""
+    if info.state != "ready":
+        return Health(info.state, detail=info.error)
+    down = {rank: since for rank, since in stats.ranks_down.items() if rank in (info.kv_rank, *info.weights_ranks)}
+    if down:
+        return judge(replace(stats, ranks_down=down))
+    load = next((load for load in stats.models if load.name == info.name), None)
+    if load is None or not (load.num_queued or load.num_prefilling or load.num_decoding or load.num_parked):
+        return Health("idle")
+    return _progress(stats.now_s, load.busy_since_s, "no step of this model has ended though it has requests")
+
+
+def judge_workers(models: Sequence[ModelInfo], stats: EngineStats) -> dict[str, Health]:
+    """The state of every rank. A rank is as busy, or as stuck, as the step that has been longest in flight on it."""
+    ranks_of = {info.name: (info.kv_rank, *info.weights_ranks) for info in models}
+    found: dict[str, Health] = {}
+    for rank in dict.fromkeys(rank for ranks in ranks_of.values() for rank in ranks):
+        if rank in stats.ranks_down:
+            found[rank] = judge(replace(stats, ranks_down={rank: stats.ranks_down[rank]}))
+            continue
+        since = [
+            lane.since_s
+            for lane in stats.lanes
+            if lane.model is not None and lane.since_s is not None and rank in ranks_of.get(lane.model, ())
+        ]
+        loading = [info.name for info in models if info.state == "loading" and rank in ranks_of[info.name]]
+        if since:
+            found[rank] = _progress(stats.now_s, min(since), "a step has been in flight too long")
+        else:
+            found[rank] = Health("loading", detail=", ".join(loading)) if loading else Health("idle")
+    return found
+
+
+def _progress(now_s: float, since_s: float | None, what: str) -> Health:
+    if since_s is None:
+        return Health("busy")
+    silent_s = now_s - since_s
+    if silent_s > STUCK_AFTER_S:
+        return Health("stuck", round(silent_s, 3), what)
+    return Health("busy", round(silent_s, 3))
 
 
 def not_ready(models: list[ModelInfo]) -> str | None:
@@ -70,12 +113,34 @@ def not_ready(models: list[ModelInfo]) -> str | None:
     return None
 
 
+UNHEALTHY_MODEL: dict[int | str, dict[str, Any]] = {
+    404: {"model": ErrorBody, "description": "no model of that name is served"},
+    503: {"description": "the model loads, drains, failed or is stuck; the body says which"},
+}
 UNHEALTHY: dict[int | str, dict[str, Any]] = {503: {"description": "not healthy; the body says why and since when"}}
 
 
 @router.get("/health", summary="Liveness: is there forward progress?", responses=UNHEALTHY)
 async def health(request: Request) -> JSONResponse:
-    found = health_of(request.app.state.engine)
+    engine = request.app.state.engine
+    found = health_of(engine)
+    stats, models = engine.stats(), engine.models()
+    body = {
+        **found.body(),
+        "models": {info.name: judge_model(info, stats).body() for info in models},
+        "workers": {rank: state.body() for rank, state in judge_workers(models, stats).items()},
+    }
+    return JSONResponse(body, 200 if found.is_live else 503)
+
+
+@router.get("/health/models/{name:path}", summary="One model: may it be asked?", responses=UNHEALTHY_MODEL)
+async def model_health(name: str, request: Request) -> JSONResponse:
+    """200 while the model is ready and makes progress; by name or alias."""
+    state = request.app.state
+    info = state.engine.model(state.catalogue.resolve(name).name)
+    found = health_of(state.engine)
+    if found.state != "stopped":
+        found = judge_model(info, state.engine.stats())
     return JSONResponse(found.body(), 200 if found.is_live else 503)
 
 

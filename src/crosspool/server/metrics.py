@@ -5,6 +5,7 @@ engine are read when Prometheus asks (`engine_metrics.py`).
 """
 
 from collections import deque
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -13,6 +14,7 @@ from crosspool.engine.output import RequestOutput
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 RECENT_TOKENS = 512
+RECENT_REQUESTS = 64
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 
@@ -40,6 +42,7 @@ class RequestMetrics:
         )
 
         self._recent: dict[str, deque[float]] = {}
+        self._recent_ttft: dict[str, deque[float]] = {}
 
     def recent(self, model: str) -> deque[float]:
         """Times between the last tokens of a model, in seconds."""
@@ -47,14 +50,15 @@ class RequestMetrics:
 
     def recent_tbt(self) -> dict[str, dict[str, float]]:
         """Median and 99th percentile of the recent times between tokens, in seconds, by model that has some."""
-        found: dict[str, dict[str, float]] = {}
-        for model, gaps in self._recent.items():
-            if ordered := sorted(gaps):
-                found[model] = {
-                    "p50": ordered[len(ordered) // 2],
-                    "p99": ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)],
-                }
-        return found
+        return _percentiles(self._recent)
+
+    def recent_ttft(self) -> dict[str, dict[str, float]]:
+        """The same of the last RECENT_REQUESTS times to a first token."""
+        return _percentiles(self._recent_ttft)
+
+    def saw_first_token(self, model: str, ttft_s: float) -> None:
+        self.ttft.labels(model).observe(ttft_s)
+        self._recent_ttft.setdefault(model, deque(maxlen=RECENT_REQUESTS)).append(ttft_s)
 
     def observer(self, model: str) -> "SequenceObserver":
         """Watches the outputs of one HTTP request."""
@@ -65,6 +69,17 @@ class RequestMetrics:
 
     def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"crosspool:{name}", help_text, ("model_name",), registry=self.registry, buckets=buckets)
+
+
+def _percentiles(recent: Mapping[str, deque[float]]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for model, times in recent.items():
+        if ordered := sorted(times):
+            found[model] = {
+                "p50": ordered[len(ordered) // 2],
+                "p99": ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)],
+            }
+    return found
 
 
 class SequenceObserver:
@@ -85,7 +100,7 @@ class SequenceObserver:
                 self._inter_token.observe(moment - last)
                 self._recent.append(moment - last)
             elif output.timings.ttft_s is not None:
-                self._metrics.ttft.labels(self._model).observe(output.timings.ttft_s)
+                self._metrics.saw_first_token(self._model, output.timings.ttft_s)
             last = moment
         if last is not None:
             self._last_token_s[key] = last

@@ -5,10 +5,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import State
 from starlette.responses import PlainTextResponse, Response
 
 from crosspool import __version__
-from crosspool.server.health import health_of
+from crosspool.server.health import health_of, judge_model, judge_workers
 from crosspool.server.models_routes import ERRORS, model_card
 
 router = APIRouter(tags=["numbers"])
@@ -23,15 +24,22 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/stats", summary="Both pools, lanes, queues and models at this moment", responses=GUARDED)
 async def stats(request: Request) -> dict[str, Any]:
-    state = request.app.state
-    snapshot = state.engine.stats()
+    return moment(request.app.state)
+
+
+def moment(state: State) -> dict[str, Any]:
+    """Everything the server knows about the present moment, as JSON."""
+    snapshot, models = state.engine.stats(), state.engine.models()
     return {
         "schema_version": 1,
         "version": __version__,
         "health": health_of(state.engine).body(),
+        "model_health": {info.name: judge_model(info, snapshot).body() for info in models},
+        "worker_health": {rank: found.body() for rank, found in judge_workers(models, snapshot).items()},
         "draining": state.draining,
         "cards": [model_card(frontend, state.engine.model(frontend.name)) for frontend in state.catalogue],
         "tbt_s": state.metrics.recent_tbt(),
+        "ttft_s": state.metrics.recent_ttft(),
         **asdict(snapshot),
     }
 

@@ -1,0 +1,101 @@
+"""Health of each model and each worker, told apart by their own progress; quick even when the server is saturated."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from crosspool.engine.stats import EngineStats, LaneStats, ModelStats
+from crosspool.server.health import judge_model, judge_workers
+from tests.support.fake_engine import FakeEngine, Script
+from tests.support.live_server import live_server
+from tests.support.server_fixtures import fake_app
+
+INFO = FakeEngine(("tiny",)).model("tiny")  # on kv0 and w0
+
+
+def moment(
+    lane_since_s: float | None = None, ranks_down: dict[str, float] | None = None, **load: object
+) -> EngineStats:
+    """An engine at 100 s; `load` is what the model has, `lane_since_s` when its step in flight began."""
+    stats = replace(FakeEngine(("tiny",)).stats(), now_s=100.0, ranks_down=ranks_down or {})
+    model: ModelStats = replace(stats.models[0], **load)
+    lane = LaneStats(
+        lane=0, phase="decode", state="running", model="tiny", step_seq=1, num_seqs=1, since_s=lane_since_s
+    )
+    return replace(stats, models=(model,), lanes=() if lane_since_s is None else (lane,))
+
+
+@pytest.mark.parametrize(
+    ("stats", "state", "for_s"),
+    [
+        (moment(), "idle", None),
+        (moment(num_queued=3), "busy", None),
+        (moment(num_decoding=1, busy_since_s=99.0), "busy", 1.0),
+        (moment(num_decoding=1, busy_since_s=60.0), "stuck", 40.0),
+        (moment(num_decoding=1, busy_since_s=99.0, ranks_down={"w0": 95.0}), "recovering", 5.0),
+        (moment(ranks_down={"kv0": 60.0}), "stuck", 40.0),
+        (moment(ranks_down={"w7": 60.0}), "idle", None),
+    ],
+)
+def test_a_model_is_judged_by_its_own_steps_and_ranks(stats: EngineStats, state: str, for_s: float | None) -> None:
+    found = judge_model(INFO, stats)
+    assert (found.state, found.for_s) == (state, for_s)
+
+
+@pytest.mark.parametrize("state", ["loading", "draining", "failed"])
+def test_a_model_that_may_not_be_asked_says_so(state: str) -> None:
+    found = judge_model(replace(INFO, state=state, error="no weights"), moment(num_decoding=1))
+    assert (found.state, found.is_live) == (state, False)
+
+
+def test_workers_are_told_apart() -> None:
+    other = replace(INFO, name="other", weights_ranks=("w1",), kv_rank="kv1", state="loading")
+
+    def states(stats: EngineStats) -> dict[str, str]:
+        return {rank: found.state for rank, found in judge_workers([INFO, other], stats).items()}
+
+    assert states(moment()) == {"kv0": "idle", "w0": "idle", "kv1": "loading", "w1": "loading"}
+    assert states(moment(lane_since_s=99.0))["w0"] == "busy"
+    assert states(moment(lane_since_s=60.0)) == {"kv0": "stuck", "w0": "stuck", "kv1": "loading", "w1": "loading"}
+    assert states(moment(ranks_down={"w1": 99.0}))["w1"] == "recovering"
+
+
+async def test_one_model_is_asked_by_name_or_alias_and_without_a_key(engine: FakeEngine, tmp_path: Path) -> None:
+    engine.states["other"] = "loading"
+    with live_server(fake_app(engine, tmp_path, api_keys=("k",))) as url:
+        async with httpx2.AsyncClient(base_url=url) as http:
+            body = (await http.get("/health")).json()
+            assert body["models"] == {"tiny": {"status": "idle"}, "other": {"status": "loading"}}
+            assert body["workers"] == {"kv0": {"status": "loading", "detail": "other"}, "w0": body["workers"]["kv0"]}
+            for name, status in (("tiny", 200), ("nickname", 200), ("other", 503), ("nope", 404)):
+                assert (await http.get(f"/health/models/{name}")).status_code == status
+            engine.busy_for_s = 31.0
+            assert (await http.get("/health/models/tiny")).status_code == 200  # the others' silence is not its own
+
+
+async def test_health_answers_within_a_second_beside_two_hundred_streams(engine: FakeEngine, tmp_path: Path) -> None:
+    engine.scripts = {name: Script(delay_s=0.02) for name in engine.scripts}
+    engine.max_queue = 1000
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 1000, "stream": True}
+    with live_server(fake_app(engine, tmp_path)) as url:
+        limits = httpx2.Limits(max_connections=300)
+        async with httpx2.AsyncClient(base_url=url, limits=limits, timeout=60) as http:
+            streams = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(200)]
+            async with asyncio.timeout(30):
+                while len(engine.running) < 200:
+                    await asyncio.sleep(0.05)
+            times = []
+            for _ in range(5):
+                started = time.perf_counter()
+                assert (await http.get("/health")).status_code == 200
+                times.append(time.perf_counter() - started)
+            assert sorted(times)[2] < 1.0, times
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
