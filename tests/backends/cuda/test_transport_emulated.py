@@ -14,7 +14,6 @@ torch = pytest.importorskip("torch")
 from crosspool.backends.cuda.channel_map import LinkMap  # noqa: E402
 from crosspool.backends.cuda.lane_memory import RING_SLOTS, LaneMemory, WaitRule  # noqa: E402
 from crosspool.backends.cuda.transport import (  # noqa: E402
-    Argmax,
     AttentionCrossing,
     FFNCrossing,
     begin_pass,
@@ -171,9 +170,3 @@ def test_the_ring_goes_round():
         assert ids.tolist() == [step, step + 1]
         assert (positions.tolist(), lengths.tolist()) == ([step, 0], [step + 1, 1])
         assert lane.is_drained
-
-
-@pytest.mark.parametrize(("rows", "vocab"), [(1, 7), (3, 5000), (2, 4096)])
-def test_argmax_is_the_first_of_the_largest(rows, vocab):
-    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)).round(decimals=1)
-    assert Argmax(EmulatedKernels(), rows, vocab, CPU)(logits).tolist() == logits.numpy().argmax(-1).tolist()

@@ -7,13 +7,14 @@ import torch
 from crosspool.backends.cuda.attention_half import AttentionHalf
 from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.transport import Argmax, AttentionCrossing, begin_pass, end_pass
+from crosspool.backends.cuda.sampling import Sampler
+from crosspool.backends.cuda.transport import AttentionCrossing, begin_pass, end_pass
 
 
 class AttentionPass:
     """The kernels of a pass of `half.token_ids` rows.
 
-    samples: it ends with logits and the best token of each row. is_decode: its rows belong to different sequences.
+    samples: it ends with logits and a token of each row. is_decode: its rows belong to different sequences.
     prefetches: the next layer's weights come to L2 during each wait.
     """
 
@@ -31,13 +32,14 @@ class AttentionPass:
         self._kernels, self._lane, self.half, self._crossing = kernels, lane, half, crossing
         self._is_decode, self._prefetches = is_decode, prefetches
         rows = len(half.token_ids)
-        self._argmax = Argmax(kernels, rows, half.spec.vocab_size, half.residual.device) if samples else None
+        self._sampler = Sampler(kernels, rows, half.spec.vocab_size, half.residual.device) if samples else None
 
     def kernels(self) -> Iterator[int]:
         """Enqueue every kernel; yields each layer before its wait, so that a caller may wait in the kernels' stead."""
         half, eps = self.half, self.half.spec.norm_eps
         half.one_row_per_sequence = self._is_decode
-        begin_pass(self._kernels, self._lane, half.token_ids, half.positions, half.lengths)
+        rows = None if self._sampler is None else self._sampler.rows
+        begin_pass(self._kernels, self._lane, half.token_ids, half.positions, half.lengths, rows)
         half.embed()
         for layer in range(half.spec.num_layers):
             half.attend_only(layer)
@@ -46,5 +48,5 @@ class AttentionPass:
                 half.prefetch(layer + 1)  # memory is idle while the weights ranks work
             yield layer
             self._crossing.wait_norm(layer, half.residual, half.norm_after_ffn(layer), half.normed, eps)
-        tokens: torch.Tensor | None = None if self._argmax is None else self._argmax(half.logits())
+        tokens: torch.Tensor | None = None if self._sampler is None else self._sampler(half.logits())
         end_pass(self._kernels, self._lane, half.spec.num_layers, tokens)

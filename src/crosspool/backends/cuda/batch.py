@@ -62,17 +62,3 @@ class Batch:
         """Make the step's outcome visible: block tables, and the SampledToken of each row that drew one."""
         for idx, (sequence, row, table) in enumerate(zip(self._sequences, self.rows, self.tables, strict=True)):
             sequence.commit(row, table, tokens.get(idx))
-
-
-def needs_logits(row: SamplingRow) -> bool:
-    """Whether the row's token is more than the largest untouched logit, so that the host must see its logits."""
-    params = row.params
-    return (
-        not params.is_greedy
-        or params.num_logprobs is not None
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-        or bool(params.logit_bias)
-        or row.num_output_tokens < params.min_tokens
-    )

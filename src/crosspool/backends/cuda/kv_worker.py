@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
-from crosspool.backends.cuda.batch import Batch, SampledRow, needs_logits
+from crosspool.backends.cuda.batch import Batch, SampledRow
 from crosspool.backends.cuda.kv_pass import KVPass, KVRows
 from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish
 from crosspool.backends.cuda.lane_memory import WaitRule, pinned
@@ -17,6 +17,7 @@ from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
 from crosspool.backends.cuda.passes import Pass, passes
 from crosspool.backends.cuda.prepare import COMMON_BUCKETS, open_lanes
+from crosspool.backends.cuda.sampling import fill_sampling, needs_host, sampling_records
 from crosspool.backends.cuda.streaming import stream_share
 from crosspool.backends.cuda.transport import AttentionCrossing
 from crosspool.backends.cuda.weights import AttentionWeights, pack_attention_weights
@@ -134,7 +135,7 @@ class CudaAttentionWorker:
                 is_decode = len(set(batch.row_of_token[part.start : part.stop])) == part.num_tokens
                 kind = PassKind(part.bucket, bool(sampled), is_decode)
                 source = self._pass(name, model, number, links_of(inlets), kind)
-                slot = self._push(lane, source, batch, part, num_layers)
+                slot = self._push(lane, source, batch, part, num_layers, sampled)
                 if lane.stream is not None:
                     lane.replay(name, links_of(inlets), kind)
                 else:
@@ -198,14 +199,27 @@ class CudaAttentionWorker:
         assert isinstance(source, KVPass)
         return source
 
-    def _push(self, lane: WorkerLane, source: KVPass, batch: Batch, part: Pass, num_layers: int) -> int:
+    def _push(
+        self,
+        lane: WorkerLane,
+        source: KVPass,
+        batch: Batch,
+        part: Pass,
+        num_layers: int,
+        sampled: SequenceOf[SampledRow],
+    ) -> int:
         """Upload what changed and push the pass's record; rows that are not in use repeat the first."""
         spare = part.bucket - part.num_tokens
         tokens = np.concatenate([np.arange(part.start, part.stop), np.full(spare, part.start)])
         tables = [batch.tables[row] for row in batch.row_of_token[tokens]]
+        sampling = sampling_records(part.bucket)
+        for row in sampled:
+            fill_sampling(sampling, row.token - part.start, batch.sampling_row(row))
         with torch.cuda.stream(lane.stream):
             source.rows.set_tables(tables)
-        return lane.memory.push(part.base, num_layers, part.bucket, batch.token_ids[tokens], batch.positions[tokens])
+        return lane.memory.push(
+            part.base, num_layers, part.bucket, batch.token_ids[tokens], batch.positions[tokens], sampling
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,23 +236,23 @@ def links_of(inlets: tuple[DeviceInlet, ...]) -> Links:
 
 
 class Outcome:
-    """What a step leaves on the device for its end: best tokens, and logits where the host samples.
+    """What a step leaves on the device for its end: tokens, and logits where the host samples.
 
     It is also an inlet: arrived once the logits are on the host.
     """
 
     def __init__(self, batch: Batch, lane: WorkerLane) -> None:
         self._batch, self._lane = batch, lane
-        self._best: list[tuple[Pass, int, list[SampledRow]]] = []
+        self._drawn: list[tuple[Pass, int, list[SampledRow]]] = []
         self._logits: list[tuple[list[SampledRow], torch.Tensor]] = []
         self._copied: Any = None
 
     def expect(self, part: Pass, slot: int, sampled: list[SampledRow], logits: torch.Tensor) -> None:
         """Note the rows that a pass samples; on a GPU their logits' copy is enqueued behind the pass."""
-        hosted = [row for row in sampled if needs_logits(self._batch.sampling_row(row))]
-        greedy = [row for row in sampled if row not in hosted]
-        if greedy:
-            self._best.append((part, slot, greedy))
+        hosted = [row for row in sampled if needs_host(self._batch.sampling_row(row))]
+        drawn = [row for row in sampled if row not in hosted]
+        if drawn:
+            self._drawn.append((part, slot, drawn))
         if not hosted:
             return
         on_host = pinned((len(hosted), logits.shape[1]), torch.float32, logits.device)
@@ -262,9 +276,9 @@ class Outcome:
     def finish(self) -> tuple[SampledToken, ...]:
         """Sample and commit: one token per row with `sample`, in row order."""
         found: dict[int, SampledToken] = {}
-        for part, slot, greedy in self._best:
+        for part, slot, drawn in self._drawn:
             tokens = self._lane.memory.tokens(slot, part.bucket)
-            for row in greedy:
+            for row in drawn:
                 sequence_id = self._batch.rows[row.row].sequence_id
                 found[row.row] = SampledToken(sequence_id, tokens[row.token - part.start])
         for hosted, logits in self._logits:

@@ -12,8 +12,12 @@ from crosspool.backends.cuda.transport_params import MAX_PEERS, LaneView
 RING_SLOTS = 64
 """Passes that may be enqueued ahead of the device."""
 
-RECORD_WORDS = 2 + 3 * PASS_TOKENS
-"""A pass's input: its base (two words), then token ids, positions and lengths of its rows."""
+SAMPLING = np.dtype([("temperature", "<f8"), ("min_p", "<f8"), ("top_p", "<f8"), ("top_k", "<i4"), ("random", "<u4")])
+"""How a row's token is drawn; temperature 0: the best one. `SampleRow` in `csrc/sample.cu`."""
+
+SAMPLING_WORDS = SAMPLING.itemsize // 4
+RECORD_WORDS = 2 + (3 + SAMPLING_WORDS) * PASS_TOKENS
+"""A pass's input: its base (two words), then token ids, positions, lengths and sampling of its rows."""
 
 DONE, ABORT, LATE = 0, 1, 2
 """Host words; LATE is followed by one for each peer."""
@@ -81,9 +85,18 @@ class LaneMemory:
         return self.done_epoch >= self._last_epoch
 
     def push(
-        self, base: int, num_layers: int, rows: int = 0, token_ids: npt.ArrayLike = (), positions: npt.ArrayLike = ()
+        self,
+        base: int,
+        num_layers: int,
+        rows: int = 0,
+        token_ids: npt.ArrayLike = (),
+        positions: npt.ArrayLike = (),
+        sampling: npt.NDArray[np.void] | None = None,
     ) -> int:
-        """Write the next pass's input; returns its slot. At most RING_SLOTS passes may be under way."""
+        """Write the next pass's input; returns its slot. At most RING_SLOTS passes may be under way.
+
+        sampling: (rows) SAMPLING; None: every row takes its best token.
+        """
         slot = self._cursor % RING_SLOTS
         record = self._records[slot]
         record[:2].view(np.int64)[0] = base
@@ -91,6 +104,8 @@ class LaneMemory:
             record[2 : 2 + rows] = token_ids
             record[2 + rows : 2 + 2 * rows] = positions
             record[2 + 2 * rows : 2 + 3 * rows] = record[2 + rows : 2 + 2 * rows] + 1
+            drawn = record[2 + 3 * rows : 2 + (3 + SAMPLING_WORDS) * rows]
+            drawn[:] = 0 if sampling is None else sampling.view(np.int32)
         self._cursor += 1
         self._last_epoch = base + num_layers
         return slot

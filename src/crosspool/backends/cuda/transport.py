@@ -16,7 +16,6 @@ from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.params import address, check
 from crosspool.backends.cuda.transport_params import (
     MAX_PEERS,
-    ArgmaxParams,
     BeginParams,
     CrossParams,
     EndParams,
@@ -26,10 +25,8 @@ from crosspool.backends.cuda.transport_params import (
     Slots,
     WaitNormParams,
 )
-from crosspool.units import ceil_div
 
 _BLOCK = 256
-_ARGMAX_VALUES = 2048
 
 
 class AttentionCrossing:
@@ -144,6 +141,7 @@ def begin_pass(
     token_ids: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
+    sampling: torch.Tensor | None = None,
 ) -> None:
     """Take the next record of the lane's ring as the inputs given here (rows) int32; none on a weights rank."""
     params = BeginParams(
@@ -153,6 +151,7 @@ def begin_pass(
         token_ids=address(token_ids),
         positions=address(positions),
         lengths=address(lengths),
+        sampling=address(sampling),
         rows=0 if token_ids is None else len(token_ids),
         ring_slots=RING_SLOTS,
         record_words=RECORD_WORDS,
@@ -172,29 +171,3 @@ def end_pass(kernels: Launcher, lane: LaneMemory, num_layers: int, tokens: torch
         num_layers=num_layers,
     )
     kernels.launch("transport", "end_pass", grid=(1, 1, 1), threads=32, smem_bytes=0, params=params)
-
-
-class Argmax:
-    """The first largest logit of each row; scratch for one (rows, vocabulary)."""
-
-    def __init__(self, kernels: Launcher, rows: int, vocab: int, device: torch.device) -> None:
-        self._kernels, self._vocab, self._parts = kernels, vocab, ceil_div(vocab, _ARGMAX_VALUES)
-        self._best = torch.empty(rows * self._parts, dtype=torch.float32, device=device)
-        self._best_ids = torch.empty(rows * self._parts, dtype=torch.int32, device=device)
-        self._tickets = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.tokens = torch.zeros(rows, dtype=torch.int32, device=device)
-
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """(rows) int32 from (rows, vocabulary) fp32; the result is overwritten by the next call."""
-        check("logits", logits, (len(self.tokens), self._vocab), torch.float32)
-        params = ArgmaxParams(
-            logits=address(logits),
-            best=address(self._best),
-            best_ids=address(self._best_ids),
-            tickets=address(self._tickets),
-            tokens=address(self.tokens),
-            vocab=self._vocab,
-        )
-        grid = (self._parts, len(self.tokens), 1)
-        self._kernels.launch("transport", "argmax", grid=grid, threads=_BLOCK, smem_bytes=128, params=params)
-        return self.tokens

@@ -56,7 +56,7 @@ class CrossParams(ctypes.Structure):
 
 class BeginParams(ctypes.Structure):
     _fields_ = [
-        *((name, _P) for name in ("lane", "ring", "last_tokens", "token_ids", "positions", "lengths")),
+        *((name, _P) for name in ("lane", "ring", "last_tokens", "token_ids", "positions", "lengths", "sampling")),
         *((name, _I) for name in ("rows", "ring_slots", "record_words")),
     ]
 
@@ -74,6 +74,10 @@ class ArgmaxParams(ctypes.Structure):
         *((name, _P) for name in ("logits", "best", "best_ids", "tickets", "tokens")),
         ("vocab", _I),
     ]
+
+
+class SampleParams(ctypes.Structure):
+    _fields_ = [*((name, _P) for name in ("logits", "rows", "tokens")), ("vocab", _I)]
 
 
 class DelayParams(ctypes.Structure):

@@ -8,6 +8,7 @@
 
 constexpr int BLOCK = 256;
 constexpr int PASS_TOKENS = 32;           // most rows of a pass
+constexpr int SAMPLING_WORDS = 8;         // of a row: how its token is drawn
 
 struct NormPutParams {
   LaneView view;
@@ -101,11 +102,12 @@ KERNEL(cross, CrossParams, BLOCK, 1) {
 
 struct BeginParams {
   u64* lane;
-  const u32* ring;        // pinned: `ring_slots` records of `record_words`: base (2 words), then ids, positions, lengths
+  const u32* ring;        // pinned: `ring_slots` records of `record_words`: base (2 words), then ids, positions, lengths, sampling
   const int* last_tokens; // (rows): what the lane's last step sampled; an id of -1 - r stands for row r of it
   int* token_ids;         // (rows) each
   int* positions;
   int* lengths;
+  u32* sampling;          // (rows, SAMPLING_WORDS), or null
   int rows, ring_slots, record_words;
 };
 
@@ -126,6 +128,8 @@ KERNEL(begin_pass, BeginParams, 32, 1) {
     p.positions[i] = static_cast<int>(load_relaxed(record + 2 + p.rows + i));
     p.lengths[i] = static_cast<int>(load_relaxed(record + 2 + 2 * p.rows + i));
   }
+  if (p.sampling != nullptr)
+    for (int i = threadIdx.x; i < p.rows * SAMPLING_WORDS; i += 32) p.sampling[i] = load_relaxed(record + 2 + 3 * p.rows + i);
 }
 
 struct EndParams {
