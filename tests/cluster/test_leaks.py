@@ -127,3 +127,18 @@ def test_a_thread_that_is_in_a_long_segment_at_close_ends_by_itself_later(tmp_pa
         thread.join(10)
         assert not thread.is_alive()
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_closing_waits_for_a_load_that_is_under_way(tmp_path):
+    """A load's thread rings its host's doorbell, whose descriptor another may own once the cluster is closed."""
+    failures = []
+    hook, threading.excepthook = threading.excepthook, failures.append
+    try:
+        with running(make_config("inprocess")) as cluster:
+            cluster.add_model(FakeModel(load_s=0.5).placement("m", tmp_path / "m", ("w0",)))
+            cluster.poll(0.05)
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("load-")]
+        time.sleep(0.6)
+    finally:
+        threading.excepthook = hook
+    assert failures == []

@@ -7,6 +7,7 @@ from typing import Protocol
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell, ringer
 from crosspool.cluster.host_loop import HostLoop, Inbox
+from crosspool.cluster.loading import Start
 from crosspool.cluster.messages import FromRank, ToRank
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.worker import make_worker
@@ -59,7 +60,13 @@ class Host(Protocol):
 
 
 def make_host_loop(
-    config: ClusterConfig, host: int, doorbells: Sequence[Doorbell], board: Board, inbox: Inbox, spin_us: float
+    config: ClusterConfig,
+    host: int,
+    doorbells: Sequence[Doorbell],
+    board: Board,
+    inbox: Inbox,
+    start_load: Start,
+    spin_us: float,
 ) -> HostLoop:
     """The loop of one host with the workers of its ranks; called in the thread that will run it."""
     host_of = {rank: number for number, ranks in enumerate(config.all_hosts) for rank in ranks}
@@ -77,6 +84,7 @@ def make_host_loop(
             clock=time.perf_counter,
             order=ORDER_POLICIES[config.order],
             step_deadline_s=config.step_deadline_s,
+            start=start_load,
         )
         loops.append(RankLoop(rank, worker, around))
     return HostLoop(loops, inbox, doorbells[host], board, host, spin_us)

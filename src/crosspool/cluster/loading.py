@@ -1,6 +1,7 @@
 """Loads of models beside the running lanes: each in a thread of its own, so that no model waits for another's load."""
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -117,9 +118,23 @@ def one_line(failure: BaseException) -> str:
     return f"{type(failure).__name__}: {text}" if text else type(failure).__name__
 
 
-def start_thread(run: Callable[[], None], name: str) -> None:
-    """A `Start` that gives each load a daemon thread."""
-    threading.Thread(target=run, name=name, daemon=True).start()
+class LoadThreads:
+    """A `Start` that gives each load a daemon thread, and can wait for all of them."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def __call__(self, run: Callable[[], None], name: str) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def join(self, until_s: float) -> bool:
+        """Wait up to `until_s` (time.monotonic) for loads, which end soon once cancelled; False if one goes on."""
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
 
 def start_now(run: Callable[[], None], name: str) -> None:

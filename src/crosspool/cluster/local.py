@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell, ringer
 from crosspool.cluster.host import make_host_loop
+from crosspool.cluster.loading import LoadThreads
 from crosspool.cluster.messages import FromRank, ToRank
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class ThreadHost:
         self._parent = parent
         self._inbox = ThreadInbox(parent)
         self._ring = ringer(doorbells[host], board, host)
+        self._loads = LoadThreads()
         self._error = ""
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name=f"crosspool-{self.ranks[0]}", daemon=True)
@@ -92,13 +94,16 @@ class ThreadHost:
 
     def end(self, until_s: float) -> bool:
         self._thread.join(max(0.0, until_s - time.monotonic()))
-        if self._thread.is_alive():
-            logger.warning("the thread of %s does not end; it is left behind", ", ".join(self.ranks))
-        return not self._thread.is_alive()
+        has_ended = not self._thread.is_alive() and self._loads.join(until_s)  # loads ring this host's doorbell
+        if not has_ended:
+            logger.warning("the thread of %s, or a load in it, does not end; it is left behind", ", ".join(self.ranks))
+        return has_ended
 
     def _run(self) -> None:
         try:
-            make_host_loop(self._config, self._host, self._doorbells, self._board, self._inbox, spin_us=0).run()
+            make_host_loop(
+                self._config, self._host, self._doorbells, self._board, self._inbox, self._loads, spin_us=0
+            ).run()
         except Exception as failure:  # the cluster reports it as the end of these ranks
             logger.exception("the thread of %s ended", ", ".join(self.ranks))
             self._error = f"{type(failure).__name__}: {failure}"

@@ -12,7 +12,7 @@ from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet
 from crosspool.cluster import messages
 from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, a2f_part, f2a_part
 from crosspool.cluster.lane_run import LaneRun, Outcome
-from crosspool.cluster.loading import Loader, Start, one_line, start_thread
+from crosspool.cluster.loading import Loader, Start, one_line
 from crosspool.cluster.messages import FromRank, StepEnded, StepFinished, ToRank
 from crosspool.cluster.worker import RankWorker
 from crosspool.core import SampledToken
@@ -32,7 +32,7 @@ class RankSurroundings:
     clock: Callable[[], float]  # seconds, monotonic
     order: OrderPolicy
     step_deadline_s: float
-    start: Start = start_thread
+    start: Start
 
 
 class RankLoop:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from crosspool.cluster.control import ControlSocket
 from crosspool.cluster.doorbell import Board
 from crosspool.cluster.host import make_host_loop
+from crosspool.cluster.loading import LoadThreads
 from crosspool.cluster.messages import Boot, FromRank, ToRank
 
 _PR_SET_PDEATHSIG = 1
@@ -66,7 +67,7 @@ def main(control_fd: int) -> None:
         board = Board(boot.board)
         boot.board.close()
         spin_us = boot.config.spin_us
-        make_host_loop(boot.config, boot.host, boot.doorbells, board, inbox, spin_us).run()
+        make_host_loop(boot.config, boot.host, boot.doorbells, board, inbox, LoadThreads(), spin_us).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone, and so is every use for this process
 
