@@ -88,7 +88,7 @@ def _wait_until_serving(server: "subprocess.Popen[str]") -> None:
 
 
 def _cpu_seconds(tree: list[psutil.Process]) -> float:
-    return sum(times.user + times.system for times in (process.cpu_times() for process in tree))
+    return float(sum(times.user + times.system for times in (process.cpu_times() for process in tree)))
 
 
 if __name__ == "__main__":
