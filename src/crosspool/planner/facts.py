@@ -103,6 +103,31 @@ class ModelFacts:
                 widths += [ffn.shared.intermediate_size] if ffn.shared is not None else []
         return min(widths)
 
+    @cached_property
+    def attention_row_elements(self) -> int:
+        """Elements of one token's q, new k and v, and attention output in the widest layer; MLA with absorbed heads."""
+        widest = 0
+        for layer in self.spec.layers:
+            attention = layer.attention
+            if isinstance(attention, GQASpec):
+                heads = 2 * attention.num_heads * attention.head_dim
+            else:
+                heads = attention.num_heads * (2 * attention.kv_lora_rank + attention.qk_rope_head_dim)
+            widest = max(widest, heads + attention.kv_elements_per_token)
+        return widest
+
+    @cached_property
+    def ffn_row_elements(self) -> int:
+        """Intermediate elements of one token in the widest layer, over all experts it passes."""
+        widest = 0
+        for ffn in self.ffns():
+            if isinstance(ffn, DenseFFNSpec):
+                widest = max(widest, ffn.intermediate_size)
+            else:
+                shared = ffn.shared.intermediate_size if ffn.shared is not None else 0
+                widest = max(widest, ffn.top_k * ffn.expert_intermediate_size + shared)
+        return widest
+
     def geometry(self, frame_bytes: int, page_tokens: int | None = None) -> PageGeometry:
         """How pages of this model lie in frames; `page_tokens` None: the pool's own choice."""
         tokens = page_tokens or choose_page_tokens(self.spec, frame_bytes)

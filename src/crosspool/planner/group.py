@@ -17,9 +17,10 @@ from crosspool.planner.memory import (
     kv_rank_parts,
     weights_rank_parts,
 )
-from crosspool.units import format_bytes
+from crosspool.units import ceil_div, format_bytes
+from crosspool.weights_pool.placement import SLICE_MULTIPLE
 
-MAX_GPUS_SEARCHED = 4096
+MAX_KV_SEARCHED = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,30 +123,32 @@ def split_group(
 def smallest_set(
     models: Sequence[ModelFacts], gpus: GPUSet, bounds: StepBounds, figures: MemoryFigures, kv_bytes: int = 0
 ) -> tuple[int, int] | None:
-    """Fewest (KV, weights) GPUs of this kind that hold the models and `kv_bytes` of KV; None if no number does."""
-    for num_gpus in range(2, MAX_GPUS_SEARCHED):
-        for num_kv in range(1, num_gpus):
-            candidate = GPUSet(num_gpus=num_gpus, memory_bytes=gpus.memory_bytes, used_bytes=gpus.used_bytes)
+    """Fewest (KV, weights) GPUs of this kind that hold the models and `kv_bytes` of KV; None if no number does.
+
+    The FFNs need a number of weights GPUs whatever the KV side has, but for channel buffers, which grow with it: so the
+    least number with one KV GPU is where the search begins.
+    """
+    fixed = sum(kv_rank_parts(models, bounds, figures, 1).values()) + gpus.used_bytes
+    if fixed + int(gpus.memory_bytes * figures.reserve_fraction) + 2 * bounds.frame_bytes > gpus.memory_bytes:
+        return None  # every KV rank holds that much, however many there are
+    narrowest = min(model.narrowest_ffn for model in models)
+    most_weights = ceil_div(narrowest, SLICE_MULTIPLE)
+    found: list[tuple[int, int]] = []
+    for num_weights in range(1, most_weights + 1):
+        if found and num_weights + 1 > min(sum(pair) for pair in found):
+            break
+        for num_kv in range(1, MAX_KV_SEARCHED + 1):
+            candidate = GPUSet(
+                num_gpus=num_kv + num_weights, memory_bytes=gpus.memory_bytes, used_bytes=gpus.used_bytes
+            )
             try:
                 split = split_group(models, candidate, num_kv, bounds, figures)
             except CapacityError:
-                continue
-            except ValueError:  # a model is too narrow for so many weights ranks; more KV ranks may still help
-                continue
+                break  # more KV ranks only take more room on the weights ranks
             if split.budget_bytes >= kv_bytes:
-                return num_kv, num_gpus - num_kv
-        if _hopeless(models, gpus, num_gpus, bounds, figures):
-            return None
-    return None
-
-
-def _hopeless(
-    models: Sequence[ModelFacts], gpus: GPUSet, num_gpus: int, bounds: StepBounds, figures: MemoryFigures
-) -> bool:
-    """More GPUs cannot help: the KV ranks' own parts, which every one of them holds, do not fit one GPU."""
-    fixed = sum(kv_rank_parts(models, bounds, figures, 1).values()) + gpus.used_bytes
-    fixed += int(gpus.memory_bytes * figures.reserve_fraction) + 2 * bounds.frame_bytes
-    return fixed > gpus.memory_bytes or num_gpus > 64
+                found.append((num_kv, num_weights))
+                break
+    return min(found, key=lambda pair: (sum(pair), pair[0])) if found else None
 
 
 def _slices(models: Sequence[ModelFacts], num_weights: int) -> dict[str, list[int]]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from crosspool.models.spec import DenseFFNSpec, GQASpec
 from crosspool.models.tensors import FLOAT32_TENSORS, TensorSpec, ffn_shapes
 from crosspool.planner.facts import FFNSpec, ModelFacts
 from crosspool.units import GiB, MiB
@@ -81,27 +81,34 @@ def ffn_slice_bytes(facts: ModelFacts, num_ranks: int) -> list[int]:
 
     Raises ValueError, naming the model, where it is too narrow for so many ranks.
     """
-    totals = [0] * num_ranks
-    for ffn, count in _counted(facts):
-        for name, shape in ffn_shapes(ffn, facts.spec.hidden_size).items():
-            tensor = TensorSpec("weights", 0, name, shape)
-            element_bytes = 4 if name in FLOAT32_TENSORS else facts.element_bytes
-            width = intermediate_width(tensor)
-            try:
-                parts = [None] * num_ranks if width is None else intermediate_slices(width, num_ranks)
-            except ValueError as error:
-                raise ValueError(f"{facts.name}: {error}") from None
-            for rank, part in enumerate(parts):
-                sliced = TensorSpec("weights", 0, name, destination_shape(tensor, part))
-                totals[rank] += count * element_bytes * sliced.num_elements
-    return totals
+    try:
+        return list(_slice_bytes(_counted(facts), facts.spec.hidden_size, facts.element_bytes, num_ranks))
+    except ValueError as error:
+        raise ValueError(f"{facts.name}: {error}") from None
 
 
-def _counted(facts: ModelFacts) -> list[tuple[FFNSpec, int]]:
+def _counted(facts: ModelFacts) -> tuple[tuple[FFNSpec, int], ...]:
+    """The model's different FFNs and how many layers have each."""
     counts: dict[FFNSpec, int] = {}
     for ffn in facts.ffns():
         counts[ffn] = counts.get(ffn, 0) + 1
-    return list(counts.items())
+    return tuple(counts.items())
+
+
+@lru_cache(maxsize=4096)
+def _slice_bytes(
+    counted: tuple[tuple[FFNSpec, int], ...], hidden_size: int, element_bytes: int, num_ranks: int
+) -> tuple[int, ...]:
+    totals = [0] * num_ranks
+    for ffn, count in counted:
+        for name, shape in ffn_shapes(ffn, hidden_size).items():
+            tensor = TensorSpec("weights", 0, name, shape)
+            width = intermediate_width(tensor)
+            parts = [None] * num_ranks if width is None else intermediate_slices(width, num_ranks)
+            for rank, part in enumerate(parts):
+                sliced = TensorSpec("weights", 0, name, destination_shape(tensor, part))
+                totals[rank] += count * (4 if name in FLOAT32_TENSORS else element_bytes) * sliced.num_elements
+    return tuple(totals)
 
 
 def kv_rank_parts(
@@ -134,27 +141,12 @@ def weights_rank_parts(
 
 
 def _attention_activation_bytes(facts: ModelFacts, bounds: StepBounds) -> int:
-    """One attention segment of the largest step: residual (float32), normed rows, q, new k and v, output."""
-    rows = 0
-    for layer in facts.spec.layers:
-        attention = layer.attention
-        if isinstance(attention, GQASpec):
-            widths = 2 * attention.num_heads * attention.head_dim + attention.kv_elements_per_token
-        else:
-            absorbed = attention.kv_lora_rank + attention.qk_rope_head_dim
-            widths = attention.num_heads * (absorbed + attention.kv_lora_rank) + attention.kv_elements_per_token
-        rows = max(rows, widths)
+    """One attention segment of the largest step: residual (float32), two normed rows, q, new k and v, output."""
     hidden = facts.spec.hidden_size
-    return bounds.max_tokens * (4 * hidden + facts.element_bytes * (2 * hidden + rows))
+    return bounds.max_tokens * (4 * hidden + facts.element_bytes * (2 * hidden + facts.attention_row_elements))
 
 
 def _ffn_activation_bytes(facts: ModelFacts, bounds: StepBounds) -> int:
     """One FFN segment of the largest step, unsliced: gate and up rows, their product, the float32 sum."""
-    width = 0
-    for ffn in facts.ffns():
-        if isinstance(ffn, DenseFFNSpec):
-            width = max(width, ffn.intermediate_size)
-        else:
-            shared = ffn.shared.intermediate_size if ffn.shared is not None else 0
-            width = max(width, ffn.top_k * ffn.expert_intermediate_size + shared)
+    width = facts.ffn_row_elements
     return bounds.max_tokens * (3 * width * facts.element_bytes + 4 * facts.spec.hidden_size)
