@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.planner_contexts import BINS, admitted_monolithic, admitted_pool, draw_wishes
-from crosspool.planner.catalogue import catalogue_facts, lookup
-from crosspool.planner.demand import ModelLoad, along_path, mean_bytes
+from benchmarks.planner_traces import FILES, held_out_halves
+from crosspool.planner.catalogue import catalogue_facts
+from crosspool.planner.demand import ModelLoad
 from crosspool.planner.deployment import parse_plan_input
 from crosspool.planner.facts import ModelFacts
 from crosspool.planner.group import GPUSet, Split, split_group
@@ -26,12 +27,10 @@ from crosspool.planner.memory import MemoryFigures, StepBounds
 from crosspool.planner.parallelism import monolithic_share_seen
 from crosspool.planner.planner import plan_deployment
 from crosspool.planner.pool_demand import estimate_pool
-from crosspool.planner.request_table import SteadySpeed, table_from_lengths, table_from_trace
+from crosspool.planner.request_table import SteadySpeed, table_from_lengths
 from crosspool.units import GiB
-from crosspool.workload.arrivals import GammaBursts, Poisson, RecordedArrivals
+from crosspool.workload.arrivals import GammaBursts, Poisson
 from crosspool.workload.lengths import Lognormal
-from crosspool.workload.trace import Trace
-from crosspool.workload.traces import read_trace
 
 PAPER = ("qwen3-30b-a3b", "glm-4.7-flash", "deepseek-v2-lite")
 PAPER_GPU_BYTES = 40 * 10**9
@@ -237,67 +236,18 @@ def seen() -> None:
         row(model.name, model.attention_kind, model.num_kv_heads, *shares)
 
 
-def trace_loads(trace: Trace) -> list[ModelLoad]:
-    """A trace's models by the catalogue (Qwen3 for names it does not know), 25 ms a token, prefill 8,000 tokens/s."""
-    loads = []
-    for name in trace.models:
-        part = trace.of_model(name)
-        if not part.num_requests:
-            continue
-        model = catalogue_facts(name if lookup(name) else "qwen3-30b-a3b")
-        geometry = model.geometry(2 << 20)
-        holding = Holding(
-            policy="forecast",
-            kv_bytes_per_token=model.kv_bytes_per_token,
-            page_tokens=geometry.page_tokens,
-            page_bytes=geometry.page_bytes,
-            state_bytes=model.state_bytes,
-        )
-        requests = table_from_trace(part, SteadySpeed(tbt_s=0.025, prefill_tokens_per_s=8000))
-        arrivals = RecordedArrivals(times_s=part.arrival_s, period_s=trace.duration_s)
-        loads.append(ModelLoad(name=name, arrivals=arrivals, requests=requests, holding=holding))
-    return loads
-
-
 def traces(folder: Path) -> None:
-    files = {
-        "Azure 2023 conversation": "azure2023/AzureLLMInferenceTrace_conv.csv",
-        "Azure 2023 code": "azure2023/AzureLLMInferenceTrace_code.csv",
-        "Mooncake conversation": "mooncake_fast25/conversation_trace.jsonl.gz",
-        "composed day, 36 models": "composed_cold_moe_24h.csv.gz",
-    }
     print("\nBudget from one half of a trace, time over it in the other half:\n")
     columns = ("P95 budget GiB", "over it in the other half", "95 % interval for 5 %", "inside")
     table("trace", "planned on", "requests/s there, elsewhere", "mean KV GiB there, elsewhere", *columns, left=2)
-    for label, file in files.items():
-        trace = read_trace(folder / file)
-        middle = trace.duration_s / 2
-        halves = [trace.window(0.0, middle), trace.window(middle, trace.duration_s + 1e-6)]
-        for name, (planned, held_out) in (("first", halves), ("second", halves[::-1])):
-            demand = estimate_pool(trace_loads(planned), quantile=0.95, precision=0.005, seed=SEED)
-            loads = trace_loads(held_out)
-            moments = np.linspace(0.0, held_out.duration_s, 50_000, endpoint=False)
-            pool = np.zeros(len(moments))
-            for load in loads:
-                pool += along_path(load, np.random.default_rng(0), moments).paged
-            over = float((pool > demand.paged.value).mean())
-            half_width = 1.96 * (0.05 * 0.95 / demand.paged.effective_samples) ** 0.5
-            low, high = max(0.0, 0.05 - half_width), 0.05 + half_width
-            interval = f"{low:.1%} .. {high:.1%} ({demand.paged.effective_samples:.0f} moments)"
-            rates = (
-                f"{planned.num_requests / planned.duration_s:.2f}, {held_out.num_requests / held_out.duration_s:.2f}"
-            )
-            means = f"{demand.mean_bytes / GiB:.2f}, {sum(map(mean_bytes, loads)) / GiB:.2f}"
-            row(
-                label,
-                name,
-                rates,
-                means,
-                f"{demand.paged.value / GiB:.2f}",
-                f"{over:.1%}",
-                interval,
-                low <= over <= high,
-            )
+    for label, file in FILES.items():
+        for half in held_out_halves(folder, file, SEED):
+            rates = ", ".join(f"{rate:.2f}" for rate in half.rates_rps)
+            means = ", ".join(f"{size / GiB:.2f}" for size in half.mean_bytes)
+            interval = f"{half.low:.1%} .. {half.high:.1%} ({half.effective_samples:.0f} moments)"
+            budget = f"{half.budget_bytes / GiB:.2f}"
+            inside = "yes" if half.is_inside else "no"
+            row(label, half.planned, rates, means, budget, f"{half.over:.1%}", interval, inside)
 
 
 def figures(folder: Path) -> None:

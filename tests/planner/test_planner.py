@@ -199,6 +199,19 @@ def test_a_trace_is_the_load_of_several_models(tmp_path):
         plan_deployment(parse_plan_input(given_input, tmp_path))
 
 
+def test_a_trace_of_one_moment_needs_a_period(tmp_path):
+    write_trace(tmp_path / "trace.csv", num=1)
+    given_input = {
+        "gpus": {"kind": "h200", "count": 2},
+        "models": [{"model": "glm-4.7-flash", "name": "long"}],
+        "trace": {"file": "trace.csv"},
+    }
+    with pytest.raises(ValueError, match="all requests of the trace arrive at once; give trace"):
+        plan_deployment(parse_plan_input(given_input, tmp_path))
+    given_input["trace"] = {"file": "trace.csv", "period": 100}
+    assert plan_deployment(parse_plan_input(given_input, tmp_path)).plan.groups[0].models[0].rate_rps == 0.01
+
+
 def test_a_servegen_client_is_a_load_with_its_own_day(tmp_path):
     (tmp_path / "rates.csv").write_text("client,t_s,rate_rps,cv\n7,0,1.0,2.0\n7,43200,0.5,1.0\n")
     hist = {"hist": [[0, 1.0]]}

@@ -125,11 +125,15 @@ def _recorded(plan_input: PlanInput, names: Sequence[str]) -> Mapping[str, Trace
 def _with_trace(model: PlannedModel, trace: Trace, plan_input: PlanInput) -> PlannedModel:
     assert plan_input.trace is not None
     period = plan_input.trace.period or trace.duration_s
+    if period <= 0:
+        raise ValueError(
+            "all requests of the trace arrive at once; give trace: {period: SECONDS} until they come again"
+        )
     if period < trace.duration_s:
         raise ValueError(f"the trace lasts {trace.duration_s:.0f} s, longer than period {period:g}; give a longer one")
     return replace(
         model,
-        arrivals=RecordedArrivals(times_s=trace.arrival_s, period_s=max(period, 1e-9)),
+        arrivals=RecordedArrivals(times_s=trace.arrival_s, period_s=period),
         requests=table_from_trace(trace, UNSERVED, max_tokens=model.entry.max_tokens),
         has_recorded_service=trace.has_service_times,
     )
