@@ -30,9 +30,10 @@ SPEED = SteadySpeed(tbt_s=0.025, prefill_tokens_per_s=8000)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldOut:
-    """One half planned, the other measured.
+    """One half planned, the other measured. over: share of its time above the budget.
 
-    over: share of its time above the budget; low, high: where 1 - quantile lies with 95 % confidence. The interval is binomial at the number of independent moments that the planned half is worth.
+    low, high: where 1 - quantile lies with 95 % confidence, by a binomial at the number of independent moments that the
+    planned half is worth.
     """
 
     planned: str
