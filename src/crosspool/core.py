@@ -76,4 +76,5 @@ class Request:
     priority: int = 0
     arrival_s: float = 0.0
     deadline_s: float | None = None  # on the clock of arrival_s; past it, a queued request is dropped
+    key: str = ""  # whose it is: API keys take turns in a model's queue
     output_token_ids: list[int] = field(default_factory=list)

@@ -1,10 +1,13 @@
 """Which queued sequence is admitted next: fair shares, passing and ageing, priority, deadlines, Retry-After."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from crosspool.core import FinishReason, Request, SamplingParams
 from crosspool.engine.queues import MAX_RETRY_AFTER_S, AdmissionOrder, ModelQueue
 from crosspool.engine.sequence import Sequence
+from crosspool.errors import QueueFullError
 from crosspool.kv_pool.block_table import BlockTable
 from tests.support.core_drive import Drive, a_config, a_model
 
@@ -93,9 +96,91 @@ def test_retry_after_is_the_pace_of_admissions():
     for index in range(4):
         queue.take(queue.first(1)[0], now=7.0 * index)
     assert queue.retry_after_s() == 7.0
-    assert "try again in 7 s" in str(queue.full_error(2))
+    queue.max_queue = 3
+    assert "try again in 7 s" in str(queue.overflow(2, ""))
     queue.take(queue.first(1)[0], now=1e6)
     assert queue.retry_after_s() == MAX_RETRY_AFTER_S
+
+
+def test_keys_take_turns_and_a_priority_only_counts_among_its_own():
+    queue = ModelQueue("p", 100)
+    for sequence_id in range(1, 7):
+        queue.push(a_sequence(sequence_id, arrival_s=float(sequence_id), key="flood", priority=-50))
+    queue.push(a_sequence(7, arrival_s=7.0, key="late"))
+    queue.push(a_sequence(8, arrival_s=8.0, key="later"))
+    queue.push(a_sequence(9, arrival_s=9.0, key="late"))
+    assert [sequence.sequence_id for sequence in queue] == [1, 7, 8, 2, 9, 3, 4, 5, 6]
+    order = []
+    while len(queue):
+        order.append(queue.first(1)[0].sequence_id)
+        queue.take(queue.first(1)[0], 0.0)
+    assert order == [1, 7, 8, 2, 9, 3, 4, 5, 6]
+    queue.push(a_sequence(10, key="flood"))
+    queue.push(a_sequence(11, key="later"))
+    assert [sequence.sequence_id for sequence in queue] == [11, 10]  # flood was served last
+
+
+@given(st.lists(st.sampled_from(["push a", "push b", "push c", "take", "remove"]), max_size=80))
+def test_while_a_key_waits_each_other_key_has_one_turn_at_most(operations):
+    queue, passed = ModelQueue("p", 1000), {"a": [], "b": [], "c": []}
+    for number, operation in enumerate(operations):
+        if operation.startswith("push"):
+            queue.push(a_sequence(number, arrival_s=float(number), key=operation[-1]))
+        elif len(queue):
+            sequence = queue.first(1)[0]
+            key = sequence.request.key
+            if operation == "take":
+                queue.take(sequence, float(number))
+                passed[key] = []
+                for other in passed.keys() - {key}:
+                    passed[other].append(key)
+            else:
+                queue.remove(sequence)
+        waiting = {sequence.request.key for sequence in queue}
+        for key, others in passed.items():
+            if key not in waiting:
+                others.clear()
+            assert len(others) == len(set(others)), (key, others)
+
+
+def test_a_key_may_be_bounded_on_its_own_and_then_leaves_place_for_others():
+    drive = Drive(a_config(40, max_queue=10, max_queue_per_key=3, max_num_seqs=1), [a_model("p")])
+    for _ in range(4):  # one runs
+        drive.add("p", 4, 4, key="flood")
+    with pytest.raises(QueueFullError, match="this API key may have 3 requests in the queue of p and 1 more came"):
+        drive.add("p", 4, 4, key="flood")
+    drive.add("p", 4, 4, key="other")
+    drive.run()
+    drive.check_all_ended()
+
+
+def test_a_flooding_key_holds_up_another_by_one_request_at_most():
+    drive = Drive(a_config(40, max_queue=1000, max_num_seqs=1), [a_model("p")])
+    flood = [drive.add("p", 4, 4, key="flood")[0] for _ in range(50)]
+    [late] = drive.add("p", 4, 4, key="late")
+    drive.run()
+    before = [sequence for sequence in flood if drive.first_token_s[sequence] < drive.first_token_s[late]]
+    assert len(before) == 1  # the one that ran already
+    drive.check_all_ended()
+
+
+def test_a_big_request_of_one_key_ages_though_other_keys_have_turns():
+    queue = ModelQueue("p", 100)
+    queue.push(a_sequence(1, key="big"))
+    for sequence_id in range(2, 8):
+        queue.push(a_sequence(sequence_id, arrival_s=1.0, key=f"small {sequence_id % 2}"))
+
+    def small(sequence):
+        return sequence.sequence_id != 1
+
+    taken = []
+    for now in (0.0, 0.5, 1.0, 1.9):
+        sequence = ORDER.pick([queue], now, lambda model: 0, small)
+        taken.append(sequence.sequence_id)
+        queue.take(sequence, now)
+    assert taken == [2, 3, 4, 5]
+    assert ORDER.pick([queue], 2.0, lambda model: 0, small) is None
+    assert ORDER.pick([queue], 2.1, lambda model: 0, lambda sequence: True).sequence_id == 1
 
 
 @pytest.mark.parametrize("admission", ["reserve", "forecast"])

@@ -90,6 +90,7 @@ class Drive:
         min_tokens: int = 0,
         priority: int = 0,
         deadline_s: float | None = None,
+        key: str = "",
     ) -> list[int]:
         """Add a request of `n` sequences; each one's seed tells it apart."""
         first = len(self.requests)
@@ -104,6 +105,7 @@ class Drive:
                 priority=priority,
                 arrival_s=self.now,
                 deadline_s=deadline_s,
+                key=key,
             )
             for index in range(n)
         ]

@@ -22,6 +22,7 @@ class EngineConfig:
     max_num_seqs: int = 32  # admitted sequences of one model: the largest decode batch
     max_num_batched_tokens: int = 512  # tokens of one prefill chunk, over all its sequences
     max_queue: int = 64  # queued sequences of one model; beyond it QueueFullError
+    max_queue_per_key: int | None = None  # of them, those of one API key; None: as many as there is place for
     admission: AdmissionPolicyName = "reserve"
     forecast_quantile: float = 0.95  # of the remaining growth of a sequence, under `forecast`
     ageing_s: float = 2.0  # a queued request that lacks pages holds back later ones after this time
@@ -34,6 +35,8 @@ class EngineConfig:
         for name in ("num_decode_lanes", "num_prefill_lanes", "max_num_seqs", "max_num_batched_tokens", "max_queue"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_queue_per_key is not None and self.max_queue_per_key < 1:
+            raise ValueError(f"max_queue_per_key is {self.max_queue_per_key}; it must be at least 1, or left out")
         if self.num_frames < 2:
             raise ValueError(
                 f"kv_budget_bytes is {self.kv_budget_bytes}, less than two frames of {self.frame_bytes} bytes; "

@@ -33,6 +33,7 @@ def sequences(
             prompt_token_ids=list(request.prompt_token_ids),
             sampling=replace(request.sampling, seed=sequence_seed(seed, index), stop_token_ids=stop_token_ids),
             priority=request.priority,
+            key=request.key,
             arrival_s=arrival_s,
             deadline_s=deadline_s,
         )

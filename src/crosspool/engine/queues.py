@@ -3,12 +3,15 @@
 Models come in the order of the frames they hold, fewest first. A sequence that is first of its queue and lacks pages
 is *blocked*: later ones may pass it for `ageing_s`, after which it has aged and nothing else is admitted on its KV
 rank. So a big request waits, from the moment it is first in its queue, at most `ageing_s`, plus one aged request of
-each other model, plus the rest of the sequences then live; and a small one behind it at most until it is admitted.
+each other model and API key, plus the rest of the sequences then live; and a small one behind it at most until it is
+admitted. Within a model, API keys take turns: a key whose request is first of its line waits for one admission of each
+other key.
 """
 
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, zip_longest
 
 from crosspool.engine.sequence import Sequence
 from crosspool.errors import QueueFullError
@@ -31,58 +34,90 @@ def _place(sequence: Sequence) -> tuple[bool, float, int]:
 
 
 class ModelQueue:
-    """The queue of one model. The bound holds for new requests; sequences that lost their KV always come back."""
+    """The queue of one model, in which API keys take turns.
 
-    def __init__(self, model: str, max_queue: int) -> None:
+    Each key has a line of its own, in the order of `_place`. The key that was served longest ago comes first, so while a
+    key waits, each other key is served at most once before it. Sequences that lost their KV come before every line, in
+    whatever number: the bounds hold for new requests only.
+    """
+
+    def __init__(self, model: str, max_queue: int, max_queue_per_key: int | None = None) -> None:
         self.model = model
         self.max_queue = max_queue
-        self._waiting: list[Sequence] = []
+        self.max_queue_per_key = max_queue_per_key
+        self._lines: dict[str, list[Sequence]] = {}  # by API key; none is empty
+        self._returning: list[Sequence] = []
+        self._last_turn: dict[str, int] = {}  # by API key: the number of its last admission
+        self._num_turns = 0
         self._admission_times_s: deque[float] = deque(maxlen=ADMISSION_TIMES_KEPT)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._returning) + sum(map(len, self._lines.values()))
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._waiting)
+        """In the order in which they would be admitted if no more came: a round takes one of each line."""
+        yield from self._returning
+        for round_ in zip_longest(*self._lines_in_turn()):
+            yield from (sequence for sequence in round_ if sequence is not None)
 
     def first(self, count: int) -> list[Sequence]:
-        return self._waiting[:count]
+        return list(islice(self, count))
 
-    def full_error(self, num_new: int) -> QueueFullError:
-        """The refusal of `num_new` sequences that came to a full queue."""
+    def heads(self) -> list[Sequence]:
+        """The first of each line."""
+        return [*self._returning[:1], *(line[0] for line in self._lines_in_turn())]
+
+    def overflow(self, num_new: int, key: str) -> QueueFullError | None:
+        """The refusal of `num_new` sequences of `key` that were just pushed, if they are too many."""
+        if len(self) > self.max_queue:
+            bound = f"the queue of {self.model} is full: it takes {self.max_queue} requests beside the running ones"
+        elif self.max_queue_per_key is not None and len(self._lines.get(key, ())) > self.max_queue_per_key:
+            bound = f"this API key may have {self.max_queue_per_key} requests in the queue of {self.model}"
+        else:
+            return None
         retry_after_s = self.retry_after_s()
         return QueueFullError(
-            f"the queue of {self.model} is full: it takes {self.max_queue} requests beside the running ones and "
-            f"{num_new} more came; try again in {retry_after_s:.0f} s",
-            retry_after_s=retry_after_s,
+            f"{bound} and {num_new} more came; try again in {retry_after_s:.0f} s", retry_after_s=retry_after_s
         )
 
     def push(self, sequence: Sequence) -> None:
-        insort(self._waiting, sequence, key=_place)
+        insort(self._line(sequence), sequence, key=_place)
 
     def remove(self, sequence: Sequence) -> None:
-        self._waiting.remove(sequence)
+        line = self._line(sequence)
+        line.remove(sequence)
+        if not line:
+            self._lines.pop(sequence.request.key, None)
         sequence.blocked_since_s = None
 
     def take(self, sequence: Sequence, now: float) -> None:
-        """Remove an admitted sequence."""
+        """Remove an admitted sequence; its key's next turn comes after everyone else's."""
         self.remove(sequence)
+        if sequence.scheduled_s is None:
+            self._num_turns += 1
+            self._last_turn[sequence.request.key] = self._num_turns
         self._admission_times_s.append(now)
+
+    def _line(self, sequence: Sequence) -> list[Sequence]:
+        if sequence.scheduled_s is not None:
+            return self._returning
+        return self._lines.setdefault(sequence.request.key, [])
+
+    def _lines_in_turn(self) -> list[list[Sequence]]:
+        lines = [(self._last_turn.get(key, 0), _place(line[0]), line) for key, line in self._lines.items()]
+        return [line for _, _, line in sorted(lines, key=lambda entry: entry[:2])]
 
     def expired(self, now: float) -> list[Sequence]:
         """Sequences past their deadline that no work has been spent on."""
         return [
             sequence
-            for sequence in self._waiting
-            if sequence.scheduled_s is None
-            and sequence.request.deadline_s is not None
-            and sequence.request.deadline_s <= now
+            for line in self._lines.values()
+            for sequence in line
+            if sequence.request.deadline_s is not None and sequence.request.deadline_s <= now
         ]
 
     def next_deadline(self) -> float | None:
-        if not self._waiting:
-            return None
-        deadlines = [s.request.deadline_s for s in self._waiting if s.scheduled_s is None]
+        deadlines = (sequence.request.deadline_s for line in self._lines.values() for sequence in line)
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def retry_after_s(self) -> float:
@@ -126,7 +161,7 @@ class AdmissionOrder:
         blocked = [
             (head.blocked_since_s, head.sequence_id, head)
             for queue in queues
-            for head in queue.first(1)
+            for head in queue.heads()
             if head.blocked_since_s is not None and now - head.blocked_since_s >= self.ageing_s
         ]
         return min(blocked)[2] if blocked else None

@@ -31,6 +31,7 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     priority: int = 0
     timeout_s: float | None = None
+    key: str = ""  # whose it is, in any words: keys take turns in a model's queue
 
     def __post_init__(self) -> None:
         if self.n < 1:

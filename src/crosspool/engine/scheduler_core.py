@@ -76,7 +76,8 @@ class EngineCore:
         if model.kv_rank not in self.pages:
             self.pages[model.kv_rank] = KVRankPages(model.kv_rank, self.config.num_frames, self._estimate)
         self.pages[model.kv_rank].add_model(model)
-        self.loads[model.name] = ModelLoad(model, ModelQueue(model.name, self.config.max_queue))
+        queue = ModelQueue(model.name, self.config.max_queue, self.config.max_queue_per_key)
+        self.loads[model.name] = ModelLoad(model, queue)
         self.dispatcher.add_model(model.name)
 
     def drain_model(self, name: str) -> None:
@@ -128,10 +129,10 @@ class EngineCore:
             load.queue.push(sequence)
         self._admission_due = True
         self._admit(now)  # so that the bound holds for what really has to wait
-        if len(load.queue) > load.queue.max_queue:
+        if (refusal := load.queue.overflow(len(requests), requests[0].key)) is not None:
             for sequence in sequences:
                 self._withdraw(load, sequence)
-            raise load.queue.full_error(len(requests))
+            raise refusal
         for sequence in sequences:
             self._sequences[sequence.sequence_id] = sequence
         load.num_accepted += len(sequences)
