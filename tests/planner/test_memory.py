@@ -130,6 +130,12 @@ def test_what_cannot_fit_is_refused_with_the_smallest_set_that_can():
         plan_deployment(parse_plan_input(wanted))
 
 
+def test_uneven_slices_are_named_where_they_are_the_reason():
+    """2048 over 14 ranks is 10 units of 16 for two of them: 148 GiB there, although the sum would fit."""
+    with pytest.raises(CapacityError, match=r"kimi-k2 needs 1896\.3 GiB of FFN, 148\.\d GiB of it on one rank"):
+        split_group([catalogue_facts("kimi-k2")], GPUSet(num_gpus=15, memory_bytes=140 * GiB), 1, StepBounds(), FIGURES)
+
+
 def test_a_model_whose_attention_fits_no_gpu_has_no_smallest_set():
     facts = [catalogue_facts("deepseek-v3")]
     assert smallest_set(facts, GPUSet(num_gpus=1, memory_bytes=16 * GiB), StepBounds(), FIGURES) is None

@@ -14,6 +14,8 @@ from crosspool.planner.planner import Planned, plan_deployment
 from crosspool.planner.serve_config import write_serve_configs
 from crosspool.units import format_bytes
 
+TABLE_WIDTH = 110
+
 
 def run(
     source: Path,
@@ -61,7 +63,8 @@ def _pictures(planned: Planned, directory: Path) -> list[Path]:
 
 
 def show(plan: Plan, console: Console) -> None:
-    """The plan in short: one table a group."""
+    """The plan in short: one table a group, not squeezed into a narrow terminal."""
+    wide = Console(file=console.file, width=max(TABLE_WIDTH, console.width))
     for group in plan.groups:
         title = (
             f"{group.name}: {len(group.kv_ranks)} KV + {len(group.weights_ranks)} weights x {plan.gpu_kind}; "
@@ -83,7 +86,7 @@ def show(plan: Plan, console: Console) -> None:
                 f"{model.longest_context_tokens:,}",
                 model.kv_parallelism,
             )
-        console.print(table)
+        wide.print(table)
     if len(plan.groups) > 1:
         console.print(
             f"- grouped by {plan.placement.method}; proven within {plan.placement.gap:.1%} of the best", highlight=False

@@ -172,4 +172,8 @@ def _check_weights(models: Sequence[ModelFacts], gpus: GPUSet, num_weights: int,
     if largest.ffn_bytes > num_weights * room:
         raise CapacityError(f"{largest.name} needs {format_bytes(largest.ffn_bytes)} of FFN; {offer}")
     total = sum(model.ffn_bytes for model in models)
-    raise CapacityError(f"{len(models)} models need {format_bytes(total)} of FFN; {offer}")
+    what = f"{len(models)} models need" if len(models) > 1 else f"{largest.name} needs"
+    uneven = (
+        f", {format_bytes(size)} of it on one rank (slices are multiples of 16)" if total <= num_weights * room else ""
+    )
+    raise CapacityError(f"{what} {format_bytes(total)} of FFN{uneven}; {offer}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from crosspool.errors import CapacityError
 from crosspool.planner.demand import mean_bytes, variance_bytes
 from crosspool.planner.deployment import PlanInput
-from crosspool.planner.memory import kv_rank_parts, weights_rank_parts
+from crosspool.planner.memory import ffn_slice_bytes, kv_rank_parts, weights_rank_parts
 from crosspool.planner.placement import Candidate, GroupRoom, place_models
 from crosspool.planner.plan import Placement
 from crosspool.planner.speeds import SpeedRule
@@ -16,7 +16,7 @@ from crosspool.units import ceil_div
 def group_models(
     models: Sequence[PlannedModel], plan_input: PlanInput, rule: SpeedRule, deviations: float
 ) -> tuple[list[list[PlannedModel]], Placement]:
-    """The grouping with the least spread of stage times over all numbers of KV GPUs; empty groups are left out.
+    """The grouping with the least spread of stage times over numbers of KV GPUs; empty groups are left out.
 
     Raises the first CapacityError where none fits.
     """
@@ -24,20 +24,25 @@ def group_models(
     if num_groups == 1:
         return [list(models)], Placement(objective=0.0, gap=0.0, method="one group")
     found: list[tuple[list[list[str]], Placement]] = []
-    refusals: list[CapacityError] = []
-    for num_kv in plan_input.kv_choices():
+    refusals: list[Exception] = []
+    for num_kv in _powers_of_two(plan_input.kv_choices()):
         num_weights = max(1, plan_input.gpus.group_size - num_kv)
         try:
             candidates = [_candidate(model, plan_input, rule, num_kv, num_weights) for model in models]
             room = _room(models, plan_input, num_kv, num_weights)
             found.append(place_models(candidates, room, num_groups, deviations=deviations))
-        except CapacityError as error:
+        except (CapacityError, ValueError) as error:  # ValueError: a model is too narrow for so many weights ranks
             refusals.append(error)
     if not found:
-        raise refusals[0]
+        raise CapacityError(str(refusals[0]))
     names, placement = min(found, key=lambda item: item[1].objective)
     by_name = {model.name: model for model in models}
     return [[by_name[name] for name in group] for group in names if group], placement
+
+
+def _powers_of_two(choices: Sequence[int]) -> list[int]:
+    """Of many choices only these are worth a program each; every group's own split is searched among all of them."""
+    return [choice for choice in choices if choice & (choice - 1) == 0] or list(choices)
 
 
 def _candidate(model: PlannedModel, plan_input: PlanInput, rule: SpeedRule, num_kv: int, num_weights: int) -> Candidate:
@@ -47,7 +52,7 @@ def _candidate(model: PlannedModel, plan_input: PlanInput, rule: SpeedRule, num_
     times = rule.stages(model, load, num_kv, num_weights)
     return Candidate(
         name=model.name,
-        ffn_bytes=model.facts.ffn_bytes,
+        ffn_bytes=num_weights * max(ffn_slice_bytes(model.facts, num_weights)),
         kv_pool_weight_bytes=model.facts.kv_pool_weight_bytes,
         mean_bytes=mean_bytes(load) if load is not None else 0.0,
         variance_bytes=variance_bytes(load) if load is not None else 0.0,

@@ -31,14 +31,17 @@ BALANCE_WEIGHT = 1.0
 MAX_BINARIES = 1000
 """Model-group pairs up to which the program is solved in whole numbers."""
 
-NODE_LIMIT = 2000
+NODE_LIMIT = 500
 RELATIVE_GAP = 1e-2
 """Where the solver may stop; the gap it has proven by then is printed with the plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One model for the program. attention_s, ffn_s: mean seconds of a layer; busy: its part of a group's time."""
+    """One model for the program. ffn_bytes: of its largest slice times the weights ranks, since ranks fill unevenly.
+
+    attention_s, ffn_s: mean seconds of a layer. busy: its part of a group's time.
+    """
 
     name: str
     ffn_bytes: int

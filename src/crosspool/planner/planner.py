@@ -84,8 +84,9 @@ def _plan_groups(
                 _plan_group(members, plan_input, rule, f"g{idx}." if len(grouped) > 1 else "")
                 for idx, members in enumerate(grouped)
             ]
-        except CapacityError:
-            if len(grouped) == 1 or attempt == MAX_GROUPINGS - 1:
+        except CapacityError as error:
+            is_demand = isinstance(error.__cause__, _TooSmallError)  # more room in the next grouping may help
+            if len(grouped) == 1 or attempt == MAX_GROUPINGS - 1 or not is_demand:
                 raise
             continue
         return groups, placement
@@ -115,7 +116,7 @@ def _plan_group(models: Sequence[PlannedModel], plan_input: PlanInput, rule: Spe
     remedy = "no number of these GPUs can hold it: use larger ones, or fewer models"
     if found is not None:
         remedy = f"smallest set: {found[0]} KV + {found[1]} weights GPUs"
-    raise CapacityError(f"{refusals[0]}; {remedy}")
+    raise CapacityError(f"{refusals[0]}; {remedy}") from refusals[0]
 
 
 def _try_split(
