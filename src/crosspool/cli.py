@@ -42,11 +42,15 @@ def serve(
     api_key: Annotated[
         Words, typer.Option(help="key that requests must carry; repeat for more", show_default=False)
     ] = None,
+    admin_api_key: Annotated[Words, typer.Option(help="key of the admin routes", show_default=False)] = None,
+    ssl_certfile: Annotated[str | None, typer.Option(help="certificate in PEM; with a key the server is HTTPS")] = None,
+    ssl_keyfile: Annotated[str | None, typer.Option(help="key in PEM")] = None,
     served_model_name: Annotated[Words, typer.Option(help="name (and aliases) of the model, or one for each")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="context limit: tokens of prompt + output")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="sequences of a model that run at once  [32]")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="prompt tokens of one prefill step  [512]")] = None,
     max_queue: Annotated[int | None, typer.Option(help="sequences of a model that may wait  [64]")] = None,
+    max_queue_per_key: Annotated[int | None, typer.Option(help="of them, those of one API key")] = None,
     queue_timeout: Annotated[float | None, typer.Option(help="seconds a request may wait; then 408")] = None,
     kv_pool_bytes: Annotated[str | None, typer.Option(help="KV pool of all models, such as 4GiB  [256MiB]")] = None,
     frame_bytes: Annotated[str | None, typer.Option(help="granularity of KV memory  [2MiB]")] = None,
@@ -64,6 +68,8 @@ def serve(
     allowed_origins: Annotated[Words, typer.Option(help="origin that browsers may call from; repeat for more")] = None,
     root_path: Annotated[str | None, typer.Option(help="path prefix that a proxy in front strips")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error or critical  [info]")] = None,
+    log_format: Annotated[str | None, typer.Option(help="json, text or auto  [auto]")] = None,
+    metrics_compat: Annotated[str | None, typer.Option(help="vllm: the common metrics also under its names")] = None,
     disable_access_log_for_endpoints: Annotated[
         str | None, typer.Option(help="paths left out of the access log, separated by commas")
     ] = None,

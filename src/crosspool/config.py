@@ -14,6 +14,8 @@ Backend = Literal["numpy", "cuda"]
 AdmissionPolicy = Literal["reserve", "forecast"]
 DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+LogFormat = Literal["auto", "text", "json"]
+MetricsCompat = Literal["vllm"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]i?B?|B)?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "B": 1, "K": KiB, "M": MiB, "G": GiB}
@@ -84,6 +86,7 @@ class SchedulingConfig:
     max_num_seqs: int = 32  # running sequences per model
     max_num_batched_tokens: int = 512  # tokens of one prefill chunk
     max_queue: int = 64  # waiting sequences per model; one more is refused with 429
+    max_queue_per_key: int | None = None  # waiting sequences of one API key per model; None: up to max_queue
     num_decode_lanes: int = 2
     num_prefill_lanes: int = 1
     admission: AdmissionPolicy = "reserve"
@@ -108,12 +111,18 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: no key is asked for
+    admin_api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: admin routes are closed
     allowed_origins: tuple[str, ...] = ()  # none: CORS headers are not sent
     root_path: str = ""
     log_level: LogLevel = "info"
     quiet_paths: tuple[str, ...] = ("/health", "/health/ready", "/metrics", "/stats")  # left out of the access log
     shutdown_timeout_s: float = 30.0  # how long running requests may finish after SIGTERM
     max_body_bytes: int = 8 * MiB
+    max_header_bytes: int = 32 * KiB
+    ssl_certfile: str | None = None  # both or none: HTTPS
+    ssl_keyfile: str | None = None
+    log_format: LogFormat = "auto"
+    metrics_compat: MetricsCompat | None = None  # other names under which the common metrics are shown too
     sse_keep_alive_s: float = 10.0  # a comment line at this interval while a stream waits for its first token
 
     def __post_init__(self) -> None:
@@ -123,8 +132,12 @@ class ServerConfig:
             raise ValueError(f"shutdown_timeout is {self.shutdown_timeout_s}; it must be 0 or more seconds")
         if self.max_body_bytes < KiB:
             raise ValueError(f"max_body_bytes is {self.max_body_bytes}; it must be at least 1 KiB")
-        if any(not key for key in self.api_keys):
+        if self.max_header_bytes < KiB:
+            raise ValueError(f"max_header_bytes is {self.max_header_bytes}; it must be at least 1 KiB")
+        if any(not key for key in (*self.api_keys, *self.admin_api_keys)):
             raise ValueError("an api_key is empty; remove it or give it a value")
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("one of ssl_certfile and ssl_keyfile is missing; give both, or neither")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

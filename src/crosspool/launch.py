@@ -56,7 +56,7 @@ def prepare_models(config: DeploymentConfig) -> list[PreparedModel]:
 
     Raises CheckpointError or UnsupportedModelError, naming the model, for the first that cannot be served.
     """
-    return [_prepare(model, config) for model in config.models]
+    return [prepare_model(model, config) for model in config.models]
 
 
 def engine_config(config: DeploymentConfig) -> EngineConfig:
@@ -69,6 +69,7 @@ def engine_config(config: DeploymentConfig) -> EngineConfig:
         max_num_seqs=scheduling.max_num_seqs,
         max_num_batched_tokens=scheduling.max_num_batched_tokens,
         max_queue=scheduling.max_queue,
+        max_queue_per_key=scheduling.max_queue_per_key,
         admission=scheduling.admission,
         default_deadline_s=scheduling.queue_timeout_s,
         recovery_timeout_s=scheduling.recovery_timeout_s,
@@ -115,7 +116,8 @@ async def load_models(
         on_loaded(model.served.name)
 
 
-def _prepare(model: ModelConfig, config: DeploymentConfig) -> PreparedModel:
+def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel:
+    """The same for one model, of the deployment or beside it."""
     name = model.served_name
     try:
         directory = model_directory(model.source, revision=model.revision, download_dir=config.download_dir)

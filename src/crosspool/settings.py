@@ -20,7 +20,9 @@ from crosspool.config import (
     DeploymentConfig,
     DTypeChoice,
     Layout,
+    LogFormat,
     LogLevel,
+    MetricsCompat,
     ModelConfig,
     PoolsConfig,
     SchedulingConfig,
@@ -58,6 +60,7 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, description="port to listen on; 0: any free one")
     api_key: Words = Field([], description="keys that requests must carry one of; health routes are open")
+    admin_api_key: Words = Field([], description="keys of the admin routes; default: they are closed")
     allowed_origins: Words = Field([], description="origins that browsers may call from (CORS); default: none")
     root_path: str = Field("", description="path prefix that a proxy in front strips")
     log_level: LogLevel = Field("info", description="what is logged")
@@ -66,6 +69,11 @@ class Settings(BaseSettings):
     )
     shutdown_timeout: float = Field(30.0, description="seconds that running requests may finish in after SIGTERM")
     max_body_bytes: Size = Field("8MiB", description="largest request body; more is a 413")
+    max_header_bytes: Size = Field("32KiB", description="largest request headers; more is a 431")
+    ssl_certfile: str | None = Field(None, description="certificate file in PEM; with ssl_keyfile the server is HTTPS")
+    ssl_keyfile: str | None = Field(None, description="key file in PEM")
+    log_format: LogFormat = Field("auto", description="json: one object a line; auto: coloured text on a terminal")
+    metrics_compat: MetricsCompat | None = Field(None, description="vllm: the common metrics also under vLLM's names")
     sse_keep_alive_interval: float = Field(10.0, gt=0, description="seconds between comment lines of waiting streams")
     backend: Backend = Field("numpy", description="what computes: numpy on CPUs, or cuda with a GPU for each rank")
     layout: Layout = Field("processes", description="a process for each rank, or threads of one process")
@@ -75,6 +83,7 @@ class Settings(BaseSettings):
     max_num_seqs: int = Field(32, description="sequences of a model that run at once")
     max_num_batched_tokens: int = Field(512, description="prompt tokens of one prefill step")
     max_queue: int = Field(64, description="sequences of a model that may wait; one more is a 429")
+    max_queue_per_key: int | None = Field(None, description="sequences of one API key that may wait for a model")
     decode_lanes: int = Field(2, description="decode batches in flight at once")
     prefill_lanes: int = Field(1, description="prefill chunks in flight at once")
     admission: AdmissionPolicy = Field("reserve", description="reserve pages for the whole answer, or forecast them")
@@ -86,7 +95,7 @@ class Settings(BaseSettings):
     dtype: DTypeChoice = Field("auto", description="dtype of weights in memory; auto: the backend's own")
     download_dir: str | None = Field(None, description="where Hugging Face ids are stored; default: the hub's cache")
 
-    @field_validator("api_key", "allowed_origins", "disable_access_log_for_endpoints", mode="before")
+    @field_validator("api_key", "admin_api_key", "allowed_origins", "disable_access_log_for_endpoints", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
@@ -192,6 +201,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_queue=settings.max_queue,
+            max_queue_per_key=settings.max_queue_per_key,
             num_decode_lanes=settings.decode_lanes,
             num_prefill_lanes=settings.prefill_lanes,
             admission=settings.admission,
@@ -203,12 +213,18 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             host=settings.host,
             port=settings.port,
             api_keys=tuple(settings.api_key),
+            admin_api_keys=tuple(settings.admin_api_key),
             allowed_origins=tuple(settings.allowed_origins),
             root_path=settings.root_path,
             log_level=settings.log_level,
             quiet_paths=tuple(settings.disable_access_log_for_endpoints),
             shutdown_timeout_s=settings.shutdown_timeout,
             max_body_bytes=parse_size(settings.max_body_bytes),
+            max_header_bytes=parse_size(settings.max_header_bytes),
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            log_format=settings.log_format,
+            metrics_compat=settings.metrics_compat,
             sse_keep_alive_s=settings.sse_keep_alive_interval,
         ),
         dtype=settings.dtype,

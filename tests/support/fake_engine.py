@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from crosspool.core import FinishReason, TokenLogprob
 from crosspool.engine.output import RequestOutput, Timings, TokenLogprobs, Usage
 from crosspool.engine.request import GenerationRequest
+from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import EngineStats, ModelInfo, ModelState, ModelStats, PoolStats
 from crosspool.engine.step_log import StepSpan
 from crosspool.errors import CrossPoolError, QueueFullError, UnknownModelError
@@ -50,6 +51,9 @@ class FakeEngine:
         self.busy_for_s: float | None = None
         self.ranks_down: dict[str, float] = {}
         self.steps: list[StepSpan] = []
+        self.loaded = asyncio.Event()  # cleared by a test, it holds up loads
+        self.loaded.set()
+        self.load_error: CrossPoolError | None = None
 
     def generate(self, request: GenerationRequest) -> FakeStream:
         script = self.scripts.get(request.model)
@@ -63,6 +67,25 @@ class FakeEngine:
         stream = FakeStream(self, request, script)
         self.running[request.request_id] = stream
         return stream
+
+    async def add_model(self, model: ServedModel) -> ModelInfo:
+        if model.name in self.scripts:
+            raise ValueError(f"model {model.name} is already {self.states[model.name]}")
+        self.scripts[model.name], self.states[model.name], self.finished[model.name] = Script(), "loading", {}
+        await self.loaded.wait()
+        if self.load_error is not None:
+            self.states[model.name] = "failed"
+            raise self.load_error
+        self.states[model.name] = "ready"
+        return self.model(model.name)
+
+    async def remove_model(self, name: str, *, drain: bool = True) -> None:
+        if self.states[name] == "loading":
+            raise ValueError(f"model {name} is still loading")
+        self.states[name] = "draining"
+        while drain and any(stream.request.model == name for stream in self.running.values()):
+            await asyncio.sleep(0.01)
+        del self.scripts[name], self.states[name]
 
     def models(self) -> list[ModelInfo]:
         return [self.model(name) for name in self.scripts]

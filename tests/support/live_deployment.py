@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from crosspool.config import DeploymentConfig
+from crosspool.config import DeploymentConfig, ModelConfig
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.stats import EngineStats
-from crosspool.launch import catalogue, prepare_models, start_engine
+from crosspool.launch import PreparedModel, catalogue, prepare_model, prepare_models, start_engine
 from crosspool.server.app import create_app
 from tests.support.live_server import live_server
 
@@ -27,11 +27,15 @@ class LiveDeployment:
 def live_deployment(config: DeploymentConfig) -> Iterator[LiveDeployment]:
     """Models loaded, server listening; everything is stopped at the end."""
     models = prepare_models(config)
+
+    def prepare(model: ModelConfig) -> PreparedModel:
+        return prepare_model(model, config)
+
     engine = start_engine(config)
     try:
         for model in models:
             engine.engine.add_model(model.served).result(timeout=30)
-        with live_server(create_app(engine, catalogue(models), config.server)) as url:
+        with live_server(create_app(engine, catalogue(models), config.server, prepare)) as url:
             yield LiveDeployment(url, engine)
     finally:
         engine.engine.close()

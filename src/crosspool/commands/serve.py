@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from crosspool.commands.loading import shown_while_loading
-from crosspool.config import DeploymentConfig
+from crosspool.config import DeploymentConfig, LogFormat
 from crosspool.errors import CrossPoolError
-from crosspool.launch import catalogue, demo_models, load_models, prepare_models, start_engine
+from crosspool.launch import catalogue, demo_models, load_models, prepare_model, prepare_models, start_engine
 from crosspool.server.app import create_app
-from crosspool.server.run import listen, serve
+from crosspool.server.json_logs import json_formatter
+from crosspool.server.run import check_tls, listen, serve
 from crosspool.settings import load_deployment
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -25,7 +26,7 @@ def run(
     """Serve until a signal. Raises CrossPoolError, in one line, for whatever keeps the server from starting."""
     config = deployment(sources, served_names, config_file, flags)
     console = Console(stderr=True)
-    set_up_logging(config.server.log_level, console)
+    set_up_logging(config.server.log_level, console, config.server.log_format)
     asyncio.run(_serve(config, console))
 
 
@@ -68,23 +69,25 @@ def model_entries(sources: Sequence[str], served_names: Sequence[str]) -> list[d
 
 
 async def _serve(config: DeploymentConfig, console: Console) -> None:
+    check_tls(config.server)
     listener = listen(config.server)  # before anything is loaded: a taken port is told at once
     with listener:
         models = prepare_models(config)
         engine = start_engine(config)
         host, port = listener.getsockname()[:2]
+        scheme = "http" if config.server.ssl_certfile is None else "https"
 
         async def load() -> None:
             with shown_while_loading(engine, console):
                 await load_models(engine, models)
             names = ", ".join(model.served.name for model in models)
             console.print(
-                f"serving {names} on http://{_shown_host(host)}:{port}  (Ctrl-C ends it)",
+                f"serving {names} on {scheme}://{_shown_host(host)}:{port}  (Ctrl-C ends it)",
                 highlight=False,
                 soft_wrap=True,
             )
 
-        app = create_app(engine, catalogue(models), config.server)
+        app = create_app(engine, catalogue(models), config.server, lambda model: prepare_model(model, config))
         await serve(app, engine, load, listener, config.server)
 
 
@@ -94,10 +97,13 @@ def _shown_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def set_up_logging(level: str, console: Console) -> None:
-    """Log lines on standard error: coloured on a terminal (above the progress bars there), plain lines elsewhere."""
+def set_up_logging(level: str, console: Console, log_format: LogFormat = "auto") -> None:
+    """Log lines on standard error: JSON if asked for, else coloured on a terminal (above the progress bars there)."""
     handler: logging.Handler
-    if console.is_terminal:
+    if log_format == "json":
+        handler = logging.StreamHandler()
+        handler.setFormatter(json_formatter())
+    elif console.is_terminal and log_format == "auto":
         from rich.logging import RichHandler
 
         handler = RichHandler(console=console, show_path=False)

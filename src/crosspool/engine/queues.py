@@ -36,8 +36,8 @@ def _place(sequence: Sequence) -> tuple[bool, float, int]:
 class ModelQueue:
     """The queue of one model, in which API keys take turns.
 
-    Each key has a line of its own, in the order of `_place`. The key that was served longest ago comes first, so while a
-    key waits, each other key is served at most once before it. Sequences that lost their KV come before every line, in
+    Each key has a line of its own, in the order of `_place`. The key served longest ago comes first, so while a key
+    waits, each other key is served at most once before it. Sequences that lost their KV come before every line, in
     whatever number: the bounds hold for new requests only.
     """
 

@@ -14,12 +14,22 @@ from starlette.responses import JSONResponse, Response
 from crosspool import __version__
 from crosspool.config import ServerConfig
 from crosspool.errors import CrossPoolError
-from crosspool.server import generation_routes, health, live_routes, models_routes, stats_routes, ui_routes
+from crosspool.server import (
+    admin_routes,
+    generation_routes,
+    health,
+    live_routes,
+    models_routes,
+    stats_routes,
+    ui_routes,
+)
+from crosspool.server.admin_routes import Prepare
 from crosspool.server.catalogue import Catalogue
 from crosspool.server.engine_client import EngineClient
 from crosspool.server.engine_metrics import EngineCollector
 from crosspool.server.errors import APIError, from_engine, from_validation
-from crosspool.server.guards import ApiKeyGuard, BodyLimit, RequestContext
+from crosspool.server.guards import BodyLimit, HeaderLimit, RequestContext
+from crosspool.server.keys import KeyGuard
 from crosspool.server.metrics import RequestMetrics
 from crosspool.server.stream import ClientLeft
 
@@ -28,8 +38,13 @@ logger = logging.getLogger(__name__)
 CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
-def create_app(engine: EngineClient, catalogue: Catalogue, config: ServerConfig | None = None) -> FastAPI:
-    """The server of `catalogue`'s models on `engine`. Setting `app.state.draining` makes it refuse new requests."""
+def create_app(
+    engine: EngineClient, catalogue: Catalogue, config: ServerConfig | None = None, prepare: Prepare | None = None
+) -> FastAPI:
+    """The server of `catalogue`'s models on `engine`; `prepare` reads models that are to be loaded at run time.
+
+    Setting `app.state.draining` makes it refuse new requests.
+    """
     config = config or ServerConfig()
     app = FastAPI(
         title="CrossPool",
@@ -42,9 +57,11 @@ def create_app(engine: EngineClient, catalogue: Catalogue, config: ServerConfig 
     app.state.catalogue = catalogue
     app.state.config = config
     app.state.draining = False
+    app.state.prepare = prepare
+    app.state.admin_tasks = set()
     app.state.metrics = RequestMetrics()
     app.state.metrics.registry.register(EngineCollector(engine))
-    for routes in (generation_routes, models_routes, health, stats_routes, live_routes, ui_routes):
+    for routes in (generation_routes, models_routes, health, stats_routes, live_routes, ui_routes, admin_routes):
         app.include_router(routes.router)
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
@@ -64,8 +81,8 @@ def _middleware(config: ServerConfig) -> Sequence[Middleware]:
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
         )
-    if config.api_keys:
-        found.append(Middleware(ApiKeyGuard, api_keys=config.api_keys))
+    found.append(Middleware(HeaderLimit, max_header_bytes=config.max_header_bytes))
+    found.append(Middleware(KeyGuard, api_keys=config.api_keys, admin_api_keys=config.admin_api_keys))
     found.append(Middleware(BodyLimit, max_body_bytes=config.max_body_bytes))
     return found
 

@@ -49,7 +49,23 @@ class Catalogue:
         self._aliases = {alias: item for item in self._by_name.values() for alias in item.aliases}
 
     def __iter__(self) -> Iterator[ModelFrontend]:
-        return iter(self._by_name.values())
+        return iter(list(self._by_name.values()))
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a model or an alias has that name."""
+        return name in self._by_name or name in self._aliases
+
+    def add(self, frontend: ModelFrontend) -> None:
+        """Serve one model more. Its names must be free."""
+        assert not any(name in self for name in (frontend.name, *frontend.aliases)), f"{frontend.name} is taken"
+        self._by_name[frontend.name] = frontend
+        self._aliases |= dict.fromkeys(frontend.aliases, frontend)
+
+    def remove(self, name: str) -> None:
+        """Forget a model and its aliases, if it is there."""
+        frontend = self._by_name.pop(name, None)
+        for alias in frontend.aliases if frontend is not None else ():
+            del self._aliases[alias]
 
     def resolve(self, name: str | None) -> ModelFrontend:
         """The model called `name`; with just one model served, also for no name at all.

@@ -4,6 +4,7 @@ from typing import Protocol, Self
 
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
+from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import EngineStats, ModelInfo
 from crosspool.engine.step_log import StepSpan
 
@@ -26,6 +27,10 @@ class EngineClient(Protocol):
     def generate(self, request: GenerationRequest) -> OutputStream:
         """Accept or refuse at once; a refusal is a CrossPoolError or a ValueError, and leaves nothing behind."""
         ...
+
+    async def add_model(self, model: ServedModel) -> ModelInfo: ...
+
+    async def remove_model(self, name: str, *, drain: bool = True) -> None: ...
 
     def models(self) -> list[ModelInfo]: ...
 

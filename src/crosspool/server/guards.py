@@ -1,10 +1,8 @@
-"""What every request passes before a route: its id and log line, the key, the size of its body. Plain ASGI.
+"""What every request passes before a route: its id and log line, the size of headers and body. Plain ASGI.
 
 Class-based response middleware would stand between a route and the client's disconnect, so none is used.
 """
 
-import hashlib
-import hmac
 import logging
 import re
 import time
@@ -16,12 +14,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from crosspool.server.context import CURRENT
 from crosspool.server.errors import APIError
 
 access_log = logging.getLogger("crosspool.access")
 
-OPEN_PATHS = frozenset({"/", "/ui", "/health", "/health/ready"})
-OPEN_PREFIXES = ("/ui/", "/health/")  # the page holds no data: what it shows comes from guarded routes
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -50,52 +47,48 @@ class RequestContext:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
+        token = CURRENT.set(state)
         try:
             await self._app(scope, receive, send_with_id)
         finally:
             if scope["path"] not in self._quiet_paths:
-                access_log.info(
-                    "%s %s %s %.1f ms id=%s model=%s",
-                    scope["method"],
-                    ascii(scope["path"])[1:-1],
-                    status or "left",
-                    1000 * (time.perf_counter() - started),
-                    request_id,
-                    state.get("model", "-"),
-                )
+                self._log(scope, status, 1000 * (time.perf_counter() - started))
+            CURRENT.reset(token)
+
+    def _log(self, scope: Scope, status: int, duration_ms: float) -> None:
+        state, path = scope["state"], ascii(scope["path"])[1:-1]
+        access_log.info(
+            "%s %s %s %.1f ms id=%s model=%s",
+            scope["method"],
+            path,
+            status or "left",
+            duration_ms,
+            state["request_id"],
+            state.get("model", "-"),
+            extra={
+                "method": scope["method"],
+                "path": path,
+                "status": status or None,
+                "duration_ms": round(duration_ms, 1),
+            },
+        )
 
 
-class ApiKeyGuard:
-    """Lets in requests that carry one of the keys, as a bearer token. Health routes and CORS preflights are open."""
+class HeaderLimit:
+    """Refuses requests whose headers are above a number of bytes with 431."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, max_header_bytes: int) -> None:
         self._app = app
-        self._digests = [_digest(key) for key in api_keys]
+        self._max_header_bytes = max_header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._is_guarded(scope) and not self._is_known(Headers(scope=scope)):
+        if scope["type"] == "http" and sum(len(k) + len(v) + 4 for k, v in scope["headers"]) > self._max_header_bytes:
             error = APIError(
-                401,
-                "the API key is missing or unknown; send one as `Authorization: Bearer KEY`",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
+                431, f"the headers are larger than {self._max_header_bytes} bytes", code="request_headers_too_large"
             )
-            await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
+            await JSONResponse(error.body(), error.status, {"Connection": "close"})(scope, receive, send)
             return
         await self._app(scope, receive, send)
-
-    def _is_guarded(self, scope: Scope) -> bool:
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-        is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
-        return bool(self._digests) and scope["method"] != "OPTIONS" and not is_open
-
-    def _is_known(self, headers: Headers) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            return False
-        digest = _digest(key.strip())
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them: constant time
-        return any(matches)
 
 
 class BodyLimit:
@@ -130,7 +123,3 @@ class BodyLimit:
         return APIError(
             413, f"the body is larger than the limit of {self._max_body_bytes} bytes", code="request_too_large"
         )
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

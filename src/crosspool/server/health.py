@@ -103,9 +103,11 @@ def _progress(now_s: float, since_s: float | None, what: str) -> Health:
     return Health("busy", round(silent_s, 3))
 
 
-def not_ready(models: list[ModelInfo]) -> str | None:
+def not_ready(models: Sequence[ModelInfo], served: Sequence[str] = ()) -> str | None:
     """Why requests cannot be served yet: a model that still loads, or none that is ready."""
+    known = {model.name for model in models}
     loading = [model.name for model in models if model.state == "loading"]
+    loading += [name for name in served if name not in known]
     if loading:
         return f"loading {', '.join(loading)}"
     if not any(model.state == "ready" for model in models):
@@ -150,7 +152,7 @@ async def ready(request: Request) -> JSONResponse:
     if state.draining:
         return JSONResponse({"status": "draining"}, 503)
     found = health_of(state.engine)
-    reason = not_ready(state.engine.models())
+    reason = not_ready(state.engine.models(), [frontend.name for frontend in state.catalogue])
     if found.is_live and reason is not None:
         return JSONResponse({"status": "loading", "detail": reason}, 503)
     return JSONResponse(found.body(), 200 if found.is_live else 503)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.datastructures import State
 
 from crosspool.engine.stats import ModelInfo
 from crosspool.server.catalogue import ModelFrontend
@@ -18,9 +19,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 @router.get("/v1/models", summary="List the models", responses={401: ERRORS[401]})
 async def list_models(request: Request) -> dict[str, Any]:
-    state = request.app.state
-    cards = [model_card(frontend, state.engine.model(frontend.name)) for frontend in state.catalogue]
-    return {"object": "list", "data": cards}
+    return {"object": "list", "data": model_cards(request.app.state)}
 
 
 @router.get("/v1/models/{name:path}", summary="One model, by name or alias", responses=ERRORS)
@@ -28,6 +27,12 @@ async def one_model(name: str, request: Request) -> dict[str, Any]:
     state = request.app.state
     frontend = state.catalogue.resolve(name)
     return model_card(frontend, state.engine.model(frontend.name))
+
+
+def model_cards(state: State) -> list[dict[str, Any]]:
+    """Of every served model that the engine knows: not of one about to be loaded or just unloaded."""
+    infos = {info.name: info for info in state.engine.models()}
+    return [model_card(frontend, infos[frontend.name]) for frontend in state.catalogue if frontend.name in infos]
 
 
 def model_card(frontend: ModelFrontend, info: ModelInfo) -> dict[str, Any]:

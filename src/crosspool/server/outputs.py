@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from crosspool.core import FinishReason
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.errors import CrossPoolError
+from crosspool.server.context import current
 from crosspool.server.engine_client import EngineClient, OutputStream
 from crosspool.server.errors import APIError, bad_request, from_engine
 from crosspool.server.metrics import RequestMetrics, SequenceObserver
@@ -87,7 +89,7 @@ async def open_group(
     streams: list[OutputStream] = []
     try:
         for request in requests:
-            streams.append(engine.generate(request))
+            streams.append(engine.generate(replace(request, key=current("key"))))
     except (CrossPoolError, ValueError) as error:
         for stream in streams:
             await stream.aclose()

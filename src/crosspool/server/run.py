@@ -8,6 +8,7 @@ skips the wait.
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 from types import FrameType
 from typing import Any, Protocol
@@ -76,6 +77,19 @@ def listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
+def check_tls(config: ServerConfig) -> None:
+    """Raises CrossPoolError, naming the files, if there is to be HTTPS and they do not make a pair."""
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise CrossPoolError(
+            f"cannot serve HTTPS with certificate {config.ssl_certfile} and key {config.ssl_keyfile}: {error}; "
+            "give a readable pair in PEM"
+        ) from None
+
+
 async def serve(
     app: FastAPI,
     engine: ClosableEngine,
@@ -135,5 +149,7 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         log_level="warning",
         timeout_graceful_shutdown=LAST_WORDS_S,
         server_header=False,
+        ssl_certfile=config.ssl_certfile,
+        ssl_keyfile=config.ssl_keyfile,
         **options,
     )

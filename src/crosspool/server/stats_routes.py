@@ -10,7 +10,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from crosspool import __version__
 from crosspool.server.health import health_of, judge_model, judge_workers
-from crosspool.server.models_routes import ERRORS, model_card
+from crosspool.server.models_routes import ERRORS, model_cards
 
 router = APIRouter(tags=["numbers"])
 GUARDED: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
@@ -37,7 +37,7 @@ def moment(state: State) -> dict[str, Any]:
         "model_health": {info.name: judge_model(info, snapshot).body() for info in models},
         "worker_health": {rank: found.body() for rank, found in judge_workers(models, snapshot).items()},
         "draining": state.draining,
-        "cards": [model_card(frontend, state.engine.model(frontend.name)) for frontend in state.catalogue],
+        "cards": model_cards(state),
         "tbt_s": state.metrics.recent_tbt(),
         "ttft_s": state.metrics.recent_ttft(),
         **asdict(snapshot),
