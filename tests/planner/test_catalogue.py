@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from crosspool.errors import UnsupportedModelError
 from crosspool.planner.catalogue import catalogue_facts, entries, facts_from_shape, lookup, model_facts
@@ -76,6 +79,34 @@ def test_unknown_kinds_of_kv_are_an_error():
     shape = {"hidden_size": 8, "num_layers": 1, "vocab_size": 8, "max_positions": 8, "ffn": {}}
     with pytest.raises(UnsupportedModelError, match="new-model has attention of kind 'lightning'"):
         facts_from_shape({**shape, "attention": {"kind": "lightning"}}, "new-model")
+
+
+CONFIG = {"model_type": "olmoe", "num_hidden_layers": 2, "torch_dtype": "bfloat16"}
+
+
+def test_an_id_of_the_hub_needs_its_config_only(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    asked = []
+
+    def download(repository, file):
+        asked.append((repository, file))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    facts = model_facts("owner/new-model")
+    assert asked == [("owner/new-model", "config.json")]
+    assert (facts.name, facts.num_layers) == ("owner/new-model", 2)
+
+
+def test_an_id_that_cannot_be_fetched_is_one_line(monkeypatch):
+    def download(repository, file):
+        raise LocalEntryNotFoundError("no\nnetwork")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    with pytest.raises(
+        ValueError, match=r"cannot get config\.json of owner/new-model: no network; give a model directory"
+    ):
+        model_facts("owner/new-model")
 
 
 def test_a_directory_wins_and_an_unknown_name_lists_the_entries(tmp_path):
