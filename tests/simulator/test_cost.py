@@ -82,6 +82,19 @@ def test_tensor_parallel_attention_is_cut_by_heads_and_no_further():
     assert mla[1] == pytest.approx(mla[0], rel=1e-6)
 
 
+def test_a_sequence_on_one_replica_is_read_by_its_gpus_alone():
+    facts, long = catalogue_facts(NAMES[1]), 100_000
+    spread, apart = (MonolithicCost(facts, H200, num_gpus=4, replica_gpus=size) for size in (4, 1))
+    empty = apart.times(decode_work(1, 0)).attention_s
+
+    def cache_s(cost, batch):
+        return cost.times(decode_work(batch, batch * long)).attention_s - empty
+
+    assert cache_s(apart, 1) == pytest.approx(4 * cache_s(spread, 1))
+    assert cache_s(apart, 4) == pytest.approx(cache_s(apart, 1)) == pytest.approx(cache_s(spread, 4))
+    assert cache_s(apart, 5) == pytest.approx(2 * cache_s(apart, 4))  # one replica has two
+
+
 def test_work_of_a_step_is_read_from_its_descriptor():
     step = prefill_step(prompts=(100, 20), max_tokens=64)
     work = step_work(step)

@@ -14,6 +14,7 @@ from crosspool.planner.facts import FFNSpec, ModelFacts
 from crosspool.planner.gpus import GPUKind
 from crosspool.planner.roofline import StageTimes, stage_times
 from crosspool.scheduler.step import StepDescriptor
+from crosspool.units import ceil_div
 
 SUSTAINED_TFLOPS: dict[str, float] = {"a100-40gb": 190.0, "a100-80gb": 190.0, "h100-80gb": 590.0, "h200": 590.0}
 """Dense bf16, 60 % of the data sheet: what large matrix products reach."""
@@ -111,12 +112,14 @@ class PooledCost:
 class MonolithicCost:
     """The roofline of one model that lies whole on `num_gpus` GPUs, tensor parallel.
 
-    Attention weights are cut by KV heads and replicated beyond them; the cache is spread evenly, by heads or by
-    replicas. `crossing_s` stands for one of a layer's two all-reduces, which cost two crossings; on one GPU for none.
+    Attention weights are cut by KV heads and replicated beyond. A sequence's cache lies on `replica_gpus` GPUs, one
+    of several replicas that share the sequences of a step; the fullest sets the pace. `crossing_s` stands for one of a
+    layer's two all-reduces, which cost two crossings; on one GPU for none.
     """
 
-    def __init__(self, facts: ModelFacts, kind: GPUKind, *, num_gpus: int) -> None:
+    def __init__(self, facts: ModelFacts, kind: GPUKind, *, num_gpus: int, replica_gpus: int | None = None) -> None:
         self.facts, self.kind, self._num_gpus = facts, kind, num_gpus
+        self._num_replicas = num_gpus // (replica_gpus or num_gpus)
         self._pooled = PooledCost(facts, kind, num_kv=num_gpus, num_weights=num_gpus)
         self._share = min(num_gpus, facts.num_kv_heads)
         whole = stage_times(facts, kind, batch=1, context_tokens=0, num_kv_ranks=1, num_weights_ranks=1)
@@ -124,7 +127,9 @@ class MonolithicCost:
         self._saved_s = (whole.attention_s - kind.segment_s) * (1 - 1 / self._share) + merge_s
 
     def times(self, work: StepWork) -> StageTimes:
-        stages = self._pooled.times(work)
+        num_sequences = work.num_sampled if work.num_sampled == work.num_tokens else 1  # a chunk is taken for one
+        fullest = self._num_replicas * ceil_div(num_sequences, self._num_replicas) / num_sequences
+        stages = self._pooled.times(replace(work, kv_tokens=work.kv_tokens * fullest, pairs=work.pairs * fullest))
         return StageTimes(
             num_layers=stages.num_layers,
             attention_s=max(self.kind.segment_s, stages.attention_s - self._saved_s),

@@ -146,7 +146,7 @@ def _monolithic(
         models.append(
             SimulatedModel(
                 served=_served(model, model.name, [f"gpu{gpu}" for gpu in gpus], per_gpu),
-                cost=MonolithicCost(model.facts, kind, num_gpus=len(gpus)),
+                cost=MonolithicCost(model.facts, kind, num_gpus=len(gpus), replica_gpus=size),
                 gpus=gpus,
                 replica_gpus=size,
             )

@@ -42,7 +42,9 @@ class Pipeline(Protocol):
     num_events: int
     busy_s: list[float]  # by station
 
-    def start(self, lane: int, times: StageTimes, route: Route, now_s: float) -> None: ...
+    def start(self, lane: int, times: StageTimes, route: Route, now_s: float, done: float = 0.0) -> None:
+        """Give an idle lane a step whose first segment is ready at `now_s`; a share of its layers may be done."""
+        ...
 
     def advance(self, until_s: float) -> int | None: ...
 
@@ -78,13 +80,13 @@ class OrderedPipeline:
         self._kv, self._weights, self._priority, self._left, self._layers = ([0] * num_lanes for _ in range(5))
         self._ready_s = [0.0] * num_lanes
 
-    def start(self, lane: int, times: StageTimes, route: Route, now_s: float) -> None:
-        """Give an idle lane a step whose first segment is ready at `now_s`."""
+    def start(self, lane: int, times: StageTimes, route: Route, now_s: float, done: float = 0.0) -> None:
         assert self._left[lane] == 0, f"lane {lane} already runs a step"
         self._attention_s[lane], self._ffn_s[lane] = times.attention_s, times.ffn_s
         self._crossing_s[lane], self._tail_s[lane] = times.crossing_s, times.tail_s
         self._kv[lane], self._weights[lane], self._priority[lane] = route.kv, route.weights, route.priority
-        self._left[lane] = self._layers[lane] = times.num_layers + 1  # segments at the KV station
+        self._layers[lane] = times.num_layers + 1  # segments at the KV station
+        self._left[lane] = _segments_left(times, done)
         heappush(self._heap, (now_s, lane << 2 | ARRIVES_AT_KV))
 
     def progress(self, lane: int) -> float:
@@ -181,9 +183,9 @@ class StreamPipeline:
         self._routes = [Route(kv=0, weights=0)] * num_lanes
         self._left = [0] * num_lanes
 
-    def start(self, lane: int, times: StageTimes, route: Route, now_s: float) -> None:
+    def start(self, lane: int, times: StageTimes, route: Route, now_s: float, done: float = 0.0) -> None:
         assert self._left[lane] == 0, f"lane {lane} already runs a step"
-        self._times[lane], self._routes[lane], self._left[lane] = times, route, times.num_layers + 1
+        self._times[lane], self._routes[lane], self._left[lane] = times, route, _segments_left(times, done)
         heappush(self._heap, (now_s, lane << 2 | ARRIVES_AT_KV))
 
     def progress(self, lane: int) -> float:
@@ -253,3 +255,8 @@ class StreamPipeline:
             return lane
         heappush(self._heap, (self.now_s + times.crossing_s, code - 3))
         return None
+
+
+def _segments_left(times: StageTimes, done: float) -> int:
+    """Segments at the KV station that a step has before it when a share of it is done; at least the tail."""
+    return max(1, round((1.0 - done) * (times.num_layers + 1)))

@@ -2,7 +2,8 @@
 
 Steps in flight progress at rates: their time alone, stretched by what they do to each other (`overlap.py`). A lane
 whose next steps are known to have the same rows (`engine/repeat.py`) runs them as one; whatever else happens meanwhile
-first makes it catch up with the steps that have ended by then.
+first makes it catch up with the steps that have ended by then. Where every lane's next step has other rows (more
+models decode than there are lanes), steps are run layer by layer until that is over.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ from crosspool.simulator.driver import CoreDriver, SimulatedRequest
 from crosspool.simulator.exact import Progress, make_pipeline
 from crosspool.simulator.group import SimulatedGroup, SimulatedModel
 from crosspool.simulator.overlap import PipelineOverlap, RunningStep, SharedGPUs
-from crosspool.simulator.pipeline import Route
+from crosspool.simulator.pipeline import Pipeline, Route
 from crosspool.simulator.result import GroupResult, group_result
 
 LONGEST_RUN = 256
@@ -28,7 +29,6 @@ class _Run:
 
     lane: int
     model: SimulatedModel
-    priority: int
     count: int
     running: RunningStep
     step_s: float = 0.0  # beside the others
@@ -40,15 +40,17 @@ class StepSimulator:
 
     def __init__(self, group: SimulatedGroup) -> None:
         self.driver = CoreDriver(group)
-        self.num_events = 0
         self.in_flight_s = 0.0
-        self.busy_s = [0.0] * len(group.stations)
+        self._num_events = 0
+        self._busy_s = [0.0] * len(group.stations)
         self._group = group
         self._models = group.by_name
         self._runs: dict[int, _Run] = {}
         self._now = 0.0
-        self._overlap: PipelineOverlap | SharedGPUs = (
-            PipelineOverlap(lambda lanes: make_pipeline(group, lanes)) if group.layout == "crosspool" else SharedGPUs()
+        self._has_pools = group.layout == "crosspool"
+        self._pipeline: Pipeline | None = None  # while no set of lanes lasts
+        self.overlap: PipelineOverlap | SharedGPUs = (
+            PipelineOverlap(lambda lanes: make_pipeline(group, lanes)) if self._has_pools else SharedGPUs()
         )
 
     def run(
@@ -61,16 +63,11 @@ class StepSimulator:
         coming = next(arrivals, None)
         while coming is not None or driver.num_live:
             arrival_s = coming.arrival_s if coming is not None else float("inf")
-            first, first_s = self._first_end()
-            now = max(self._now, min(arrival_s, first_s, driver.next_timer(self._now), end_s))
-            assert now < float("inf"), "requests are live but nothing is going to happen"
-            driver.observe(now)
-            ended = first if first is not None and first_s <= now else None
-            self._catch_up(now, ended)
-            self.num_events += 1
-            if ended is not None:
-                del self._runs[ended.lane]
-                driver.end_step(ended.lane, now)
+            lane = self._advance(max(self._now, min(arrival_s, driver.next_timer(self._now), end_s)))
+            now = self._now
+            if lane is not None:
+                del self._runs[lane]
+                driver.end_step(lane, now)
             elif now >= end_s:
                 break
             else:
@@ -83,14 +80,33 @@ class StepSimulator:
             self._set_rates()
             if progress is not None:
                 progress(now)
+        self._leave_pipeline()
         return group_result(
             self._group,
             driver,
             duration_s=self._now,
-            num_events=self.num_events,
-            busy_s=self.busy_s,
+            num_events=self._num_events,
+            busy_s=self._busy_s,
             in_flight_s=self.in_flight_s,
         )
+
+    def _advance(self, until_s: float) -> int | None:
+        """Let time pass to the end of a lane's step, or run of steps, and return the lane; None at `until_s`."""
+        if self._pipeline is not None:
+            lane = self._pipeline.advance(until_s)
+            now = self._pipeline.now_s
+            self.in_flight_s += now - self._now
+            self.driver.observe(now)
+            self._now = now
+            return lane
+        first, first_s = self._first_end()
+        now = max(self._now, min(until_s, first_s))
+        assert now < float("inf"), "requests are live but nothing is going to happen"
+        ended = first if first_s <= now else None
+        self.driver.observe(now)
+        self._catch_up(now, ended)
+        self._num_events += 1
+        return None if ended is None else ended.lane
 
     def _first_end(self) -> tuple[_Run | None, float]:
         """The run that is over first, and when."""
@@ -122,33 +138,60 @@ class StepSimulator:
         times, route = run.running.times, run.running.route
         if run.running.gpus:
             for gpu in run.running.gpus:
-                self.busy_s[gpu] += steps * times.step_s
+                self._busy_s[gpu] += steps * times.step_s
         else:
-            self.busy_s[route.kv] += steps * times.kv_busy_s
-            self.busy_s[route.weights] += steps * times.weights_busy_s
+            self._busy_s[route.kv] += steps * times.kv_busy_s
+            self._busy_s[route.weights] += steps * times.weights_busy_s
 
     def _begin(self, step: StepDescriptor) -> None:
         model, header = self._models[step.header.model], step.header
         route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority)
         running = RunningStep(model.cost.times(step_work(step)), route, model.gpus)
-        self._runs[header.lane] = _Run(header.lane, model, header.priority, 1, running)
+        self._runs[header.lane] = _Run(header.lane, model, 1, running)
+        if self._pipeline is not None:
+            self._pipeline.start(header.lane, running.times, route, self._now + self._group.host_s)
 
     def _set_rates(self) -> None:
         """How far each run may go, and how fast, with what is in flight now."""
         runs = list(self._runs.values())
+        for run in runs:
+            run.count = min(LONGEST_RUN, self.driver.num_repeats(run.lane))
+        if self._has_pools and len(runs) > 1 and all(run.count == 1 for run in runs):
+            self._enter_pipeline()
+            return
+        self._leave_pipeline()
         if not runs:
             return
         for run in runs:
-            run.count = min(LONGEST_RUN, self.driver.num_repeats(run.lane))
             if run.count > 1:
                 sequences = self.driver.core.dispatcher.lanes[run.lane].sequences
                 batch = len(sequences)
                 kv_tokens = sum(sequence.num_cached_tokens for sequence in sequences) + batch * (run.count + 1) / 2
                 times = run.model.cost.times(decode_work(batch, kv_tokens))
                 run.running = RunningStep(times, run.running.route, run.running.gpus)
-        slowdowns = self._overlap.slowdowns([run.running for run in runs])
+        slowdowns = self.overlap.slowdowns([run.running for run in runs])
         for run, slowdown in zip(runs, slowdowns, strict=True):
             run.step_s = run.running.times.step_s * slowdown + self._group.host_s
+
+    def _enter_pipeline(self) -> None:
+        """Go on layer by layer: every next step has other rows, so there is no steady state to know a rate of."""
+        if self._pipeline is not None:
+            return
+        self._pipeline = make_pipeline(self._group, self._group.config.num_lanes)
+        self._pipeline.now_s = self._now
+        for run in self._runs.values():
+            self._pipeline.start(run.lane, run.running.times, run.running.route, self._now, run.done)
+
+    def _leave_pipeline(self) -> None:
+        """Go on in runs of steps from where the layers are."""
+        if self._pipeline is None:
+            return
+        for run in self._runs.values():
+            run.done = self._pipeline.progress(run.lane)
+        for station, busy_s in enumerate(self._pipeline.busy_s):
+            self._busy_s[station] += busy_s
+        self._num_events += self._pipeline.num_events
+        self._pipeline = None
 
 
 def simulate_steps(
