@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol, Self
 
 
 class FinishReason(StrEnum):
@@ -65,6 +66,26 @@ class SampledToken:
     top_logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class TokenConstraint(Protocol):
+    """What one sequence's next token may be, given those it has: the state of a grammar. Owned by one sequence.
+
+    It follows tokens, not KV, so it stays as it is when a sequence's KV is lost.
+    """
+
+    @property
+    def allowed(self) -> bytes:
+        """A bit for each token id, the lowest bit of the first byte for id 0; ids beyond its end are not allowed."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """Take in the newest token, unless it ends the sequence. Raises ConstraintError where it cannot go on."""
+        ...
+
+    def fork(self) -> Self:
+        """One of its own for another sequence, in the same state."""
+        ...
+
+
 @dataclass(kw_only=True, slots=True)
 class Request:
     """One sequence to generate. `n > 1` is n requests of one group; stop strings are watched by the caller's side."""
@@ -78,3 +99,4 @@ class Request:
     deadline_s: float | None = None  # on the clock of arrival_s; past it, a queued request is dropped
     key: str = ""  # whose it is: API keys take turns in a model's queue
     output_token_ids: list[int] = field(default_factory=list)
+    constraint: TokenConstraint | None = None

@@ -50,3 +50,7 @@ class DeadlineExceededError(CrossPoolError):
 
 class StepError(CrossPoolError):
     """A worker raised in the middle of a step, or its tokens gave no text; only the requests concerned end with it."""
+
+
+class ConstraintError(CrossPoolError):
+    """The grammar an answer has to follow cannot go on: it grew too complex, or its last token breaks it."""

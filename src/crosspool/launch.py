@@ -148,6 +148,7 @@ def _frontend(model: ModelConfig, served: ServedModel, directory: Path) -> Model
         defaults=SamplingDefaults.of(read_model_dir(directory).generation),
         aliases=model.aliases,
         source=model.source,
+        eos_token_ids=served.spec.eos_token_ids,
     )
 
 

@@ -43,6 +43,7 @@ def tiny_frontend(
         defaults=defaults or SamplingDefaults(),
         aliases=aliases,
         source=str(directory),
+        eos_token_ids=(0,),
     )
 
 

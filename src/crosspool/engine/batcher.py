@@ -83,6 +83,7 @@ def prefill_row(chunk: Chunk) -> StepRow:
         first_new_page=first_new_page,
         new_pages=new_pages,
         sample=chunk.is_last,
+        allowed=sequence.allowed if chunk.is_last else None,
     )
 
 
@@ -96,6 +97,7 @@ def decode_row(sequence: Sequence) -> StepRow:
         num_new_tokens=1,
         first_new_page=first_new_page,
         new_pages=new_pages,
+        allowed=sequence.allowed,
     )
 
 

@@ -36,6 +36,8 @@ def num_repeats(core: EngineCore, lane: int) -> int:
         if sequence.state is not SequenceState.DECODING:
             return 1
         request = sequence.request
+        if request.constraint is not None:
+            return 1  # its next row allows other tokens
         slots = len(sequence.table.pages) * sequence.table.page_tokens - sequence.num_cached_tokens
         left = request.sampling.max_tokens - len(request.output_token_ids)
         count = min(count, slots, left)

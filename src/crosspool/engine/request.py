@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from crosspool.core import SamplingParams
+from crosspool.core import SamplingParams, TokenConstraint
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
@@ -17,6 +17,7 @@ class GenerationRequest:
     tokens unless `ignore_eos`. seed: None draws one; sequence i of n samples from a seed derived from (seed, i).
     timeout_s: longest time in the queue, after which the request ends with DeadlineExceededError at no prefill cost.
     priority: smaller is sooner; a step of one counts as one second of arrival, up to an hour.
+    constraint: in its first state; every sequence gets a fork of it.
     Raises ValueError for bad bounds and stop strings; ids are checked against the vocabulary at `generate`.
     """
 
@@ -32,6 +33,7 @@ class GenerationRequest:
     priority: int = 0
     timeout_s: float | None = None
     key: str = ""  # whose it is, in any words: keys take turns in a model's queue
+    constraint: TokenConstraint | None = None
 
     def __post_init__(self) -> None:
         if self.n < 1:

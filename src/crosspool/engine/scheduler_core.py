@@ -28,6 +28,7 @@ from crosspool.engine.snapshot import snapshot
 from crosspool.engine.stats import EngineStats
 from crosspool.engine.step_log import StepLog
 from crosspool.errors import (
+    ConstraintError,
     CrossPoolError,
     DeadlineExceededError,
     ShuttingDownError,
@@ -247,6 +248,11 @@ class EngineCore:
         reason = sequence.end_after(token.token_id)
         if reason is not None:
             self._end(sequence, reason)
+        elif sequence.request.constraint is not None:
+            try:
+                sequence.request.constraint.advance(token.token_id)
+            except ConstraintError as error:
+                return self._fail(sequence, error, now)
         return self._update(sequence, now, token=token, finish_reason=reason)
 
     def _step_failed(self, event: StepFailed, now: float) -> list[SequenceUpdate]:

@@ -60,6 +60,12 @@ class Sequence:
         """Tokens left to prefill."""
         return self.num_tokens - self.num_cached_tokens
 
+    @property
+    def allowed(self) -> bytes | None:
+        """The tokens its grammar lets come next, as in `StepRow`; None without one."""
+        constraint = self.request.constraint
+        return None if constraint is None else constraint.allowed
+
     def uncached(self, count: int) -> tuple[int, ...]:
         """The next `count` token ids to prefill."""
         start, prompt = self.num_cached_tokens, self.request.prompt_token_ids

@@ -52,6 +52,7 @@ class StepRow:
     num_cached_tokens: slots already written, which is the position of the first token run here.
     first_new_page, new_pages: entries to write into the sequence's block table; a page is its list of frames.
     sample: draw a token after the last one run (false for all but the last prefill chunk).
+    allowed: which tokens may be drawn, a bit for each id as in `TokenConstraint.allowed`; None: all.
     """
 
     sequence_id: int
@@ -61,6 +62,7 @@ class StepRow:
     first_new_page: int = 0
     new_pages: tuple[tuple[int, ...], ...] = ()
     sample: bool = True
+    allowed: bytes | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,11 +1,12 @@
 """The served models as requests see them: names, tokenizer, template, sampling defaults."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from crosspool.models.directory import GenerationDefaults
 from crosspool.server.chat import ChatTemplate
 from crosspool.server.errors import APIError, bad_request, shorten
+from crosspool.server.grammar import GrammarVocabulary
 from crosspool.server.tokenizer import TextTokenizer
 
 MAX_LISTED_NAMES = 20
@@ -30,7 +31,10 @@ class SamplingDefaults:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFrontend:
-    """One model's way from text to ids and back. The engine knows it by `name`."""
+    """One model's way from text to ids and back. The engine knows it by `name`.
+
+    eos_token_ids: the model's end tokens, the only ones where an answer in a grammar is complete.
+    """
 
     name: str
     vocab_size: int
@@ -39,6 +43,12 @@ class ModelFrontend:
     defaults: SamplingDefaults = SamplingDefaults()
     aliases: tuple[str, ...] = ()
     source: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    vocabulary: GrammarVocabulary = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        size = max(self.vocab_size, self.tokenizer.size)
+        object.__setattr__(self, "vocabulary", GrammarVocabulary(self.tokenizer.serialized, size, self.eos_token_ids))
 
 
 class Catalogue:

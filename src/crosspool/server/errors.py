@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from crosspool.errors import (
     CapacityError,
+    ConstraintError,
     ContextLengthError,
     CrossPoolError,
     DeadlineExceededError,
@@ -86,6 +87,8 @@ def from_engine(error: CrossPoolError) -> APIError:
             return APIError(400, str(error), code="context_length_exceeded", param="max_tokens")
         case CapacityError():
             return APIError(400, str(error), code="kv_pool_capacity_exceeded", param="max_tokens")
+        case ConstraintError():
+            return APIError(400, str(error), code="invalid_grammar")
         case DeadlineExceededError():
             return APIError(408, str(error), code="deadline_exceeded")
         case UnknownModelError():  # the server knows the name, so the engine has not got it ready

@@ -19,6 +19,7 @@ from crosspool.server.protocol import ChatBody, CompletionBody, GenerationBody
 from crosspool.server.refusals import refuse_unsupported
 from crosspool.server.sampling import generation_request
 from crosspool.server.stream import EventStream, answer_events, by_prompt, unless_left
+from crosspool.server.structured import asked_grammar, compiled
 
 router = APIRouter(tags=["generation"])
 
@@ -68,8 +69,13 @@ async def _answer(
     state = request.app.state
     answer_id = shape.id_prefix + uuid.uuid4().hex
     limit = state.engine.model(model.name).context_limit
+    constraint = None
+    if (compile_answer := asked_grammar(body)) is not None:
+        constraint = await unless_left(request, compiled(compile_answer, body, model))
     requests: list[GenerationRequest] = [
-        generation_request(body, model, prompt, request_id=f"{answer_id}-{index}", context_limit=limit)
+        generation_request(
+            body, model, prompt, request_id=f"{answer_id}-{index}", context_limit=limit, constraint=constraint
+        )
         for index, prompt in enumerate(prompts)
     ]
     head: Json = {

@@ -154,6 +154,10 @@ class GenerationBody(BaseModel):
     skip_special_tokens: Flag = True
     ignore_eos: Flag = False
     priority: Annotated[int, Field(strict=True, ge=-1000, le=1000)] = Field(0, description="smaller is sooner")
+    response_format: dict[str, Any] | None = Field(None, description="text, json_object or json_schema")
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="one of json, json_object, regex, choice, grammar (Lark)"
+    )
     stream: Flag = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -230,7 +234,6 @@ class ChatBody(GenerationBody):
     add_generation_prompt: Flag = True
     tools: list[Any] = []
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    response_format: dict[str, Any] | None = None
 
     @property
     def prompt_field(self) -> str:

@@ -25,7 +25,6 @@ NOT_OFFERED = (
     "mm_processor_kwargs",
     "prediction",
     "prompt_logprobs",
-    "structured_outputs",
     "truncate_prompt_tokens",
     "use_beam_search",
     "web_search_options",
@@ -71,8 +70,6 @@ def _chat(body: ChatBody) -> None:
         raise _not_offered("tools", 'send tool_choice: "none" or leave the tools out')
     if body.tool_choice not in (None, "none", "auto"):
         raise _not_offered("tool_choice")
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        raise _not_offered("response_format", 'only {"type": "text"} is taken')
     modalities: Any = (body.model_extra or {}).get("modalities")
     if modalities not in (None, ["text"]):
         raise _not_offered("modalities", 'only ["text"] is taken')

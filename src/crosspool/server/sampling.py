@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from crosspool.core import SamplingParams
+from crosspool.core import SamplingParams, TokenConstraint
 from crosspool.engine.request import GenerationRequest
 from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.errors import APIError, bad_request
@@ -16,6 +16,7 @@ def generation_request(
     *,
     request_id: str,
     context_limit: int,
+    constraint: TokenConstraint | None = None,
 ) -> GenerationRequest:
     """The engine's request for one prompt.
 
@@ -54,6 +55,7 @@ def generation_request(
         include_stop_str_in_output=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
         priority=body.priority,
+        constraint=constraint,
     )
 
 

@@ -74,6 +74,12 @@ class TextTokenizer:
         return text
 
     @property
+    def serialized(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        text: str = self._tokenizer.to_str()
+        return text
+
+    @property
     def size(self) -> int:
         """Ids the tokenizer knows, added tokens included."""
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)

@@ -1,8 +1,8 @@
 """Drawing the next token of each row from its logits.
 
-Order: repetition penalty, frequency and presence penalties, logit bias, end tokens masked until `min_tokens`; then
-either the largest logit (greedy), or temperature, min-p, top-k, top-p and one random number. Each cut looks at what
-the cuts before it left. Log-probabilities are those of the untouched logits.
+Order: tokens that are not allowed masked, repetition penalty, frequency and presence penalties, logit bias, end tokens
+masked until `min_tokens`; then either the largest logit (greedy), or temperature, min-p, top-k, top-p and one random
+number. Each cut looks at what the cuts before it left. Log-probabilities are those of the untouched logits.
 
 Every cut keeps a prefix of the ranking by logit, equal logits by token id, so greedy is the same as `top_k=1`. The
 token is the first, in id order, whose cumulative probability over the kept tokens exceeds the row's random number.
@@ -30,7 +30,7 @@ class SamplingRow:
 
     token_ids: prompt, then output; the first `num_prompt_tokens` are the prompt. position: of the token to draw; what
     `token_ids` holds from there on (when a step is replayed) plays no part. Ids at or above the vocabulary size, here
-    and in `params`, have no logit and change nothing.
+    and in `params`, have no logit and change nothing. allowed: as in `StepRow`.
     """
 
     sequence_id: int
@@ -39,6 +39,7 @@ class SamplingRow:
     num_prompt_tokens: int
     position: int
     uniform: UniformStream
+    allowed: bytes | None = None
 
     @property
     def num_output_tokens(self) -> int:
@@ -46,7 +47,7 @@ class SamplingRow:
 
 
 def sample(logits: FloatArray, rows: Sequence[SamplingRow]) -> tuple[SampledToken, ...]:
-    """One token per row. logits: (rows, vocabulary) float32; overwritten where a row has penalties or bias."""
+    """One token per row. logits: (rows, vocabulary) float32; overwritten where a row has a mask, penalties or bias."""
     raw = {idx: logits[idx].copy() for idx, row in enumerate(rows) if row.params.num_logprobs is not None}
     for idx, row in enumerate(rows):
         if _changes_logits(row):
@@ -63,7 +64,8 @@ def sample(logits: FloatArray, rows: Sequence[SamplingRow]) -> tuple[SampledToke
 def _changes_logits(row: SamplingRow) -> bool:
     params = row.params
     return (
-        params.repetition_penalty != 1.0
+        row.allowed is not None
+        or params.repetition_penalty != 1.0
         or params.presence_penalty != 0.0
         or params.frequency_penalty != 0.0
         or bool(params.logit_bias)
@@ -72,8 +74,10 @@ def _changes_logits(row: SamplingRow) -> bool:
 
 
 def _change(logits: FloatArray, row: SamplingRow) -> None:
-    """Penalties, bias and the mask of end tokens, on one row's logits in place."""
+    """Masks, penalties and bias, on one row's logits in place."""
     params, vocab_size = row.params, len(logits)
+    if row.allowed is not None:
+        _mask(logits, row.allowed)
     tokens = np.array(row.token_ids[: row.position], dtype=np.int64)
     if params.repetition_penalty != 1.0:
         seen = np.unique(tokens[tokens < vocab_size])
@@ -90,6 +94,13 @@ def _change(logits: FloatArray, row: SamplingRow) -> None:
             logits[token] += np.float32(bias)
     if row.num_output_tokens < params.min_tokens:
         logits[[token for token in params.stop_token_ids if 0 <= token < vocab_size]] = -np.inf
+
+
+def _mask(logits: FloatArray, allowed: bytes) -> None:
+    """Minus infinity for every id whose bit is not set."""
+    bits = np.unpackbits(np.frombuffer(allowed, dtype=np.uint8), bitorder="little")[: len(logits)]
+    logits[: len(bits)][bits == 0] = -np.inf
+    logits[len(bits) :] = -np.inf
 
 
 def _draw(logits: FloatArray, rows: Sequence[SamplingRow]) -> list[int]:

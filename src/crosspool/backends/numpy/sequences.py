@@ -58,6 +58,7 @@ class Sequence:
             self._num_prompt_tokens,
             row.num_cached_tokens + row.num_new_tokens,
             self._uniform,
+            row.allowed,
         )
 
     def commit(self, row: StepRow, table: IntArray, sampled: SampledToken | None) -> None:
