@@ -125,16 +125,17 @@ class Bench:
         metric = f"decode_ms.{name}.{layout}.b{batch}.{context // 1024}k.graphs"
         parts = {}
         shares_gpu = any(gpu == 0 for gpu, _ in slices)
-        variants: list[tuple[str, WaitRule | None, bool]] = [
-            (".yielding", None, False),
-            (".yielding.unfused", None, False),
-        ]
-        if not shares_gpu:
-            variants.insert(0, ("", WaitRule(deadline_s=0.3, early=True), True))
-        for label, rule, fused in variants:
-            model = SplitModel(
-                self.gpus, spec, attention, slices, batch=batch, context=context, rule=rule, fused=fused, seed=SEED
-            )
+        variants: dict[str, dict[str, Any]] = {"": {}}
+        if batch == 1:
+            variants |= {
+                ".staged": {"sums_by": "staged"},
+                ".raised": {"sums_by": "raised"},
+                ".router_waits": {"waits_in_router": True},
+            }
+            if not shares_gpu:
+                variants[".early"] = {"rule": WaitRule(deadline_s=0.3, early=True)}
+        for label, options in variants.items():
+            model = SplitModel(self.gpus, spec, attention, slices, batch=batch, context=context, seed=SEED, **options)
             times = step_times_ms(model, context)
             parts[label] = sorted(times)[len(times) // 2]
             floor = step_floor_ms(spec, batch, context, len(slices))
@@ -155,12 +156,12 @@ class Bench:
         layers = spec.num_layers
         for label, value in alone.items():
             self.report.metric(f"{metric}.{label}_us_a_layer", value * 1e3 / layers)
-        rest = parts[".yielding"] - alone["attention"] - alone["ffn"]
+        rest = parts[""] - alone["attention"] - alone["ffn"]
         self.report.metric(f"{metric}.crossing_us_a_layer", rest * 1e3 / layers, limit=2 * 2.75, note="two bare hops")
         print(
             f"  us a layer: attention {alone['attention'] * 1e3 / layers:.1f} (tail included), ffn "
-            f"{alone['ffn'] * 1e3 / layers:.1f}, rest {rest * 1e3 / layers:.1f}; yielding "
-            f"{parts['.yielding']:.3f}, unfused {parts['.yielding.unfused']:.3f} ms",
+            f"{alone['ffn'] * 1e3 / layers:.1f}, rest {rest * 1e3 / layers:.1f}; ms "
+            f"{', '.join(f'{label[1:]} {value:.3f}' for label, value in parts.items() if label)}",
             flush=True,
         )
 

@@ -16,7 +16,7 @@ from crosspool.backends.cuda.attention_pass import AttentionPass
 from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap
 from crosspool.backends.cuda.driver import Driver
 from crosspool.backends.cuda.ffn_half import FFNHalf
-from crosspool.backends.cuda.ffn_pass import FFNPass
+from crosspool.backends.cuda.ffn_pass import FFNPass, SumsBy
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.graphs import Capturable, StepGraph, capture
 from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule
@@ -93,7 +93,8 @@ class SplitModel:
         batch: int,
         context: int,
         rule: WaitRule | None = None,
-        fused: bool = True,
+        sums_by: SumsBy = "direct",
+        waits_in_router: bool = False,
         prefetches: bool = True,
         seed: int = 0,
     ) -> None:
@@ -120,7 +121,16 @@ class SplitModel:
                 half = FFNHalf(side.kernels, layers, batch)
                 mirrored = LinkMap(link.outbox, link.inbox)
                 own = FFNCrossing(side.kernels, side.lane, mirrored)
-                own_pass = FFNPass(side.kernels, side.lane, half, own, batch, spec.hidden_size, fused=fused)
+                own_pass = FFNPass(
+                    side.kernels,
+                    side.lane,
+                    half,
+                    own,
+                    batch,
+                    spec.hidden_size,
+                    sums_by=sums_by,
+                    waits_in_router=waits_in_router,
+                )
             self.weights.append(side)
             self.ffn_halves.append(half)
             self.ffn_graphs.append(side.capture(own_pass))

@@ -37,7 +37,8 @@ class SplitPass:
         slices: Sequence[FFNHalf],
         *,
         rule: WaitRule | None = None,
-        fused: bool = True,
+        sums_by: str = "direct",
+        waits_in_router: bool = False,
     ) -> None:
         device, rule = half.residual.device, rule or WaitRule()
         rows, hidden = half.residual.shape
@@ -58,7 +59,8 @@ class SplitPass:
                 FFNCrossing(kernels, lane, LinkMap(link.outbox, link.inbox)),
                 rows,
                 hidden,
-                fused=fused,
+                sums_by=sums_by,
+                waits_in_router=waits_in_router,
             )
             for lane, part, link in zip(self.ffn_lanes, slices, links, strict=True)
         ]

@@ -36,15 +36,20 @@ def epoch_base(step: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "num_slices", "fused"),
-    [("qwen3_moe", 1, True), ("deepseek_v2", 2, True), ("qwen3_moe", 3, False)],
+    ("family", "num_slices", "options"),
+    [
+        ("qwen3_moe", 1, {"sums_by": "raised", "waits_in_router": True}),
+        ("deepseek_v2", 2, {"sums_by": "direct", "waits_in_router": True}),
+        ("qwen3_moe", 3, {"sums_by": "staged"}),
+        ("deepseek_v2", 1, {"sums_by": "raised"}),
+    ],
 )
-def test_split_passes_equal_the_undivided_model_bit_for_bit(family, num_slices, fused, tmp_path):
+def test_split_passes_equal_the_undivided_model_bit_for_bit(family, num_slices, options, tmp_path):
     directory = read_model_dir(write_tiny_model(tmp_path / "m", family, dtype="bfloat16", tokenizer=False))
     prompts = np.random.default_rng(3).integers(1, directory.spec.vocab_size, size=(2, 6)).tolist()
     whole, parts = (build_decoder(EmulatedKernels(), directory, 2, 6, CPU, num_slices=num_slices) for _ in range(2))
     _, expected = decode_prompts(whole, prompts)
-    split = SplitPass(EmulatedKernels(), parts.attention, parts._slices, fused=fused)
+    split = SplitPass(EmulatedKernels(), parts.attention, parts._slices, **options)
     for position, logits in enumerate(expected):
         base = epoch_base(position + 1)
         slot = split.push(base, [prompt[position] for prompt in prompts], [position, position])

@@ -1,6 +1,7 @@
 """One pass of the FFN half on fixed buffers."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
@@ -9,13 +10,13 @@ from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.transport import FFNCrossing, begin_pass, end_pass
 
+SumsBy = Literal["direct", "raised", "staged"]
+"""How partial sums reach the peer: written by the FFN's last kernel and a small one raises the flag; the same with the
+last kernel raising it; or copied, flag behind, by a kernel of its own."""
+
 
 class FFNPass:
-    """The kernels of a pass of `rows` rows.
-
-    fused: a layer's router waits for its rows itself, and its last kernel writes straight to the peer and raises the
-    flag. Else separate kernels wait, and copy the sums with the flag behind them.
-    """
+    """The kernels of a pass of `rows` rows. waits_in_router: a layer's router polls for its rows itself."""
 
     def __init__(
         self,
@@ -26,11 +27,14 @@ class FFNPass:
         rows: int,
         hidden: int,
         *,
-        fused: bool = True,
+        sums_by: SumsBy = "direct",
+        waits_in_router: bool = False,
     ) -> None:
         self._kernels, self._lane, self._half, self._crossing = kernels, lane, half, crossing
         self._rows, self._hidden = rows, hidden
-        self._sums = None if fused else torch.empty(rows, hidden, dtype=torch.float32, device=lane.device)
+        self._sums_by, self._waits_in_router = sums_by, waits_in_router
+        is_staged = sums_by == "staged"
+        self._staged = torch.empty(rows, hidden, dtype=torch.float32, device=lane.device) if is_staged else None
 
     def kernels(self) -> Iterator[int]:
         """Enqueue every kernel; yields each layer before its wait."""
@@ -38,17 +42,19 @@ class FFNPass:
         begin_pass(self._kernels, self._lane)
         for layer, weights in enumerate(self._half.layers):
             yield layer
-            rows = crossing.rows(layer, self._rows, self._hidden)
-            if self._sums is not None:
-                crossing.wait(layer)
-                self._half.run(layer, rows, self._sums)
-                crossing.put(layer, self._sums)
-                continue
-            arrival = None
-            if weights.router is None:
-                crossing.wait(layer)
-            else:
+            arrival = departure = None
+            if self._waits_in_router and weights.router is not None:
                 arrival = crossing.arrival(layer)
-            sums = crossing.sums(layer, self._rows, self._hidden)
-            self._half.run(layer, rows, sums, arrival, crossing.departure(layer))
+            else:
+                crossing.wait(layer)
+            if self._sums_by == "raised":
+                departure = crossing.departure(layer)
+            rows = crossing.rows(layer, self._rows, self._hidden)
+            if self._staged is not None:
+                self._half.run(layer, rows, self._staged, arrival)
+                crossing.put(layer, self._staged)
+                continue
+            self._half.run(layer, rows, crossing.sums(layer, self._rows, self._hidden), arrival, departure)
+            if departure is None:
+                crossing.signal(layer)
         end_pass(self._kernels, self._lane, len(self._half.layers))

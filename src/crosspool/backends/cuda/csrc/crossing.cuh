@@ -4,6 +4,7 @@
 
 constexpr int MAX_PEERS = 8;
 constexpr int POLLS_PER_LOOK = 16;        // flag loads between two looks at the clock
+constexpr unsigned CROWD = 4;             // blocks that may poll one flag without pauses
 constexpr u64 ABORT_LOOK_NS = 20000;      // host memory is far away: look at its abort word this seldom
 
 constexpr u64 STEP = 1024;                // epochs of one step, whose passes share them
@@ -33,12 +34,19 @@ DEVICE void await(const LaneView& v, const Flags& flags, u64 base, int layer) {
   const int peer = threadIdx.x;
   if (peer >= flags.count || v.deadline_ns < 0) return;
   const u64 want = base + layer + 1;
-  if (load_acquire(flags.flag[peer]) >= want) return;
+  // Polls are relaxed, and rarer where many blocks poll; one acquiring load at the end orders what the block reads.
+  const bool crowded = gridDim.x > CROWD;
+  const u64* flag = flags.flag[peer];
   const u64 start = timer_ns();
   u64 looked = start;
   while (true) {
-    for (int i = 0; i < POLLS_PER_LOOK; ++i)
-      if (load_acquire(flags.flag[peer]) >= want) return;
+    for (int i = 0; i < POLLS_PER_LOOK; ++i) {
+      if (load_relaxed(flag) >= want) {
+        load_acquire(flag);
+        return;
+      }
+      if (crowded) pause_ns(100);
+    }
     if (load_relaxed(v.lane + FAILED) / STEP == base / STEP) return expire(v, base, want, peer);
     const u64 now = timer_ns();
     if (now - start > static_cast<u64>(v.deadline_ns)) return expire(v, base, want, peer);

@@ -10,6 +10,7 @@ DEVICE u32 load_relaxed(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAX
 DEVICE void store_release(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 DEVICE void store_relaxed(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 DEVICE void system_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+DEVICE void pause_ns(unsigned) {}
 DEVICE void store16(void* p, uint4 v) { check_aligned(p, 16); memcpy(p, &v, 16); }
 DEVICE u64 timer_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -33,6 +34,7 @@ DEVICE u32 load_relaxed(const u32* p) {
 DEVICE void store_release(u64* p, u64 v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE void store_relaxed(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE void system_fence() { __threadfence_system(); }
+DEVICE void pause_ns(unsigned nanoseconds) { __nanosleep(nanoseconds); }
 DEVICE void store16(void* p, uint4 v) { *reinterpret_cast<uint4*>(p) = v; }
 DEVICE u64 timer_ns() {
   u64 t;
