@@ -241,6 +241,14 @@ def top(
     run(client, interval_s=interval, once=once, as_json=as_json, console=Console())
 
 
+@app.command("collect-env")
+def collect_env(as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False) -> None:
+    """Print versions, memory and GPUs, for a bug report."""
+    from crosspool.commands.collect_env import run
+
+    run(as_json=as_json)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

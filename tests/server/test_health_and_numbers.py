@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from crosspool import __version__
 from crosspool.errors import WorkerLostError
+from crosspool.server.metrics_compat import SHARED
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.server_fixtures import connect, fake_app
 
@@ -109,6 +110,27 @@ async def test_metrics_have_vllms_suffixes_and_add_up(http: httpx2.AsyncClient, 
     assert len(kv) == 3
     assert sum(kv.values()) == 100 * 4096
     assert all(key[0].startswith("crosspool:") for key in samples)
+
+
+async def test_vllms_names_are_shown_beside_ours_when_asked_for(engine: FakeEngine, tmp_path: Path) -> None:
+    async with connect(fake_app(engine, tmp_path, metrics_compat="vllm")) as http:
+        await http.post("/v1/completions", json=PROMPT)
+        text = (await http.get("/metrics")).text
+    values: dict[str, dict[str, float]] = {"crosspool": {}, "vllm": {}}
+    for family in text_string_to_metric_families(text):
+        prefix, _, name = family.name.partition(":")
+        for sample in family.samples:
+            labels = {key: value for key, value in sample.labels.items() if key != "engine"}
+            values[prefix][f"{sample.name.partition(':')[2]}{sorted(labels.items())}"] = sample.value
+        assert prefix == "crosspool" or name.removesuffix("_created") in SHARED
+    assert {name.partition("[")[0].removesuffix("_total") for name in values["vllm"]} >= {
+        name for name in SHARED if not name.endswith("_seconds")
+    }
+    created = {name for name in values["vllm"] if "_created" in name}
+    assert len(values["vllm"]) > 12
+    assert {name: values["crosspool"][name] for name in values["vllm"].keys() - created} == {
+        name: values["vllm"][name] for name in values["vllm"].keys() - created
+    }
 
 
 async def test_stats_show_pools_models_and_time_between_tokens(http: httpx2.AsyncClient, engine: FakeEngine) -> None:

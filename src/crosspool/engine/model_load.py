@@ -23,6 +23,7 @@ class ModelLoad:
     generated_tokens: int = 0
     num_accepted: int = 0
     num_refused: int = 0
+    num_preempted: int = 0
     num_finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
     ranks: tuple[str, ...] = field(init=False)

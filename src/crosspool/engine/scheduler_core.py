@@ -304,6 +304,7 @@ class EngineCore:
                 self.pages[rank].release(sequence)
                 sequence.rewind()
                 sequence.num_losses += 1
+                load.num_preempted += 1
                 load.queue.push(sequence)
                 if sequence.num_losses > MAX_LOSSES:
                     times = f"{sequence.num_losses} times in a row without a token"

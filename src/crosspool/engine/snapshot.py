@@ -55,6 +55,7 @@ def _model_stats(load: ModelLoad, pages: KVRankPages, num_parked: int, last_end_
         generated_tokens=load.generated_tokens,
         num_accepted=load.num_accepted,
         num_refused=load.num_refused,
+        num_preempted=load.num_preempted,
         num_finished={reason.value: count for reason, count in load.num_finished.items()},
         busy_since_s=_busy_since_s(load, last_end_s),
     )

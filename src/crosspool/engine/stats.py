@@ -49,6 +49,7 @@ class ModelStats:
     num_accepted: int
     num_refused: int
     num_finished: dict[str, int]  # by FinishReason
+    num_preempted: int = 0  # sequences that lost their KV with a rank, to be prefilled again
     busy_since_s: float | None = None  # since when admitted sequences have waited for a step of the model to end
 
 

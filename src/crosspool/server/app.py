@@ -31,6 +31,7 @@ from crosspool.server.errors import APIError, from_engine, from_validation
 from crosspool.server.guards import BodyLimit, HeaderLimit, RequestContext
 from crosspool.server.keys import KeyGuard
 from crosspool.server.metrics import RequestMetrics
+from crosspool.server.metrics_compat import vllm_registry
 from crosspool.server.stream import ClientLeft
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ def create_app(
     app.state.admin_tasks = set()
     app.state.metrics = RequestMetrics()
     app.state.metrics.registry.register(EngineCollector(engine))
+    app.state.vllm_metrics = vllm_registry(app.state.metrics.registry) if config.metrics_compat == "vllm" else None
     for routes in (generation_routes, models_routes, health, stats_routes, live_routes, ui_routes, admin_routes):
         app.include_router(routes.router)
     for kind, handler in HANDLERS.items():

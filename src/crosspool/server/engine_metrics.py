@@ -1,6 +1,6 @@
 """The engine's own numbers, read from its snapshot at the moment Prometheus asks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -50,6 +50,15 @@ def _requests(stats: EngineStats) -> Iterator[Family]:
         for reason, count in model.num_finished.items():
             finished.add_metric([model.name, str(reason)], count)
     yield from (running, waiting, prompt, generated, finished)
+    preempted = _counter("num_preemptions", "sequences that lost their KV with a worker and are prefilled again")
+    verdicts = CounterMetricFamily(
+        "crosspool:planner_admissions", "sequences accepted or refused", labels=("model_name", "verdict")
+    )
+    for model in stats.models:
+        preempted.add_metric([model.name], model.num_preempted)
+        verdicts.add_metric([model.name, "accepted"], model.num_accepted)
+        verdicts.add_metric([model.name, "refused"], model.num_refused)
+    yield from (preempted, verdicts)
 
 
 def _pages(stats: EngineStats, models: list[ModelInfo]) -> Iterator[Family]:
@@ -75,7 +84,19 @@ def _pages(stats: EngineStats, models: list[ModelInfo]) -> Iterator[Family]:
             weights[rank] = weights.get(rank, 0) + num_bytes
     for rank, num_bytes in sorted(weights.items()):
         pool_bytes.add_metric(["weights", rank, "used"], num_bytes)
-    yield from (pages, usage, pool_bytes)
+    yield from (pages, usage, pool_bytes, _cache_config(stats, rank_of))
+
+
+def _cache_config(stats: EngineStats, rank_of: Mapping[str, str]) -> GaugeMetricFamily:
+    names = ("model_name", "kv_rank", "page_tokens", "frames_per_page", "frame_bytes", "num_frames")
+    found = GaugeMetricFamily("crosspool:cache_config_info", "how a model's pages are cut; always 1", labels=names)
+    pools = {pool.kv_rank: pool for pool in stats.pools}
+    for model in stats.models:
+        pool = pools.get(rank_of.get(model.name, ""))
+        if pool is not None:
+            sizes = (model.page_tokens, model.frames_per_page, pool.frame_bytes, pool.frames_budget)
+            found.add_metric([model.name, pool.kv_rank, *map(str, sizes)], 1)
+    return found
 
 
 def _share(model: ModelStats, budget: int) -> float:

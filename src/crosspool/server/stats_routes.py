@@ -18,7 +18,10 @@ GUARDED: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse, responses=GUARDED)
 async def metrics(request: Request) -> Response:
-    text = generate_latest(request.app.state.metrics.registry)
+    state = request.app.state
+    text = generate_latest(state.metrics.registry)
+    if state.vllm_metrics is not None:
+        text += generate_latest(state.vllm_metrics)
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
