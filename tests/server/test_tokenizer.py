@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,15 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps([1]))
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
         TextTokenizer.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: TextTokenizer, plain: bool) -> None:
+    encode = tokenizer.encode_plain if plain else tokenizer.encode
+    thread = threading.Thread(target=encode, args=("the end " * 100_000,))
+    turns = 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 5, "the event loop would have stood still"
