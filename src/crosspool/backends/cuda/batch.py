@@ -55,6 +55,10 @@ class Batch:
         self.positions: IntArray = np.concatenate(positions)
         self.row_of_token: IntArray = np.array(rows, dtype=np.int64)
 
+    def num_rows_of(self, start: int, stop: int) -> int:
+        """Rows that the tokens [start, stop) belong to."""
+        return int(self.row_of_token[stop - 1] - self.row_of_token[start]) + 1
+
     def sampling_row(self, sampled: SampledRow) -> SamplingRow:
         return self._sequences[sampled.row].sampling_row(self.rows[sampled.row])
 

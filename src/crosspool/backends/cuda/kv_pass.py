@@ -39,6 +39,10 @@ class KVRows:
         self.half = AttentionHalf(kernels, spec, weights, cache, bucket, num_sms)
         self._held: list[IntArray | None] = [None] * bucket
 
+    def has_tables(self, tables: list[IntArray]) -> bool:
+        """Whether `set_tables` has nothing to upload."""
+        return all(held is table for held, table in zip(self._held, tables, strict=True))
+
     def set_tables(self, tables: list[IntArray]) -> None:
         """Row r reads and writes through tables[r] (frames_per_page, pages); a block table never changes in place."""
         first = 0

@@ -132,7 +132,7 @@ class CudaAttentionWorker:
         try:
             for part in plan:
                 sampled = [row for row in batch.sampled if part.start <= row.token < part.stop]
-                is_decode = len(set(batch.row_of_token[part.start : part.stop])) == part.num_tokens
+                is_decode = batch.num_rows_of(part.start, part.stop) == part.num_tokens
                 kind = PassKind(part.bucket, bool(sampled), is_decode)
                 source = self._pass(name, model, number, links_of(inlets), kind)
                 slot = self._push(lane, source, batch, part, num_layers, sampled)
@@ -209,14 +209,15 @@ class CudaAttentionWorker:
         sampled: SequenceOf[SampledRow],
     ) -> int:
         """Upload what changed and push the pass's record; rows that are not in use repeat the first."""
-        spare = part.bucket - part.num_tokens
-        tokens = np.concatenate([np.arange(part.start, part.stop), np.full(spare, part.start)])
-        tables = [batch.tables[row] for row in batch.row_of_token[tokens]]
+        tokens = np.arange(part.start, part.start + part.bucket)
+        tokens[part.num_tokens :] = part.start
+        tables = [batch.tables[row] for row in batch.row_of_token[tokens].tolist()]
         sampling = sampling_records(part.bucket)
         for row in sampled:
             fill_sampling(sampling, row.token - part.start, batch.sampling_row(row))
-        with torch.cuda.stream(lane.stream):
-            source.rows.set_tables(tables)
+        if not source.rows.has_tables(tables):
+            with torch.cuda.stream(lane.stream):
+                source.rows.set_tables(tables)
         return lane.memory.push(
             part.base, num_layers, part.bucket, batch.token_ids[tokens], batch.positions[tokens], sampling
         )

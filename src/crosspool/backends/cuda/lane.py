@@ -64,6 +64,9 @@ class WorkerLane:
 
     def find_pass(self, model: str, links: Links, key: Hashable, make: Callable[[], Capturable]) -> Capturable:
         """The model's pass over `links` under `key`, made and, on a GPU, captured where it is new."""
+        source = self._passes.get((model, links, key))
+        if source is not None:
+            return source
         with self._lock, on_device(self.site.device):
             source = self._passes.get((model, links, key))
             if source is None:

@@ -5,7 +5,7 @@
 constexpr int MAX_PEERS = 8;
 constexpr int POLLS_PER_LOOK = 16;        // flag loads between two looks at the clock
 constexpr unsigned CROWD = 4;             // blocks that may poll one flag without pauses
-constexpr u64 ABORT_LOOK_NS = 20000;      // host memory is far away: look at its abort word this seldom
+constexpr u64 ABORT_LOOK_NS = 20000;      // host memory is far away: one block looks, this seldom
 
 constexpr u64 STEP = 1024;                // epochs of one step, whose passes share them
 
@@ -50,7 +50,7 @@ DEVICE void await(const LaneView& v, const Flags& flags, u64 base, int layer) {
     if (load_relaxed(v.lane + FAILED) / STEP == base / STEP) return expire(v, base, want, peer);
     const u64 now = timer_ns();
     if (now - start > static_cast<u64>(v.deadline_ns)) return expire(v, base, want, peer);
-    if (now - looked > ABORT_LOOK_NS) {
+    if (blockIdx.x == 0 && now - looked > ABORT_LOOK_NS) {  // the other blocks learn of it by FAILED
       looked = now;
       if (load_relaxed(v.host + ABORT) >= base) return expire(v, base, want, peer);
     }
