@@ -56,6 +56,16 @@ def test_mean_tbt_of_the_modes_agrees(rate, order, models, limit):
     assert steps.occupancy["kv0"].mean == pytest.approx(exact.occupancy["kv0"].mean, rel=0.05)
 
 
+def test_lanes_that_are_crowded_now_and_then_lose_no_time_by_it():
+    rng = random.Random(2)
+    rows = [(0.0, "a", 10, 1500), (0.0, "b", 10, 1500)]
+    rows += [(rng.uniform(0.1, 1.1), "c", 16, 4) for _ in range(160)]
+    exact, steps = (mode(group("ticket"), requests(sorted(rows))) for mode in (simulate_exact, simulate_steps))
+    for name in "ab":
+        assert steps.models[name].tbt.mean == pytest.approx(exact.models[name].tbt.mean, rel=0.008)
+    assert steps.models["c"].request_tbt.mean == pytest.approx(exact.models["c"].request_tbt.mean, rel=0.03)
+
+
 def test_a_request_alone_takes_the_same_time_to_the_nanosecond_in_steps_of_equal_cost():
     cost = {"a": LinearCost(token=0.0)}
     exact, steps = (mode(a_group(cost), requests([(0.5, "a", 100, 200)])) for mode in (simulate_exact, simulate_steps))

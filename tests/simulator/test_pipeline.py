@@ -146,6 +146,19 @@ def test_four_events_a_layer_and_two_for_the_tail():
     assert pipeline.num_events == 4 * 7 + 2
 
 
+@pytest.mark.parametrize("make", [lambda: ordered(1), lambda: StreamPipeline(2, 1)], ids=["ordered", "streams"])
+def test_a_step_can_go_on_where_another_pipeline_left_it(make):
+    times, pipeline = stages(layers=40, tail=10), make()
+    pipeline.start(0, times, POOLS, 0.0)
+    assert pipeline.advance(0.6 * times.step_s) is None
+    done = pipeline.progress(0)
+    assert done == pytest.approx(0.6, abs=0.03)
+    other = make()
+    other.start(0, times, POOLS, 1.0, done)
+    assert other.advance(2.0) == 0
+    assert other.now_s - 1.0 == pytest.approx(0.4 * times.step_s, rel=0.06)
+
+
 def test_time_stops_where_it_is_told_to():
     for pipeline in (ordered(1), StreamPipeline(2, 1)):
         pipeline.start(0, stages(layers=2, tail=5), POOLS, 0.0)
