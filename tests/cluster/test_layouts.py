@@ -161,6 +161,7 @@ def test_a_rank_that_cannot_start_ends_in_an_error_not_a_loop(layout):
     try:
         failed = wait_for(cluster, RankFailed, 2, limit_s=30)
         assert {event.rank for event in failed} == {"kv0", "w0"}
+        assert all("no_such_backend" in event.error for event in failed), failed  # the cause, not how its process ended
         cluster.poll(0.3)
         assert cluster.pids() == {}
     finally:

@@ -163,6 +163,8 @@ def test_an_explicit_null_is_not_an_absent_field():
         ("llama", {"torch_dtype": "float8_e4m3fn"}, ("dtype", "'float8_e4m3fn'", "bfloat16")),
         ("qwen3_moe", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5")),
         ("llama", {"num_hidden_layers": 1024}, ("1024", "1023")),
+        ("qwen3_moe", {"num_hidden_layers": 10**15}, ("num_hidden_layers", "1023")),  # would not fit as a list
+        ("qwen3_moe", {"num_experts": 10**9}, ("1000000000 experts", "16384")),
     ],
 )
 def test_what_no_family_implements_is_refused_by_name(family, overrides, words):
@@ -185,6 +187,13 @@ def test_what_no_family_implements_is_refused_by_name(family, overrides, words):
         ("qwen3_moe", {"mlp_only_layers": 3}, ("mlp_only_layers is 3",)),
         ("deepseek_v2", {"num_experts_per_tok": ...}, ("num_experts_per_tok is missing",)),
         ("glm4_moe", {"head_dim": 42}, ("21 elements",)),
+        ("glm4_moe", {"partial_rotary_factor": 2.0}, ("64 elements", "at most 32")),
+        ("llama", {"rms_norm_eps": -1.0}, ("rms_norm_eps is -1.0", "above 0")),
+        ("llama", {"rms_norm_eps": math.nan}, ("rms_norm_eps is nan", "finite")),
+        ("deepseek_v3", {"routed_scaling_factor": math.inf}, ("routed_scaling_factor is inf", "finite")),
+        ("llama", {"rope_scaling": None, "rope_theta": 0}, ("rope_theta is 0", "above 0")),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, ("factor is 0", "above 0")),
+        ("qwen3_moe", {"rope_scaling": {"type": "yarn", "factor": -2}}, ("factor is -2", "above 0")),
         ("gpt_oss", {"sliding_window": None}, ("sliding_window",)),
     ],
 )

@@ -93,6 +93,13 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class Ending:
+    """The host of this rank cannot start or go on, for a reason in one line; its end follows."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Loading:
     """How far a load is."""
 
@@ -145,4 +152,4 @@ class MemoryReport:
     bytes_by_kind: Mapping[str, int]
 
 
-FromRank = Hello | Loading | Loaded | LoadFailed | StepFinished | StepEnded | MemoryReport
+FromRank = Hello | Ending | Loading | Loaded | LoadFailed | StepFinished | StepEnded | MemoryReport

@@ -78,6 +78,7 @@ class RankCluster:
         self._channels = ChannelBook(config.num_lanes, config.max_tokens_per_step)
         self._flights = InFlight()
         self._memory: dict[str, dict[str, int]] = {rank: {} for rank in config.ranks}
+        self._endings: dict[int, str] = {}  # why a host ends, as it told itself
         self._events: list[Event] = []
         self._is_woken = False
         self._is_closed = False
@@ -230,6 +231,8 @@ class RankCluster:
             case messages.Hello():
                 self._supervisor.said_hello(rank)
                 self._settle_loads((rank,))
+            case messages.Ending(reason):
+                self._endings[self._host_of[rank]] = reason
             case messages.MemoryReport(bytes_by_kind):
                 self._memory[rank] = dict(bytes_by_kind)
             case messages.Loading(model, load_id, loaded, total):
@@ -317,7 +320,7 @@ class RankCluster:
         can_restart = host.kill()
         if reason is not None and not can_restart:
             return  # a thread that hangs: its steps end by their deadlines
-        reason = reason or host.last_words()
+        reason = self._endings.pop(number, None) or reason or host.last_words()
         will_restart = self._supervisor.has_ended(number, self._clock()) and can_restart
         if not will_restart:
             self._supervisor.give_up(number)

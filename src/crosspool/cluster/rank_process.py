@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from crosspool.cluster.control import ControlSocket
 from crosspool.cluster.doorbell import Board
 from crosspool.cluster.host import make_host_loop
-from crosspool.cluster.loading import LoadThreads
-from crosspool.cluster.messages import Boot, FromRank, ToRank
+from crosspool.cluster.loading import LoadThreads, one_line
+from crosspool.cluster.messages import Boot, Ending, FromRank, ToRank
+
+logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 
@@ -52,8 +54,8 @@ class SocketInbox:
         return emit
 
 
-def main(control_fd: int) -> None:
-    """Boot, then run the host's loop until the parent says stop, or is gone."""
+def main(control_fd: int) -> int:
+    """Boot, then run the host's loop until the parent says stop, or is gone; gives the exit code."""
     # Ctrl-C and a supervisor's SIGTERM reach the whole process group: the parent decides when its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -63,13 +65,27 @@ def main(control_fd: int) -> None:
         inbox = SocketInbox(ControlSocket(socket.socket(fileno=control_fd)))
         boot = inbox.boot()
         if os.getppid() != boot.parent_pid:
-            return  # it died before the death signal was set
-        board = Board(boot.board)
-        boot.board.close()
-        spin_us = boot.config.spin_us
-        make_host_loop(boot.config, boot.host, boot.doorbells, board, inbox, LoadThreads(), spin_us).run()
+            return 0  # it died before the death signal was set
+        return _run(boot, inbox)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the parent is gone, and so is every use for this process
+        return 0  # the parent is gone, and so is every use for this process
+
+
+def _run(boot: Boot, inbox: SocketInbox) -> int:
+    """Tells the parent what ends the loop early: all it could see of that by itself is that the socket ends."""
+    board = Board(boot.board)
+    boot.board.close()
+    try:
+        make_host_loop(boot.config, boot.host, boot.doorbells, board, inbox, LoadThreads(), boot.config.spin_us).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as failure:
+        ranks = boot.config.all_hosts[boot.host]
+        if not isinstance(failure, ValueError):  # a user can do something about those, and needs no traceback
+            logger.exception("the process of %s ends", ", ".join(ranks))
+        inbox.answer(ranks[0])(Ending(one_line(failure)))
+        return 1
+    return 0
 
 
 def _die_with_parent() -> None:
@@ -79,7 +95,7 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    code = main(int(sys.argv[1]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a load that is under way in a thread must not hold up the end
+    os._exit(code)  # a load that is under way in a thread must not hold up the end

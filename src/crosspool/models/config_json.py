@@ -6,6 +6,8 @@ Nothing is ever executed: `auto_map` and `trust_remote_code` are data that nobod
 """
 
 import json
+import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -76,10 +78,14 @@ class HFConfig:
             return default
         return None if self.get(*names) is None else self.integer(*names)
 
-    def number(self, *names: str, default: float | _Required = REQUIRED) -> float:
+    def number(self, *names: str, default: float | _Required = REQUIRED, above: float = -math.inf) -> float:
+        """A finite number: Python reads NaN and Infinity in JSON, but no field means them."""
         value = self._value(names, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"{self.source}: {names[0]} is {value!r}, not a number")
+        if not above < value <= sys.float_info.max:
+            least = f" above {above:g}" if above > -math.inf else ""
+            raise CheckpointError(f"{self.source}: {names[0]} is {value}; it must be a finite number{least}")
         return float(value)
 
     def flag(self, *names: str, default: bool) -> bool:

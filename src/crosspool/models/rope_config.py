@@ -34,7 +34,7 @@ def read_rope(
     rope = HFConfig(parameters, f"{config.source}: rope")
     kind = rope.string("rope_type", "type", default="default")
     config.supported("rope type", kind, SUPPORTED_KINDS)
-    theta = rope.number("rope_theta", default=config.number("rope_theta", default=default_theta))
+    theta = rope.number("rope_theta", default=config.number("rope_theta", default=default_theta), above=0.0)
     fallback = 1.0 if default_partial_factor is None else default_partial_factor
     partial = rope.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=fallback))
     if partial != 1.0 and default_partial_factor is None:
@@ -42,8 +42,10 @@ def read_rope(
             f"{config.source}: partial_rotary_factor is {partial}; this model type rotates whole heads only (1.0)"
         )
     dim = int(head_dim * partial)
-    if dim < 2 or dim % 2:
-        raise CheckpointError(f"{config.source}: the rotated part of a head has {dim} elements; it must be even")
+    if not 2 <= dim <= head_dim or dim % 2:
+        raise CheckpointError(
+            f"{config.source}: the rotated part of a head has {dim} elements; it must be even, and at most {head_dim}"
+        )
     scaling = None if kind == "default" else _scaling(config, rope, kind, max_positions)
     return RopeSpec(theta=theta, dim=dim, interleaved=interleaved, scaling=scaling)
 
@@ -65,7 +67,7 @@ def _parameters(config: HFConfig, default: Mapping[str, Any] | None) -> Mapping[
 
 def _scaling(config: HFConfig, rope: HFConfig, kind: str, max_positions: int) -> RopeScaling:
     if kind == "linear":
-        return RopeScaling(kind="linear", factor=rope.number("factor"))
+        return RopeScaling(kind="linear", factor=rope.number("factor", above=0.0))
     outer = config.get("original_max_position_embeddings")  # wins over the inner one, as in transformers
     original = (
         config.integer("original_max_position_embeddings")
@@ -75,14 +77,14 @@ def _scaling(config: HFConfig, rope: HFConfig, kind: str, max_positions: int) ->
     if kind == "llama3":
         return RopeScaling(
             kind="llama3",
-            factor=rope.number("factor"),
+            factor=rope.number("factor", above=0.0),
             original_max_positions=original,
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
+            low_freq_factor=rope.number("low_freq_factor", above=0.0),
+            high_freq_factor=rope.number("high_freq_factor", above=0.0),
         )
     return RopeScaling(
         kind="yarn",
-        factor=rope.number("factor", default=max_positions / original),
+        factor=rope.number("factor", default=max_positions / original, above=0.0),
         original_max_positions=original,
         beta_fast=rope.number("beta_fast", default=32.0) or 32.0,
         beta_slow=rope.number("beta_slow", default=1.0) or 1.0,

@@ -21,6 +21,9 @@ from crosspool.models.spec import (
 
 FFNSpec = DenseFFNSpec | MoEFFNSpec
 
+MAX_EXPERTS = 16384
+"""Of one layer. Far above any model; a config with more is damaged, and a list of its tensors would not fit."""
+
 
 def build_spec(
     config: HFConfig,
@@ -43,7 +46,7 @@ def build_spec(
         vocab_size=config.integer("vocab_size", default=vocab_size),
         hidden_size=config.integer("hidden_size", default=hidden_size),
         layers=tuple(LayerSpec(attention=a, ffn=f) for a, f in zip(attention, ffn, strict=True)),
-        norm_eps=config.number("rms_norm_eps", default=norm_eps),
+        norm_eps=config.number("rms_norm_eps", default=norm_eps, above=0.0),
         tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
         max_position_embeddings=config.integer("max_position_embeddings", default=max_positions),
         weight_format=read_weight_format(config),
@@ -195,6 +198,10 @@ def _check_experts(config: HFConfig, ffn: FFNSpec) -> None:
     if isinstance(ffn, DenseFFNSpec):
         return
     router = ffn.router
+    if ffn.num_experts > MAX_EXPERTS:
+        raise UnsupportedModelError(
+            f"{config.source}: {ffn.num_experts} experts a layer; at most {MAX_EXPERTS} are supported"
+        )
     if ffn.num_experts % router.num_groups:
         raise CheckpointError(
             f"{config.source}: {ffn.num_experts} experts do not split into n_group {router.num_groups}"

@@ -21,6 +21,9 @@ from crosspool.models.families import (
 from crosspool.models.families.family import Family
 from crosspool.models.spec import ModelSpec
 
+MAX_LAYERS = 1023
+"""An epoch counts the layers of a step up to 1024 (`scheduler/step.py`)."""
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -53,7 +56,8 @@ def spec_from_config(values: Mapping[str, Any], source: str = "config.json") -> 
     wrong type or at odds with each other.
     """
     config = HFConfig.from_dict(values, source)
-    spec = find_family(config).read_spec(config)
-    if spec.num_layers >= 1024:
-        raise UnsupportedModelError(f"{source}: num_hidden_layers is {spec.num_layers}; at most 1023 are supported")
-    return spec
+    family = find_family(config)
+    num_layers = config.integer("num_hidden_layers", default=1)
+    if num_layers > MAX_LAYERS:  # told before a list of that length is made
+        raise UnsupportedModelError(f"{source}: num_hidden_layers is {num_layers}; at most {MAX_LAYERS} are supported")
+    return family.read_spec(config)
