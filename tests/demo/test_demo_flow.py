@@ -18,9 +18,9 @@ def test_the_demo_serves_all_three_models_and_gives_every_page_back():
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert set(report["models"]) == set(report["answers"]) == set(DEMO_MODELS)
-    assert sum(figures["requests"] for figures in report["models"].values()) == len(demo_requests())
+    assert sum(figures["requests"] for figures in report["models"].values()) == sum(map(len, demo_requests()))
     assert all(len(answer.split()) > 3 for answer in report["answers"].values())
-    assert report["pool"]["peak_frames"] <= report["pool"]["separate_caches_frames"]
+    assert report["pool"]["peak_frames"] < 0.85 * report["pool"]["separate_caches_frames"], "sharing saved nothing"
     assert sum(report["samples"][-1]["frames_used"].values()) == 0
 
 

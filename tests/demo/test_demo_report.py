@@ -1,5 +1,8 @@
 """The demo's figures: percentiles, the pool's peak beside separate caches, and what the views make of them."""
 
+import io
+import re
+
 import pytest
 from rich.console import Console
 
@@ -10,7 +13,7 @@ from crosspool.demo.view import final_view, live_view
 
 
 def _answer(model: str, arrivals_s: list[float], *, shown: bool = False) -> Answer:
-    request = DemoRequest(model, "prompt", 0.0, len(arrivals_s), shown)
+    request = DemoRequest(model, "prompt", 0.0, len(arrivals_s), shown=shown)
     return Answer(request, 0.0, "some text", arrivals_s, len(arrivals_s), "length")
 
 
@@ -39,19 +42,22 @@ def test_times_are_the_clients():
     assert report.tokens_per_s == pytest.approx(3 / 0.9)
 
 
-def test_both_views_render_at_80_columns():
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+@pytest.mark.parametrize("width", [60, 80, 150])
+def test_both_views_fit_the_terminal(width):
     answers = [_answer(model, [0.1, 0.2], shown=True) for model in DEMO_MODELS]
-    console.print(live_view(answers, _samples(), 20))
-    console.print(final_view(make_report(answers, _samples(), frame_bytes=1 << 16, budget_frames=20)))
-    console.file.close()
-    text = console.export_text()
-    assert all(model in text for model in DEMO_MODELS)
-    assert max(len(line) for line in text.splitlines()) <= 80
+    report = make_report(answers, _samples(), frame_bytes=1 << 16, budget_frames=250)
+    for view in (live_view(answers, _samples(), 250, width), final_view(report, width)):
+        console = Console(width=width, file=io.StringIO())
+        console.print(view)
+        lines = console.file.getvalue().splitlines()
+        assert all(model in "\n".join(lines) for model in DEMO_MODELS)
+        assert all(len(line) <= width for line in lines)
+        assert "…" not in "".join(lines)
+    assert any(re.fullmatch(r"│ holmes +▇+ +7 +│", line) for line in lines), "a row of the pool's panel was broken"
 
 
 def test_the_scenario_asks_every_packaged_model_and_shows_one_answer_of_each():
-    requests = demo_requests()
+    requests = [request for burst in demo_requests() for request in burst]
     assert {request.model for request in requests} == set(demo_model_dirs())
     assert sorted(request.model for request in requests if request.shown) == sorted(DEMO_MODELS)
     assert all((path / "config.json").is_file() for path in demo_model_dirs().values())

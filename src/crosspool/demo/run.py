@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ SAMPLE_INTERVAL_S = 0.05
 def run_demo(*, host: str, port: int | None, keep: bool, as_json: bool, seed: int) -> None:
     """Run the demo; `keep` leaves the server up until Ctrl-C. Raises CrossPoolError, with the reason, if it fails."""
     console = Console(stderr=as_json)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended too
     port = port or _free_port(host)
     base_url = f"http://{host}:{port}"
     with _server(host, port, console) as server:
@@ -40,9 +43,9 @@ def run_demo(*, host: str, port: int | None, keep: bool, as_json: bool, seed: in
         if as_json:
             print(json.dumps(report.to_json()))
         else:
-            console.print(final_view(report))
+            console.print(final_view(report, console.width))
         if keep:
-            console.print(_how_to_ask(base_url))
+            console.print(_how_to_ask(base_url), highlight=False, markup=False, soft_wrap=True)
             _wait_for_interrupt(server)
 
 
@@ -91,12 +94,19 @@ async def _ask(base_url: str, server: subprocess.Popen[bytes], console: Console,
 
 
 async def _send_all(http: httpx2.AsyncClient, running: dict[int, Answer], seed: int) -> list[Answer]:
+    """Send every burst; the next begins once two thirds of the one before have ended."""
+    tasks: list[asyncio.Task[Answer]] = []
+
     async def one(idx: int, request: DemoRequest) -> Answer:
-        await asyncio.sleep(request.start_s)
+        await asyncio.sleep(request.delay_s)
         return await stream_chat(http, request, seed + idx, lambda answer: running.__setitem__(idx, answer))
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(idx, request)) for idx, request in enumerate(demo_requests())]
+        for burst in demo_requests():
+            started = [group.create_task(one(len(tasks) + i, request)) for i, request in enumerate(burst)]
+            tasks += started
+            for ended in islice(asyncio.as_completed(started), len(started) * 2 // 3):
+                await ended
     return [task.result() for task in tasks]
 
 
@@ -114,7 +124,7 @@ async def _watch(
                 lanes=tuple(lane["model"] if lane["state"] == "running" else None for lane in stats["lanes"]),
             )
         )
-        live.update(live_view(list(running.values()), samples, budget_frames))
+        live.update(live_view(list(running.values()), samples, budget_frames, live.console.width))
         await asyncio.sleep(SAMPLE_INTERVAL_S)
 
 

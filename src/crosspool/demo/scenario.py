@@ -14,12 +14,16 @@ def demo_model_dirs() -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class DemoRequest:
-    """One streamed chat request. `shown`: its answer is printed, beside those of the other models."""
+    """One streamed chat request. `shown`: its answer is printed, beside those of the other models.
+
+    `burst`: which burst of requests it belongs to; `delay_s` counts from the burst's start.
+    """
 
     model: str
     prompt: str
-    start_s: float
+    delay_s: float
     max_tokens: int
+    burst: int = 0
     shown: bool = False
 
 
@@ -45,16 +49,19 @@ _OPENINGS: dict[str, tuple[str, ...]] = {
 }
 
 
-def demo_requests() -> tuple[DemoRequest, ...]:
-    """Overlapping requests for every model: the shown ones start together, others join and leave around them.
+def demo_requests() -> tuple[tuple[DemoRequest, ...], ...]:
+    """Bursts of requests, one a model, each to begin as the one before it fades; the shown ones start with the first.
 
-    Bursts of the models are apart in time, as cold models' are: that is what one shared pool makes use of.
+    Bursts of the models are apart in time, as cold models' are: that is what one shared pool makes use of. They follow
+    one another rather than the clock, so that a slow machine shows the same picture.
     """
-    requests = [DemoRequest(model, _OPENINGS[model][0], 0.0, 160, shown=True) for model in DEMO_MODELS]
-    for turn, model in enumerate(DEMO_MODELS):
-        for wave in range(3):
-            requests += [
-                DemoRequest(model, opening, 0.5 + 1.5 * turn + 0.2 * wave, 100 + 60 * wave)
-                for opening in _OPENINGS[model][1:]
-            ]
-    return tuple(sorted(requests, key=lambda request: request.start_s))
+    shown = tuple(DemoRequest(model, _OPENINGS[model][0], 0.0, 160, shown=True) for model in DEMO_MODELS)
+    bursts = [
+        tuple(
+            DemoRequest(model, opening, 0.2 * (wave + 1), 60 + 40 * wave, burst)
+            for wave in range(3)
+            for opening in _OPENINGS[model][1:]
+        )
+        for burst, model in enumerate(DEMO_MODELS)
+    ]
+    return (shown + bursts[0], *bursts[1:])
