@@ -164,7 +164,9 @@ def simulate(
     drain: Annotated[bool, typer.Option(help="go on until every request has ended")] = True,
     max_queue: Annotated[int, typer.Option(help="requests of a model that may wait")] = 64,
     host_us: Annotated[float, typer.Option(help="engine time between two steps of a lane")] = 0.0,
-    measured: Annotated[Path | None, typer.Option(help="JSON table of measured stage times")] = None,
+    measured: Annotated[
+        list[Path] | None, typer.Option(help="measured stage times: kept results or a JSON table; repeat for more")
+    ] = None,
     seed: Annotated[int, typer.Option(help="the same seed gives the same run")] = 0,
     chrome: Annotated[Path | None, typer.Option(help="write a Chrome trace here (mode exact)")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="write the report here, as JSON")] = None,
@@ -175,7 +177,7 @@ def simulate(
 
     from crosspool.commands.simulate import SimulateFiles, run
 
-    files = SimulateFiles(source=source, measured=measured, output=output, chrome=chrome)
+    files = SimulateFiles(source=source, measured=tuple(measured or ()), output=output, chrome=chrome)
     settings: dict[str, object] = {
         "mode": mode,
         "layout": layout,

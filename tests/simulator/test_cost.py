@@ -111,8 +111,8 @@ def test_measured_points_replace_the_roofline(tmp_path):
         "tail_us": 170.0,
     }
     path.write_text(json.dumps({"models": {"qwen3-30b-a3b": entry}}))
-    table = read_measured(path)
-    cost = with_measurements(pooled(num_weights=2), table, "Qwen/Qwen3-30B-A3B", 2)
+    table = read_measured([path])
+    cost = with_measurements(pooled(num_weights=2), table, "Qwen/Qwen3-30B-A3B")
     times = cost.times(decode_work(8, 8000))
     assert times.ffn_s == pytest.approx(90e-6)
     assert cost.times(decode_work(4, 0)).ffn_s == pytest.approx(50e-6)  # in between
@@ -125,13 +125,48 @@ def test_measured_points_replace_the_roofline(tmp_path):
     assert cost.times(chunk()).ffn_s == pytest.approx(ratio * bound.times(chunk()).ffn_s)
 
 
+def test_numbers_of_gpus_that_were_not_measured_keep_the_excess(tmp_path):
+    path = tmp_path / "measured.json"
+    entry = {"ffn_us": {"1": {"1": 40.0, "8": 150.0}}, "attention_us": [[1, 1000, 31.0], [8, 1000, 45.0]]}
+    path.write_text(json.dumps({"models": {"qwen3-30b-a3b": entry}}))
+    table = read_measured([path])
+    cost = with_measurements(pooled(num_weights=3, num_kv=2), table, "qwen3-30b-a3b")
+    one, three = pooled(), pooled(num_weights=3, num_kv=2)
+    work = decode_work(8, 8000)
+    assert cost.times(work).ffn_s == pytest.approx(three.times(work).ffn_s + 150e-6 - one.times(work).ffn_s)
+    excess = 29e-6 - one.times(decode_work(1, 0)).attention_s  # 29 us without a cache
+    assert cost.times(work).attention_s == pytest.approx(three.times(work).attention_s + excess)
+    first = with_measurements(pooled(), table, "qwen3-30b-a3b")
+    assert first.times(chunk()).attention_s == pytest.approx(one.times(chunk()).attention_s + excess)
+
+
+def test_kept_results_of_the_benchmarks_are_read(tmp_path):
+    ffn, attention, steps = (tmp_path / f"{name}.json" for name in ("moe", "half", "steps"))
+    ffn.write_text(json.dumps({"metrics": {"moe_us.glm-4.7-flash.b1.uniform.p50": 44.0, "moe_us.x.b1.p50": 9.0}}))
+    points = {f"attention_half_us.glm-4.7-flash.{k}k.b{b}.p50": 30.0 + b * k for k in (4, 32) for b in (1, 4)}
+    attention.write_text(json.dumps({"metrics": points}))
+    name = "decode_ms.glm-4.7-flash.1+1.b{}.4k.graphs.crossing_us_a_layer"
+    rest = {name.format(batch): value for batch, value in ((1, -2.0), (2, 3.0), (4, 5.0))}
+    steps.write_text(json.dumps({"metrics": rest}))
+    table = read_measured([ffn, attention, steps])
+    assert list(table) == ["glm-4.7-flash"]
+    times = with_measurements(pooled("glm-4.7-flash"), table, "glm-4.7-flash").times(decode_work(1, 4096))
+    assert times.ffn_s == pytest.approx(44e-6)
+    assert times.attention_s == pytest.approx(34e-6)
+    assert times.crossing_s == pytest.approx(1.5e-6)
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"metrics": {"copy_tb_per_s": 4.2}}))
+    with pytest.raises(ValueError, match="it has none of a model's stages"):
+        read_measured([other])
+
+
 def test_models_and_parts_without_measurements_keep_the_roofline(tmp_path):
     path = tmp_path / "measured.json"
     path.write_text(json.dumps({"models": {"qwen3-30b-a3b": {"tail_us": 170.0}}}))
-    table = read_measured(path)
+    table = read_measured([path])
     other = pooled("glm-4.7-flash")
-    assert with_measurements(other, table, "glm-4.7-flash", 1) is other
-    cost = with_measurements(pooled(), table, "qwen3-30b-a3b", 1)
+    assert with_measurements(other, table, "glm-4.7-flash") is other
+    cost = with_measurements(pooled(), table, "qwen3-30b-a3b")
     assert isinstance(cost, MeasuredCost)
     plain, work = pooled(), decode_work(4, 4000)
     assert cost.times(work).ffn_s == plain.times(work).ffn_s
@@ -145,10 +180,10 @@ def test_a_broken_table_is_refused_in_one_line(tmp_path, text):
     path = tmp_path / "measured.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="is no table of measured stage times") as refused:
-        read_measured(path)
+        read_measured([path])
     assert "\n" not in str(refused.value)
     with pytest.raises(ValueError, match="no table"):
-        read_measured(tmp_path / "missing.json")
+        read_measured([tmp_path / "missing.json"])
 
 
 def test_rows_and_tokens_make_steps_longer():

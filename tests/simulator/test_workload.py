@@ -34,7 +34,9 @@ def traced(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text(TRACE)
     return models(
-        f"gpus: {{kind: h200, count: 2}}\ntrace: {{file: {path}, period: 10}}\nmodels: [glm-4.7-flash, deepseek-v2-lite]"
+        "gpus: {kind: h200, count: 2}\n"
+        f"trace: {{file: {path}, period: 10}}\n"
+        "models: [glm-4.7-flash, deepseek-v2-lite]"
     )
 
 

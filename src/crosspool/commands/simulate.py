@@ -22,10 +22,10 @@ PROGRESS_EVERY = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulateFiles:
-    """Files of one run: input, optional measured table, optional report and Chrome trace to write."""
+    """Files of one run: input, measured stage times, optional report and Chrome trace to write."""
 
     source: Path
-    measured: Path | None = None
+    measured: tuple[Path, ...] = ()
     output: Path | None = None
     chrome: Path | None = None
 
@@ -51,7 +51,7 @@ def run(files: SimulateFiles, settings: dict[str, object], *, as_json: bool, con
 def _simulate(
     files: SimulateFiles, plan_input: PlanInput, planned: Planned, settings: SimulationSettings, console: Console
 ) -> list[GroupResult]:
-    measured = None if files.measured is None else read_measured(files.measured)
+    measured = read_measured(files.measured) if files.measured else None
     spans: dict[str, list[Span]] | None = None if files.chrome is None else {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:

@@ -62,7 +62,7 @@ class PooledCost:
 
     def __init__(self, facts: ModelFacts, kind: GPUKind, *, num_kv: int, num_weights: int) -> None:
         self.facts, self.kind = facts, kind
-        self._num_kv, self._num_weights = num_kv, num_weights
+        self.num_kv, self.num_weights = num_kv, num_weights
         base, longer = (self._stages(1, context) for context in (0.0, 1e6))
         self._attention_s = base.attention_s + (kind.crossing_s if num_kv > 1 else 0.0)
         self._kv_token_s = (longer.attention_s - base.attention_s) / 1e6
@@ -94,8 +94,8 @@ class PooledCost:
             self.kind,
             batch=num_tokens,
             context_tokens=context,
-            num_kv_ranks=self._num_kv,
-            num_weights_ranks=self._num_weights,
+            num_kv_ranks=self.num_kv,
+            num_weights_ranks=self.num_weights,
         )
 
     def _ffn(self, num_tokens: int) -> StageTimes:
@@ -105,7 +105,7 @@ class PooledCost:
         return replace(
             stages,
             ffn_s=max(stages.ffn_s, self.kind.segment_s + num_tokens * self._expert_s),
-            crossing_s=self.kind.crossing_s + self._num_weights * row_s,
+            crossing_s=self.kind.crossing_s + self.num_weights * row_s,
         )
 
 

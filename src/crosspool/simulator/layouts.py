@@ -105,9 +105,8 @@ def _pools(
     models = []
     for index, model in enumerate(planned):
         pool = index % num_pools
-        cost: StepCost = PooledCost(model.facts, kind, num_kv=num_kv // num_pools, num_weights=num_weights)
-        if measured is not None:
-            cost = with_measurements(cost, measured, model.entry.model, num_weights)
+        bound = PooledCost(model.facts, kind, num_kv=num_kv // num_pools, num_weights=num_weights)
+        cost: StepCost = bound if measured is None else with_measurements(bound, measured, model.entry.model)
         rank = split.kv_ranks[pool] if apart else "kv"
         models.append(
             SimulatedModel(

@@ -1,4 +1,6 @@
-"""Measured stage times in place of the roofline: a small JSON file, by model, stage and number of weights GPUs.
+"""Measured stage times in place of the roofline, by model, stage and number of weights GPUs.
+
+Either kept results of the benchmarks (`moe_layer_*.json`, `attention_half_*.json`, `decode_step_*.json`) or a table:
 
     {"models": {"qwen3-30b-a3b": {
         "ffn_us": {"1": {"1": 31.5, "2": 52.0}},             # weights GPUs -> rows -> one layer
@@ -6,21 +8,24 @@
         "crossing_us": 2.75, "tail_us": 150.0}}}
 
 Every part may be left out; then the roofline stands. Between measured rows times are interpolated, beyond them the
-roofline's ratio goes on. Attention is fitted as a constant plus a time for each cached token.
+roofline's ratio goes on. Attention is fitted as a constant plus a time for each cached token, on one KV GPU. On numbers
+of GPUs that were not measured, and for prefill, what the nearest measurement exceeded its own roofline by is added.
 """
 
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from crosspool.planner.catalogue import lookup
 from crosspool.planner.roofline import StageTimes
-from crosspool.simulator.cost import StepCost, StepWork, decode_work
+from crosspool.simulator.cost import PooledCost, StepCost, StepWork, decode_work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,57 +41,103 @@ class MeasuredModel:
 
 MeasuredTable = Mapping[str, MeasuredModel]
 
+_FFN = re.compile(r"moe_us\.(?P<model>.+)\.b(?P<batch>\d+)\.uniform\.p50")
+_ATTENTION = re.compile(r"attention_half_us\.(?P<model>.+)\.(?P<context>\d+)k\.b(?P<batch>\d+)\.p50")
+_CROSSING = re.compile(r"decode_ms\.(?P<model>.+)\.1\+1\.b\d+\.\d+k\.graphs\.crossing_us_a_layer")
+LEAST_CROSSING_US = 0.05
+"""Of crossings that hide behind prefetched weights altogether."""
+
 
 class MeasuredCost:
-    """A roofline corrected by what was measured. Prefill keeps the roofline's attention, scaled like one token's."""
+    """A roofline corrected by what was measured."""
 
-    def __init__(self, roofline: StepCost, measured: MeasuredModel, num_weights: int) -> None:
+    def __init__(self, roofline: PooledCost, measured: MeasuredModel) -> None:
         self._roofline, self._measured = roofline, measured
-        self._points = measured.ffn_s.get(num_weights, ())
+        self._points: tuple[tuple[int, float], ...] = ()
+        self._ffn_roofline = roofline
+        if measured.ffn_s:
+            nearest = min(measured.ffn_s, key=lambda ranks: (abs(ranks - roofline.num_weights), ranks))
+            self._points = measured.ffn_s[nearest]
+            self._ffn_roofline = PooledCost(roofline.facts, roofline.kind, num_kv=1, num_weights=nearest)
         self._rows = [rows for rows, _ in self._points]
-        base = roofline.times(decode_work(1, 0.0))
-        self._attention_scale = (measured.attention_base_s or base.attention_s) / base.attention_s
+        one = PooledCost(roofline.facts, roofline.kind, num_kv=1, num_weights=1)
+        base_s = one.times(decode_work(1, 0.0)).attention_s
+        self._attention_excess_s = (measured.attention_base_s or base_s) - base_s
 
     def times(self, work: StepWork) -> StageTimes:
         bound, measured = self._roofline.times(work), self._measured
-        attention_s = bound.attention_s
-        if measured.attention_base_s is not None:
-            if work.num_tokens == work.num_sampled:  # decode
-                attention_s = measured.attention_base_s + work.kv_tokens * measured.attention_token_s
-            else:
-                attention_s *= self._attention_scale
+        is_decode = work.num_tokens == work.num_sampled
+        attention_s = max(1e-9, bound.attention_s + self._attention_excess_s)
+        if measured.attention_base_s is not None and is_decode and self._roofline.num_kv == 1:
+            attention_s = measured.attention_base_s + work.kv_tokens * measured.attention_token_s
         return StageTimes(
             num_layers=bound.num_layers,
             attention_s=attention_s,
             ffn_s=self._ffn_s(work.num_tokens, bound.ffn_s) if self._points else bound.ffn_s,
-            crossing_s=bound.crossing_s if measured.crossing_s is None else measured.crossing_s,
+            crossing_s=bound.crossing_s if measured.crossing_s is None or not is_decode else measured.crossing_s,
             tail_s=bound.tail_s if measured.tail_s is None or not work.num_sampled else measured.tail_s,
         )
 
     def _ffn_s(self, num_tokens: int, bound_s: float) -> float:
+        measured_s = self._measured_ffn_s(num_tokens)
+        if self._ffn_roofline.num_weights == self._roofline.num_weights:
+            return measured_s
+        return bound_s + max(0.0, measured_s - self._ffn_roofline.times(decode_work(num_tokens, 0.0)).ffn_s)
+
+    def _measured_ffn_s(self, num_tokens: int) -> float:
+        """On the measured number of GPUs."""
         after = bisect_right(self._rows, num_tokens)
         if 0 < after < len(self._rows):
             (low, low_s), (high, high_s) = self._points[after - 1], self._points[after]
             return low_s + (high_s - low_s) * (num_tokens - low) / (high - low)
         rows, seconds = self._points[0 if after == 0 else -1]
-        edge = self._roofline.times(decode_work(rows, 0.0)).ffn_s
-        return bound_s * seconds / edge
+        bound = self._ffn_roofline
+        return seconds * bound.times(decode_work(num_tokens, 0.0)).ffn_s / bound.times(decode_work(rows, 0.0)).ffn_s
 
 
-def with_measurements(cost: StepCost, table: MeasuredTable, model: str, num_weights: int) -> StepCost:
+def with_measurements(cost: PooledCost, table: MeasuredTable, model: str) -> StepCost:
     """The cost corrected by the table's entry of the model, or of the catalogue entry it stands for, if any."""
     found = lookup(model)
     measured = table.get(model) or (table.get(found.entry) if found is not None else None)
-    return cost if measured is None else MeasuredCost(cost, measured, num_weights)
+    return cost if measured is None else MeasuredCost(cost, measured)
 
 
-def read_measured(path: Path) -> MeasuredTable:
-    """Raises ValueError, naming file and entry, for what cannot be read."""
-    try:
-        models: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["models"]
-        return {name: _measured(entry) for name, entry in models.items()}
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is no table of measured stage times: {type(error).__name__} {error}") from None
+def read_measured(paths: Sequence[Path]) -> MeasuredTable:
+    """One table of several files; what two of them have, the later one gives.
+
+    Raises ValueError, naming file and entry, for what cannot be read.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            found = _entries(data["metrics"]) if "metrics" in data else dict(data["models"])
+            for name, entry in found.items():
+                _measured(entry)
+                entries.setdefault(name, {}).update(entry)
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is no table of measured stage times: {type(error).__name__} {error}") from None
+        if not found:
+            raise ValueError(f"{path} is no table of measured stage times: it has none of a model's stages")
+    return {name: _measured(entry) for name, entry in entries.items()}
+
+
+def _entries(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """The table in a kept result. Crossings are those of whole steps: what both halves do not account for."""
+    entries: dict[str, dict[str, Any]] = {}
+    crossings: dict[str, list[float]] = {}
+    for name, value in metrics.items():
+        if found := _FFN.fullmatch(name):
+            ffn = entries.setdefault(found["model"], {}).setdefault("ffn_us", {"1": {}})
+            ffn["1"][found["batch"]] = value
+        elif found := _ATTENTION.fullmatch(name):
+            point = [int(found["batch"]), 1024 * int(found["context"]), value]
+            entries.setdefault(found["model"], {}).setdefault("attention_us", []).append(point)
+        elif found := _CROSSING.fullmatch(name):
+            crossings.setdefault(found["model"], []).append(value / 2)
+    for model, values in crossings.items():
+        entries.setdefault(model, {})["crossing_us"] = max(LEAST_CROSSING_US, median(values))
+    return entries
 
 
 def _measured(entry: Mapping[str, Any]) -> MeasuredModel:
