@@ -85,6 +85,6 @@ def test_passes_cover_a_step_and_stay_within_its_epochs():
             assert all(b.base - a.base == num_layers for a, b in pairwise(plan))
             assert plan[-1].base + num_layers < epoch(8, 0)
             assert all(part.num_tokens <= part.bucket in BUCKETS for part in plan)
-        with pytest.raises(ValueError, match="lower max_tokens_per_step"):
+        with pytest.raises(ValueError, match="lower max_num_batched_tokens"):
             passes(most + 1, 7, num_layers)
     assert [bucket_of(count) for count in (1, 2, 3, 9, 32)] == [1, 2, 4, 16, 32]

@@ -219,7 +219,7 @@ def test_wrong_steps_are_named(directory):
     pair = Pair(directory)
     with pytest.raises(ValueError, match="not known here"):
         pair.run(decode_step({9: 3}, 1))
-    with pytest.raises(ValueError, match="lower max_tokens_per_step"):
+    with pytest.raises(ValueError, match="lower max_num_batched_tokens"):
         passes(20000, 1, directory.spec.num_layers)
     wrong = pair.placement.__class__(**{**placement_fields(pair.placement), "kv_dtype": "float32"})
     with pytest.raises(ValueError, match="bfloat16"):

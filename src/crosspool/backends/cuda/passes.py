@@ -42,7 +42,7 @@ def passes(num_tokens: int, step_seq: int, num_layers: int) -> tuple[Pass, ...]:
         most = max_passes(num_layers) * PASS_TOKENS
         raise ValueError(
             f"a step of {num_tokens} tokens; with {num_layers} layers the CUDA backend runs 1 to {most} a step: "
-            "lower max_tokens_per_step"
+            "lower max_num_batched_tokens (max_tokens_per_step of the cluster)"
         )
     first = epoch(step_seq, 0) - 1
     starts = range(0, num_tokens, PASS_TOKENS)
