@@ -1,0 +1,166 @@
+"""What the HTTP server costs on CPU cores, with an engine that costs nothing; and whether hours leave it as it was.
+
+    python -m benchmarks.bench_server_cpu --soak-minutes 30
+
+sse_tokens_per_s: tokens of 64 streams that come as fast as the server can send them, one event a token; client and
+server in a process each. server_ttft_overhead_ms: time from a request's first byte to its first token at the client,
+while the engine has that token at once and 100 other streams get 20 tokens a second each.
+soak_rss_growth_percent: of the process that grew most, in minutes of mixed traffic on the demo models
+(`benchmarks/server_soak.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import Connection
+
+import uvicorn
+
+from benchmarks.report import Report
+from benchmarks.server_soak import run_soak
+from benchmarks.stub_engine import FAST, StubEngine
+from crosspool.demo.scenario import demo_model_dirs
+from crosspool.server.app import create_app
+from crosspool.server.catalogue import Catalogue, ModelFrontend
+from crosspool.server.tokenizer import TextTokenizer
+
+NUM_FAST_STREAMS = 64
+NUM_PACED_STREAMS = 100
+PACED_TOKENS_PER_S = 20
+DATA = b"data: {"
+SEED = 2026
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the throughput run")
+    parser.add_argument("--probes", type=int, default=1000, help="requests whose first token is timed")
+    parser.add_argument("--soak-minutes", type=float, default=30.0, help="0 leaves the soak out")
+    args = parser.parse_args()
+    report = Report("server_cpu", hardware="cpu", config=vars(args), seed=SEED)
+    mine, its = multiprocessing.Pipe()
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(its,), daemon=True)
+    server.start()
+    try:
+        port = mine.recv()
+        load_before = os.getloadavg()[0]
+        tokens_per_s = asyncio.run(throughput(port, args.seconds))
+        overhead_ms = asyncio.run(ttft_overhead(port, args.probes))
+        load = max(load_before, os.getloadavg()[0])
+    finally:
+        server.terminate()
+        server.join(10)
+    report.metric("sse_tokens_per_s", tokens_per_s, note=f"{NUM_FAST_STREAMS} streams, an event a token")
+    report.samples("server_ttft_overhead_ms", overhead_ms, note=f"beside {NUM_PACED_STREAMS} streams")
+    report.metric(
+        "machine_load", load, note="runnable processes on the machine; above its cores, others slow this down"
+    )
+    if args.soak_minutes:
+        soak = run_soak(args.soak_minutes, SEED)
+        growth = soak.growth_percent()
+        report.metric("soak_rss_growth_percent", max(growth.values()), limit=0.0, note="the process that grew most")
+        report.metric("soak_requests", float(soak.statuses.total()), note=f"in {args.soak_minutes:g} minutes")
+        report.metric("soak_left_over", float(soak.frames_left + soak.sequences_left + soak.sockets_left))
+    report.summary = (
+        f"{tokens_per_s:.0f} SSE tokens a second through the whole server; the median first token costs "
+        f"{sorted(overhead_ms)[len(overhead_ms) // 2]:.2f} ms beside {NUM_PACED_STREAMS} streams. "
+        f"The machine's load was {load:.1f} on {os.cpu_count()} cores."
+    )
+    for path in report.write():
+        print(path)
+    print(report.as_markdown())
+    return 0
+
+
+def serve(port: Connection) -> None:
+    """The server in a process of its own, on a free port that it tells."""
+    directory = demo_model_dirs()["austen"]
+    tokenizer = TextTokenizer.from_directory(directory)
+    frontends = [ModelFrontend(name=name, vocab_size=4096, tokenizer=tokenizer) for name in (FAST, "paced")]
+    app = create_app(StubEngine(1 / PACED_TOKENS_PER_S), Catalogue(frontends))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False))
+
+    async def run() -> None:
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port.send(server.servers[0].sockets[0].getsockname()[1])
+        await serving
+
+    asyncio.run(run())
+
+
+async def throughput(port: int, seconds: float) -> float:
+    """Tokens a second over all streams, after a second of warm-up."""
+    counted = 0
+    streams = [await _open(port, FAST, 1_000_000 - 100) for _ in range(NUM_FAST_STREAMS)]
+
+    async def count(reader: asyncio.StreamReader) -> None:
+        nonlocal counted
+        while block := await reader.read(1 << 18):
+            counted += block.count(DATA)
+
+    tasks = [asyncio.create_task(count(reader)) for reader, _ in streams]
+    await asyncio.sleep(1.0)
+    before, started = counted, time.perf_counter()
+    await asyncio.sleep(seconds)
+    rate = (counted - before) / (time.perf_counter() - started)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for _, writer in streams:
+        writer.close()
+    return rate
+
+
+async def ttft_overhead(port: int, num_probes: int) -> list[float]:
+    """Milliseconds to the first token of requests that come one after another beside the paced streams."""
+    streams = [await _open(port, "paced", 900_000) for _ in range(NUM_PACED_STREAMS)]
+    tasks = [asyncio.create_task(_drain(reader)) for reader, _ in streams]
+    await asyncio.sleep(2.0)
+    times = []
+    for probe in range(num_probes + 50):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        started = time.perf_counter()
+        writer.write(_request(FAST, 1))
+        await reader.readuntil(DATA)
+        if probe >= 50:  # after warm-up
+            times.append(1000 * (time.perf_counter() - started))
+        writer.close()
+        await asyncio.sleep(0.005)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for _, writer in streams:
+        writer.close()
+    return times
+
+
+async def _open(port: int, model: str, max_tokens: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A stream that has been asked for, over a connection of its own; HTTP by hand costs the client least."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(_request(model, max_tokens))
+    await writer.drain()
+    return reader, writer
+
+
+def _request(model: str, max_tokens: int) -> bytes:
+    body = json.dumps({"model": model, "prompt": "the sea", "max_tokens": max_tokens, "stream": True}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    )
+    return head.encode() + b"\r\n" + body
+
+
+async def _drain(reader: asyncio.StreamReader) -> None:
+    while await reader.read(1 << 16):
+        pass
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

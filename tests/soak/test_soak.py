@@ -1,0 +1,28 @@
+"""`make soak`: SOAK_MINUTES (30) of mixed traffic leave memory flat and nothing open."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from benchmarks.server_soak import LEFT, run_soak
+
+MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
+MAX_GROWTH_PERCENT = 2.0
+
+
+@pytest.mark.soak
+def test_mixed_traffic_leaves_memory_flat_and_nothing_open() -> None:
+    result = run_soak(MINUTES)
+    growth = result.growth_percent()
+    print(f"\n{MINUTES:g} minutes: {dict(result.statuses)}; growth in percent by process: {growth}")
+    assert result.statuses[200] > 10 * MINUTES
+    assert result.statuses[LEFT] > 0
+    assert set(result.statuses) <= {200, 400, 404, 429, LEFT}
+    assert (result.frames_left, result.sequences_left) == (0, 0)
+    assert result.sockets_left == 0
+    assert result.files_grown <= 0
+    assert max(growth.values()) < MAX_GROWTH_PERCENT, growth
+    assert result.exit_code == 0, result.log[-3000:]
+    assert "Traceback" not in result.log, result.log[-3000:]
