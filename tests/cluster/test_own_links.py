@@ -1,0 +1,83 @@
+"""A worker may open its own channels: the loop asks it, and gives a step what it got."""
+
+from __future__ import annotations
+
+from crosspool.backends.base import Wait
+from crosspool.cluster import messages
+from crosspool.cluster.channel import link_bytes
+from crosspool.cluster.loading import start_now
+from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
+from crosspool.cluster.region import ArrayRegion
+from crosspool.cluster.worker import RankWorker
+from crosspool.scheduler.order import by_priority
+from crosspool.scheduler.step import StepHeader
+
+
+class End:
+    """Outlet and inlet at once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def arrived(self, epoch: int) -> bool:
+        return True
+
+
+class WorkerWithLinks:
+    """An FFN worker that keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        self.opened, self.closed, self.ran = [], [], []
+
+    def open_link(self, lane, peer, region, capacity, ring):
+        self.opened.append((lane, peer, len(region), capacity))
+        return End(f"out{lane}"), End(f"in{lane}")
+
+    def close_links(self, peer):
+        self.closed.append(peer)
+
+    def run(self, header, links):
+        self.ran.append((links.outlets["kv0"].name, links.inlets["kv0"].name))
+        yield Wait(tuple(links.inlets.values()), 1)
+
+    def memory_bytes(self):
+        return {}
+
+
+def loop_of(worker, emitted):
+    around = RankSurroundings(
+        emit=emitted.append,
+        ring=lambda peer: lambda: None,
+        wake=lambda: None,
+        clock=lambda: 0.0,
+        order=by_priority,
+        step_deadline_s=1.0,
+        start=start_now,
+    )
+    return RankLoop("w0", RankWorker(ffn_worker=worker, links=worker), around)
+
+
+def header(step_seq):
+    return StepHeader(lane=1, model="tiny", step_seq=step_seq, phase="decode", num_tokens=1)
+
+
+def test_a_step_gets_the_ends_that_the_worker_opened():
+    worker, emitted = WorkerWithLinks(), []
+    loop = loop_of(worker, emitted)
+    loop.handle(messages.OpenChannels(1, "kv0", 64, ArrayRegion(link_bytes(64))))
+    assert worker.opened == [(1, "kv0", link_bytes(64), 64)]
+    loop.handle(messages.Step(header(1)))
+    while loop.advance():
+        pass
+    assert worker.ran == [("out1", "in1")]
+    assert not emitted
+
+
+def test_closed_channels_are_the_workers_to_close():
+    worker, emitted = WorkerWithLinks(), []
+    loop = loop_of(worker, emitted)
+    loop.handle(messages.OpenChannels(1, "kv0", 64, ArrayRegion(link_bytes(64))))
+    loop.handle(messages.CloseChannels("kv0"))
+    assert worker.closed == ["kv0"]
+    loop.handle(messages.Step(header(1)))
+    assert "has no channels" in emitted[-1].error
