@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 
 from crosspool.errors import CapacityError
 from crosspool.planner.deployment import PlanInput
+from crosspool.planner.plan import GroupPlan, Plan
 from crosspool.planner.planner import Planned, plan_deployment
 from crosspool.planner.request_table import SteadySpeed
 from crosspool.planner.service import CostModel
 from crosspool.planner.traffic import PlannedModel
 from crosspool.simulator.result import GroupResult
 from crosspool.simulator.simulator import SimulationSettings, simulate
+from crosspool.units import format_bytes
 
 REQUESTS_OF_COLDEST = 50
 SHORTEST_S, LONGEST_S = 60.0, 7200.0
@@ -31,6 +33,7 @@ class SimulatedSplit:
     num_kv: int
     tbt_s: float
     planned: Planned
+    results: tuple[GroupResult, ...]
 
 
 def plan_simulated(plan_input: PlanInput) -> Planned:
@@ -49,9 +52,20 @@ def plan_simulated(plan_input: PlanInput) -> Planned:
         return plan_deployment(plan_input)  # refuses with the numbers, or was only refused at the simulator's speeds
     best = min(tried, key=lambda split: (split.tbt_s, split.num_kv))
     found = ", ".join(f"{split.num_kv} KV {split.tbt_s * 1e3:.2f} ms" for split in tried)
-    note = f"split by simulation, mean time between tokens: {found}"
+    notes = [f"split by simulation, mean time between tokens: {found}"]
     plan = best.planned.plan
-    return Planned(plan=replace(plan, notes=(note, *plan.notes)), groups=best.planned.groups)
+    notes += [_held(plan, group, result) for group, result in zip(plan.groups, best.results, strict=True)]
+    return Planned(plan=replace(plan, notes=(*notes, *plan.notes)), groups=best.planned.groups)
+
+
+def _held(plan: Plan, group: GroupPlan, result: GroupResult) -> str:
+    """What the simulated pool held, beside what was planned. Residences are independent of load in the plan only."""
+    mean = sum(average.mean for average in result.occupancy.values()) * result.frame_bytes
+    level = sum(average.quantile(plan.quantile) for average in result.occupancy.values()) * result.frame_bytes
+    return (
+        f"{group.name}: the simulated pool held {format_bytes(mean)} on average and at most {format_bytes(level)} for "
+        f"{plan.quantile:.0%} of {result.duration_s:,.0f} s; planned {format_bytes(group.required_bytes)}"
+    )
 
 
 def _agreed(plan_input: PlanInput, num_kv: int) -> SimulatedSplit:
@@ -64,7 +78,9 @@ def _agreed(plan_input: PlanInput, num_kv: int) -> SimulatedSplit:
         if _grouping(again) == _grouping(planned):
             tokens = sum(result.total.tbt.count for result in results)
             total = sum(result.total.tbt.total for result in results)
-            return SimulatedSplit(num_kv=num_kv, tbt_s=total / tokens if tokens else 0.0, planned=again)
+            return SimulatedSplit(
+                num_kv=num_kv, tbt_s=total / tokens if tokens else 0.0, planned=again, results=tuple(results)
+            )
         planned = again
     raise CapacityError(f"groupings and simulated times do not settle in {MAX_ROUNDS} rounds; set per_group or gpus.kv")
 
