@@ -16,34 +16,37 @@ HERE = Path(__file__).parent
 class EmulatedKernels:
     """The launcher of `backends/cuda` for CPU tensors."""
 
-    def __init__(self, *, num_sms: int = 8, backwards: bool = False) -> None:
-        self.num_sms, self.backwards, self.is_hopper = num_sms, backwards, True
+    def __init__(self, *, num_sms: int = 8, backwards: bool = False, is_hopper: bool = True) -> None:
+        self.num_sms, self.backwards, self.is_hopper = num_sms, backwards, is_hopper
         self._libraries: dict[str, ctypes.CDLL] = {}
         self.launches: list[tuple[str, tuple[int, int, int], int]] = []
 
-    def launch(self, source, kernel, *, grid, threads, smem_bytes, params, overlap=True):
+    def launch(self, source, kernel, *, grid, threads, smem_bytes, params, overlap=True, cooperative=False):
         library = self._library(source)
         expected = getattr(library, f"{kernel}_params_bytes")()
         assert expected == ctypes.sizeof(params), f"{kernel}: {type(params).__name__} differs from the C++ struct"
         self.launches.append((kernel, grid, threads))
-        library.set_backwards(self.backwards)
+        library.set_order(self.backwards, cooperative)
         getattr(library, kernel)(ctypes.byref(params), (ctypes.c_uint * 3)(*grid), threads, smem_bytes)
 
     def _library(self, source: str) -> ctypes.CDLL:
         if source not in self._libraries:
-            self._libraries[source] = ctypes.CDLL(str(_build(source)))
+            self._libraries[source] = ctypes.CDLL(str(_build(source, self.is_hopper)))
         return self._libraries[source]
 
 
-def _build(source: str) -> Path:
+def _build(source: str, is_hopper: bool) -> Path:
     digest = hashlib.sha256((HERE / "emulator.h").read_bytes())
     for path in sorted(SOURCES.glob("*.cu*")):
         digest.update(path.read_bytes())
+    digest.update(str(is_hopper).encode())
     target = Path(tempfile.gettempdir()) / f"crosspool-emulated-{source}-{digest.hexdigest()[:16]}.so"
     if not target.exists():
         scratch = target.with_suffix(f".{hashlib.sha256(str(Path.cwd()).encode()).hexdigest()[:8]}")
         command = ["g++", "-x", "c++", "-std=c++20", "-O2", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
         flags = ["-DCROSSPOOL_EMULATOR", f"-I{HERE}", f"-I{SOURCES}"]
+        if not is_hopper:
+            flags.append("-DCROSSPOOL_SMALL_SMEM")
         subprocess.run([*command, *flags, "-o", scratch, SOURCES / f"{source}.cu"], check=True)
         scratch.rename(target)
     return target

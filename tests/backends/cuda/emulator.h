@@ -22,19 +22,25 @@ struct Fiber {
   jmp_buf point;
   bool started = false, done = false;
   Dim thread{0, 0, 0};
+  struct Block* block = nullptr;
   char* stack = nullptr;
 };
 struct Barrier { unsigned arrived = 0, generation = 0; };
 struct Warp { Barrier barrier; u64 slot[32][12]; };
 
+struct Block {
+  Dim idx{0, 0, 0};
+  Barrier barrier;
+  std::vector<Warp> warps;
+  std::vector<unsigned char> smem;
+};
+
 inline std::vector<Fiber> fibers;
-inline std::vector<Warp> warps;
-inline Barrier block_barrier;
+inline bool cooperative = false;  // all blocks run side by side; else one after another
 inline Fiber* current = nullptr;
 inline jmp_buf scheduler;
 inline bool backwards = false;  // blocks run last to first: what depends on their order fails one way or the other
-inline Dim block_idx, block_dim, grid_dim;
-inline std::vector<unsigned char> smem;
+inline Dim block_dim, grid_dim;
 inline std::function<void()> body;
 constexpr size_t kStack = 256 * 1024;
 
@@ -45,29 +51,33 @@ inline void arrive(Barrier& barrier, unsigned count) {
   while (barrier.generation == mine) yield();
 }
 inline void entry() { body(); current->done = true; _longjmp(scheduler, 1); }
-inline Warp& warp() { return warps[current->thread.x / 32]; }
+inline Warp& warp() { return current->block->warps[current->thread.x / 32]; }
 inline unsigned lane() { return current->thread.x % 32; }
 inline unsigned warp_size() { unsigned left = block_dim.x - current->thread.x / 32 * 32; return left < 32 ? left : 32; }
 
-inline void run_block(unsigned threads, unsigned smem_bytes) {
-  smem.assign(smem_bytes + 256, 0xff);  // NaN in every floating-point type
-  fibers.resize(threads);
-  warps.assign((threads + 31) / 32, Warp{});
-  block_barrier = Barrier{};
-  for (unsigned i = 0; i < threads; ++i) {
-    Fiber& fiber = fibers[i];
-    if (!fiber.stack) fiber.stack = static_cast<char*>(malloc(kStack));
-    fiber.started = fiber.done = false;
-    fiber.thread = {i, 0, 0};
-    getcontext(&fiber.start);
-    fiber.start.uc_stack.ss_sp = fiber.stack;
-    fiber.start.uc_stack.ss_size = kStack;
-    fiber.start.uc_link = nullptr;
-    makecontext(&fiber.start, entry, 0);
+inline void start(Fiber& fiber, Block& block, unsigned thread) {
+  if (!fiber.stack) fiber.stack = static_cast<char*>(malloc(kStack));
+  fiber.started = fiber.done = false;
+  fiber.thread = {thread, 0, 0};
+  fiber.block = &block;
+  getcontext(&fiber.start);
+  fiber.start.uc_stack.ss_sp = fiber.stack;
+  fiber.start.uc_stack.ss_size = kStack;
+  fiber.start.uc_link = nullptr;
+  makecontext(&fiber.start, entry, 0);
+}
+
+inline void run_blocks(std::vector<Block>& blocks, unsigned threads, unsigned smem_bytes) {
+  const unsigned count = blocks.size() * threads;
+  if (fibers.size() < count) fibers.resize(count);
+  for (unsigned b = 0; b < blocks.size(); ++b) {
+    blocks[b].smem.assign(smem_bytes + 256, 0xff);  // NaN in every floating-point type
+    blocks[b].warps.assign((threads + 31) / 32, Warp{});
+    for (unsigned i = 0; i < threads; ++i) start(fibers[b * threads + i], blocks[b], i);
   }
   for (volatile bool alive = true; alive;) {
     alive = false;
-    for (volatile unsigned i = 0; i < threads; ++i) {
+    for (volatile unsigned i = 0; i < count; ++i) {
       if (fibers[i].done) continue;
       alive = true;
       current = &fibers[i];
@@ -78,19 +88,24 @@ inline void run_block(unsigned threads, unsigned smem_bytes) {
       }
     }
   }
+  for (const Block& block : blocks)
+    for (unsigned i = (128 - reinterpret_cast<u64>(block.smem.data()) % 128) % 128 + smem_bytes; i < block.smem.size(); ++i)
+      if (block.smem[i] != 0xff) { fprintf(stderr, "wrote past %u bytes of shared memory\n", smem_bytes); abort(); }
 }
 
 inline void launch(std::function<void()> kernel, const unsigned* grid, unsigned threads, unsigned smem_bytes) {
   body = kernel;
   block_dim = {threads, 1, 1};
   grid_dim = {grid[0], grid[1], grid[2]};
-  const unsigned blocks = grid[0] * grid[1] * grid[2];
-  for (unsigned n = 0; n < blocks; ++n) {
-    const unsigned at = backwards ? blocks - 1 - n : n;
-    block_idx = {at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
-    run_block(threads, smem_bytes);
-    for (unsigned i = (128 - reinterpret_cast<u64>(smem.data()) % 128) % 128 + smem_bytes; i < smem.size(); ++i)
-      if (smem[i] != 0xff) { fprintf(stderr, "wrote past %u bytes of shared memory\n", smem_bytes); abort(); }
+  const unsigned count = grid[0] * grid[1] * grid[2];
+  std::vector<Block> blocks;
+  for (unsigned n = 0; n < count; ++n) {
+    const unsigned at = backwards ? count - 1 - n : n;
+    blocks.emplace_back();
+    blocks.back().idx = {at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
+    if (cooperative && n + 1 < count) continue;
+    run_blocks(blocks, threads, smem_bytes);
+    blocks.clear();
   }
 }
 
@@ -107,10 +122,13 @@ inline auto exchange(const T& value, F read) {
 }
 }  // namespace emulator
 
-extern "C" void set_backwards(int value) { emulator::backwards = value != 0; }
+extern "C" void set_order(int backwards, int cooperative) {
+  emulator::backwards = backwards != 0;
+  emulator::cooperative = cooperative != 0;
+}
 
 #define threadIdx (emulator::current->thread)
-#define blockIdx emulator::block_idx
+#define blockIdx (emulator::current->block->idx)
 #define blockDim emulator::block_dim
 #define gridDim emulator::grid_dim
 #define __shared__ static
@@ -123,8 +141,8 @@ extern "C" void set_backwards(int value) { emulator::backwards = value != 0; }
   }                                                                                                   \
   static void name##_body(const Params& p)
 
-inline u8* dynamic_smem() { return reinterpret_cast<u8*>((reinterpret_cast<u64>(emulator::smem.data()) + 127) / 128 * 128); }
-inline void block_sync() { emulator::arrive(emulator::block_barrier, emulator::block_dim.x); }
+inline u8* dynamic_smem() { return reinterpret_cast<u8*>((reinterpret_cast<u64>(emulator::current->block->smem.data()) + 127) / 128 * 128); }
+inline void block_sync() { emulator::arrive(emulator::current->block->barrier, emulator::block_dim.x); }
 inline void warp_sync() { emulator::arrive(emulator::warp().barrier, emulator::warp_size()); }
 template <typename T>
 inline T shfl(T v, int lane) { return emulator::exchange(v, [lane](auto get) { return get(lane); }); }
@@ -132,6 +150,9 @@ template <typename T>
 inline T shfl_xor(T v, int mask) { return emulator::exchange(v, [mask](auto get) { return get(emulator::lane() ^ mask); }); }
 inline int atomic_add(int* address, int value) { int old = *address; *address += value; return old; }
 inline void device_fence() {}
+inline u64 atomic_add(u64* address, u64 value) { u64 old = *address; *address += value; return old; }
+inline u64 load_acquire_device(const u64* p) { return *static_cast<const volatile u64*>(p); }
+inline void spin() { emulator::yield(); }
 inline void check_aligned(const void* p, unsigned bytes) {
   if (reinterpret_cast<u64>(p) % bytes) { fprintf(stderr, "misaligned %u-byte access\n", bytes); abort(); }
 }

@@ -350,6 +350,7 @@ def test_lists_can_be_made_from_ids_that_came_from_elsewhere():
     assert_lists(routing, ids)
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("tokens", [1, 9, 32])
 @pytest.mark.parametrize(
     "options",
@@ -361,12 +362,14 @@ def test_lists_can_be_made_from_ids_that_came_from_elsewhere():
         {"experts": 4, "top_k": 2, "width": 784, "hidden": 1056, "shared": 784},
     ],
 )
-def test_ffn_equals_the_sum_over_chosen_experts(tokens, options):
+def test_ffn_equals_the_sum_over_chosen_experts(tokens, options, is_fused):
     layer = moe_layer(ROUTERS["softmax_unnormalised"], **options)
     x, out = draw(tokens, layer.hidden, seed=30), nan(tokens, layer.hidden)
     scratch = FFNScratch.for_layers([layer], tokens, CPU)
     scratch.act.fill_(float("nan"))
-    ffn(EmulatedKernels(num_sms=3), layer, x, out, scratch)
+    kernels = EmulatedKernels(num_sms=3, is_hopper=is_fused)
+    ffn(kernels, layer, x, out, scratch)
+    assert any(kernel == "moe_fused" for kernel, _, _ in kernels.launches) == is_fused
     ids = scratch.routing.topk_ids.view(tokens, -1)
     weights = scratch.routing.topk_weights.view(tokens, -1)
     expected = torch.stack([ffn_reference(layer, x[t], ids[t], weights[t]) for t in range(tokens)])

@@ -9,7 +9,7 @@ import torch
 
 from crosspool.backends.cuda.compile import architecture, cubin
 
-SOURCES = ("gemv", "norm", "rope", "attention", "router", "moe", "prefetch", "transport", "sample")
+SOURCES = ("gemv", "norm", "rope", "attention", "router", "moe", "moe_fused", "prefetch", "transport", "sample")
 
 
 class Launcher(Protocol):
@@ -30,12 +30,15 @@ class Launcher(Protocol):
         smem_bytes: int,
         params: ctypes.Structure,
         overlap: bool = True,
+        cooperative: bool = False,
     ) -> None:
         """Enqueue `kernel` of `csrc/<source>.cu`; `params` is copied before the call returns.
 
         overlap: the kernel may start while the one before it still runs (it waits itself before it reads that one's
         results). Pass False after anything but our kernels wrote what a kernel reads before its own wait: weights,
         sequence lengths, frame tables.
+        cooperative: blocks wait for each other, so the grid must fit the device whole; such a kernel never overlaps the
+        one before it.
         """
         ...
 
@@ -79,6 +82,7 @@ class DeviceKernels:
         smem_bytes: int,
         params: ctypes.Structure,
         overlap: bool = True,
+        cooperative: bool = False,
     ) -> None:
         driver = self._driver
         function = self._function(source, kernel, smem_bytes)
@@ -87,13 +91,13 @@ class DeviceKernels:
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = smem_bytes
         config.hStream = torch.cuda.current_stream(self.device).cuda_stream
-        if overlap and self._can_overlap:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            value = driver.CUlaunchAttributeValue()
-            value.programmaticStreamSerializationAllowed = 1
-            attribute.value = value
-            config.attrs = [attribute]
+        ids = driver.CUlaunchAttributeID
+        if cooperative:
+            config.attrs = [self._attribute(ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, "cooperative")]
+            config.numAttrs = 1
+        elif overlap and self._can_overlap:
+            overlapping = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            config.attrs = [self._attribute(overlapping, "programmaticStreamSerializationAllowed")]
             config.numAttrs = 1
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         self._call("cuLaunchKernelEx", config, function, ctypes.addressof(arguments), 0, what=kernel)
@@ -114,6 +118,13 @@ class DeviceKernels:
             self._call("cuFuncSetAttribute", function, attribute, smem_bytes, what=kernel)
             self._smem_bytes[kernel] = smem_bytes
         return function
+
+    def _attribute(self, attribute_id: Any, field: str) -> Any:
+        attribute, value = self._driver.CUlaunchAttribute(), self._driver.CUlaunchAttributeValue()
+        attribute.id = attribute_id
+        setattr(value, field, 1)
+        attribute.value = value
+        return attribute
 
     def _call(self, name: str, *arguments: Any, what: str = "") -> Any:
         status, *results = getattr(self._driver, name)(*arguments)

@@ -6,11 +6,18 @@ import torch
 
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.params import MoeParams, address, check
-from crosspool.backends.cuda.router import MAX_TOKENS, Routing, route
+from crosspool.backends.cuda.params import FusedParams, MoeParams, address, check
+from crosspool.backends.cuda.router import (
+    MAX_TOKENS,
+    ROUTER_SMEM_BYTES,
+    Routing,
+    route,
+    router_params,
+    router_rows,
+)
 from crosspool.backends.cuda.transport_params import Meeting
 from crosspool.models.spec import MoEFFNSpec
-from crosspool.units import ceil_div
+from crosspool.units import align_up, ceil_div
 
 _WARPS = 8
 _STAGE_BYTES = 32 * 1024  # of either kernel
@@ -70,9 +77,10 @@ def ffn(
         raise ValueError(f"hidden {hidden}, widths {width} and {shared_width} must be multiples of 8")
     is_moe = isinstance(spec, MoEFFNSpec)
     top_k = spec.top_k if isinstance(spec, MoEFFNSpec) else 1
-    if is_moe and not routed:
+    is_fused = is_moe and not routed and kernels.is_hopper
+    if is_moe and not routed and not is_fused:
         route(kernels, weights, x, scratch.routing, overlap=overlap, arrival=arrival)
-    elif arrival is not None:
+    elif arrival is not None and not is_fused:
         raise ValueError("only a router waits for its rows; let a kernel of its own wait before this layer")
     routing = scratch.routing
     params = MoeParams(
@@ -103,6 +111,9 @@ def ffn(
         max_unique=min(spec.num_experts, tokens * top_k) if isinstance(spec, MoEFFNSpec) else 1,
         departure=departure or Meeting(),
     )
+    if is_fused:
+        _launch_fused(kernels, weights, x, params, routing, arrival)
+        return
     stream_bytes = _STAGE_BYTES * (5 if kernels.is_hopper else 3)
     lists_bytes = (2 * params.max_unique + 1 + 2 * tokens * top_k) * 4
     tiles = shared_width // 8 + (width // 8 * params.max_unique if is_moe else 0)
@@ -122,4 +133,34 @@ def ffn(
         threads=_WARPS * 32,
         smem_bytes=stream_bytes + (_WARPS * _OUT_STRIDE + top_k) * tokens * 4 + lists_bytes,
         params=params,
+    )
+
+
+def _launch_fused(
+    kernels: Launcher,
+    weights: FFNLayerWeights,
+    x: torch.Tensor,
+    moe: MoeParams,
+    routing: Routing,
+    arrival: Meeting | None,
+) -> None:
+    """Router and FFN as one kernel on every multiprocessor."""
+    tokens, pairs = moe.tokens, moe.tokens * moe.top_k
+    sums_bytes = max(2 * _WARPS * ceil_div(tokens, 8) * _RED_FLOATS, _WARPS * _OUT_STRIDE * tokens) * 4
+    work_bytes = align_up(max(sums_bytes, ROUTER_SMEM_BYTES), 16)
+    params = FusedParams(
+        route=router_params(weights, x, routing, arrival),
+        moe=moe,
+        barrier=address(routing.barrier),
+        rows=router_rows(weights),
+        work_bytes=work_bytes,
+    )
+    kernels.launch(
+        "moe_fused",
+        "moe_fused",
+        grid=(kernels.num_sms, 1, 1),
+        threads=_WARPS * 32,
+        smem_bytes=5 * _STAGE_BYTES + work_bytes + (3 * pairs + 2 * moe.max_unique + 2) * 4,
+        params=params,
+        cooperative=True,
     )

@@ -129,6 +129,16 @@ class MoeParams(ctypes.Structure):
     ]
 
 
+class FusedParams(ctypes.Structure):
+    _fields_ = [
+        ("route", RouterParams),
+        ("moe", MoeParams),
+        ("barrier", _P),
+        ("rows", _I),
+        ("work_bytes", _I),
+    ]
+
+
 class PrefetchParams(ctypes.Structure):
     _fields_ = [("regions", _P * MAX_REGIONS), ("bytes", _L * MAX_REGIONS), ("num_regions", _I)]
 

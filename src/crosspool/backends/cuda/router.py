@@ -16,7 +16,7 @@ MAX_TOP_K = 32
 MAX_GROUPS = 32
 _THREADS = 256
 _WARPS = 8
-_SMEM_BYTES = 4 * (2 * _WARPS * MAX_EXPERTS + MAX_TOKENS * _WARPS + MAX_TOKENS * 32 + MAX_EXPERTS + 1)
+ROUTER_SMEM_BYTES = 4 * (2 * _WARPS * MAX_EXPERTS + MAX_TOKENS * _WARPS + MAX_TOKENS * 32 + MAX_EXPERTS + 1)
 _SCORES = {"softmax": 0, "sigmoid": 1, "softmax_of_topk": 2}
 
 
@@ -26,6 +26,7 @@ class Routing:
 
     logits: torch.Tensor  # (tokens, experts + 1) fp32, flat use
     ticket: torch.Tensor  # (1) int32, zero between launches
+    barrier: torch.Tensor  # (1) int64: arrivals at the barriers of kernels that hold the whole device
     shared_scale: torch.Tensor  # (tokens) fp32
     topk_ids: torch.Tensor  # (tokens * top_k) int32
     topk_weights: torch.Tensor  # (tokens * top_k) fp32
@@ -46,6 +47,7 @@ class Routing:
         return cls(
             floats(max_tokens * (max_experts + 1)),
             ints(1),
+            torch.zeros(1, dtype=torch.int64, device=device),
             floats(max_tokens),
             ints(pairs),
             floats(pairs),
@@ -79,13 +81,28 @@ def route(
     arrival: Meeting | None = None,
 ) -> None:
     """Route `x` (tokens, hidden) bf16 by the layer's router; fp32 arithmetic. arrival: wait for a peer to put `x`."""
+    params = router_params(weights, x, routing, arrival)
+    rows = router_rows(weights)
+    kernels.launch(
+        "router",
+        "route",
+        grid=(rows, 1, 1),
+        threads=_THREADS,
+        smem_bytes=ROUTER_SMEM_BYTES,
+        params=params,
+        overlap=overlap,
+    )
+
+
+def router_params(weights: FFNLayerWeights, x: torch.Tensor, routing: Routing, arrival: Meeting | None) -> RouterParams:
+    """The layer's router on `x`, for kernels that route. Raises ValueError where they cannot."""
     spec, router = weights.spec, weights.router
     if not isinstance(spec, MoEFFNSpec) or router is None:
         raise ValueError("a dense layer has no router")
     tokens, hidden = x.shape
     check("x", x, (tokens, hidden), torch.bfloat16)
     _check_limits(spec, tokens, hidden)
-    params = RouterParams(
+    return RouterParams(
         weight=address(router.weight),
         logit_bias=address(router.logit_bias),
         choice_bias=address(router.choice_bias),
@@ -101,23 +118,21 @@ def route(
         **_rules(spec.router),
         arrival=arrival or Meeting(),
     )
-    rows = router.weight.shape[0]
-    kernels.launch(
-        "router",
-        "route",
-        grid=(rows, 1, 1),
-        threads=_THREADS,
-        smem_bytes=_SMEM_BYTES,
-        params=params,
-        overlap=overlap,
-    )
+
+
+def router_rows(weights: FFNLayerWeights) -> int:
+    """Rows of the router: experts, and the shared expert's gate where there is one."""
+    assert weights.router is not None
+    return int(weights.router.weight.shape[0])
 
 
 def route_lists(kernels: Launcher, spec: MoEFFNSpec, tokens: int, hidden: int, routing: Routing) -> None:
     """The expert lists alone, from `routing.topk_ids` that came from elsewhere (`route: kv`)."""
     _check_limits(spec, tokens, hidden)
     params = RouterParams(**_outputs(routing), tokens=tokens, experts=spec.num_experts, hidden=hidden, top_k=spec.top_k)
-    kernels.launch("router", "route_lists", grid=(1, 1, 1), threads=_THREADS, smem_bytes=_SMEM_BYTES, params=params)
+    kernels.launch(
+        "router", "route_lists", grid=(1, 1, 1), threads=_THREADS, smem_bytes=ROUTER_SMEM_BYTES, params=params
+    )
 
 
 def _outputs(routing: Routing) -> dict[str, int | None]:

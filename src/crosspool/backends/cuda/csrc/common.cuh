@@ -32,6 +32,13 @@ DEVICE int shfl(int v, int lane) { return __shfl_sync(~0u, v, lane); }
 DEVICE u64 shfl(u64 v, int lane) { return __shfl_sync(~0u, v, lane); }
 DEVICE int atomic_add(int* address, int value) { return atomicAdd(address, value); }
 DEVICE void device_fence() { __threadfence(); }
+DEVICE u64 atomic_add(u64* address, u64 value) { return atomicAdd(address, value); }
+DEVICE u64 load_acquire_device(const u64* p) {
+  u64 v;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void spin() {}
 
 // Weights are read once: keep them out of L1.
 DEVICE uint4 load_stream(const void* p) {
@@ -137,4 +144,16 @@ DEVICE float block_sum(float v, float* scratch, int threads) {
   for (int w = 0; w < threads / 32; ++w) total += scratch[w];
   block_sync();
   return total;
+}
+
+// All blocks of the grid meet; every one of them must be resident. `counter` only grows, so nothing is reset.
+DEVICE void grid_barrier(u64* counter) {
+  block_sync();
+  if (threadIdx.x == 0) {
+    device_fence();
+    const u64 blocks = gridDim.x, target = (atomic_add(counter, static_cast<u64>(1)) / blocks + 1) * blocks;
+    while (load_acquire_device(counter) < target) spin();
+    device_fence();
+  }
+  block_sync();
 }

@@ -1,0 +1,272 @@
+// Which experts each of few tokens goes to, and for each expert the (token, choice) pairs that it serves: the parts that
+// kernels share. Expert lists are in token order, so later sums have a fixed order. Arithmetic is fp32 throughout.
+#pragma once
+#include "crossing.cuh"
+
+constexpr int ROUTER_WARPS = 8;
+constexpr int ROUTER_THREADS = ROUTER_WARPS * 32;
+constexpr int MAX_TOKENS = 32;
+constexpr int MAX_EXPERTS = 512;
+constexpr int HELD = 4;  // float4 of a weight row a lane keeps in registers: 4,096 elements over the block's warps
+
+enum Score { SOFTMAX = 0, SIGMOID = 1, SOFTMAX_OF_TOPK = 2 };
+
+struct RouterParams {
+  const float* weight;       // (rows, hidden) fp32: experts, then the shared expert's gate where shared_scale is given
+  const float* logit_bias;   // (experts) or null
+  const float* choice_bias;  // (experts) or null
+  const u16* x;              // (tokens, hidden) bf16
+  float* logits;             // (tokens, rows) fp32
+  int* ticket;               // one int, zero before the first launch; every launch leaves it zero
+  float* shared_scale;       // (tokens) fp32 or null: sigmoid of the shared expert's gate
+  int* topk_ids;             // (tokens, top_k)
+  float* topk_weights;       // (tokens, top_k) fp32
+  int* num_unique;           // one int
+  int* unique_ids;           // (experts): the chosen experts, ascending
+  int* unique_offsets;       // (experts + 1): where each chosen expert's pairs begin; one past the last: their number
+  int* expert_pairs;         // (tokens * top_k): token * top_k + choice, grouped by expert, ascending within
+  int tokens, experts, hidden, top_k;
+  int score, num_groups, topk_groups, group_top2, renormalise;
+  float renormalise_eps, scale;
+  Arrival arrival;           // where `x` is a slot that a peer fills
+};
+
+// A float as an integer that orders the same way; NaN orders below all numbers.
+DEVICE u32 orderable(float v) {
+  const u32 bits = bits_of_float(v);
+  if (v != v) return 0;
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// The id of the best `v` of the warp, the lowest among equals. A lane without a candidate passes id ~0.
+DEVICE int warp_best(float v, u32 id) {
+  const u32 key = id == ~0u ? 0 : orderable(v), best = warp_max_u32(key);
+  return static_cast<int>(warp_min_u32(key == best ? id : ~0u));
+}
+
+// Experts outside the best groups get -inf. `choice`: this warp's scores in shared memory.
+DEVICE void mask_groups(const RouterParams& p, float* choice) {
+  const int lane = threadIdx.x % 32, size = p.experts / p.num_groups;
+  float mine = -__builtin_huge_valf();
+  if (lane < p.num_groups) {
+    float best = -__builtin_huge_valf(), second = best;
+    for (int e = lane * size; e < (lane + 1) * size; ++e) {
+      if (choice[e] > best) second = best, best = choice[e];
+      else if (choice[e] > second) second = choice[e];
+    }
+    mine = p.group_top2 ? best + second : best;
+  }
+  bool kept = false;
+  for (int round = 0; round < p.topk_groups; ++round) {
+    if (lane == warp_best(mine, kept || lane >= p.num_groups ? ~0u : lane)) kept = true;
+  }
+  if (lane < p.num_groups && !kept)
+    for (int e = lane * size; e < (lane + 1) * size; ++e) choice[e] = -__builtin_huge_valf();
+  warp_sync();
+}
+
+// One warp, one token: scores, choice, weights. `choice` and `scores` are this warp's rows of shared memory; a lane
+// looks after every 32nd expert, at most PER_LANE.
+template <int PER_LANE>
+DEVICE void choose(const RouterParams& p, const float* logits, int token, float* choice, float* scores, int* chosen) {
+  const int lane = threadIdx.x % 32;
+  float held[PER_LANE], top = -__builtin_huge_valf();
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {  // all loads before the first use
+    const int e = lane + i * 32;
+    held[i] = -__builtin_huge_valf();
+    if (e < p.experts) held[i] = load_float_l2(logits + e) + (p.logit_bias != nullptr ? p.logit_bias[e] : 0.0f);
+  }
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) top = fmaxf(top, held[i]);
+  top = warp_max(top);
+  if (p.score == SOFTMAX) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) sum += held[i] = exp_full(held[i] - top);
+    sum = warp_sum(sum);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) held[i] /= sum;
+  } else if (p.score == SIGMOID) {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) held[i] = 1.0f / (1.0f + exp_full(-held[i]));
+  }
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {
+    const int e = lane + i * 32;
+    if (e >= p.experts) continue;
+    scores[e] = held[i];
+    if (p.choice_bias != nullptr) held[i] += p.choice_bias[e];
+    if (p.num_groups > 1) choice[e] = held[i];
+  }
+  warp_sync();
+  if (p.num_groups > 1) {
+    mask_groups(p, choice);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i)
+      if (lane + i * 32 < p.experts) held[i] = choice[lane + i * 32];
+  }
+
+  float weight = 0.0f;  // of choice `lane`
+  int id = 0;
+  u32 taken = 0;  // this lane's experts that are chosen
+  for (int k = 0; k < p.top_k; ++k) {
+    float best = -__builtin_huge_valf();
+    u32 best_id = ~0u;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      const bool open = lane + i * 32 < p.experts && !(taken >> i & 1);
+      if (open && (best_id == ~0u || held[i] > best)) best = held[i], best_id = lane + i * 32;
+    }
+    const int found = min_int(warp_best(best, best_id), p.experts - 1);
+    if (lane == k) id = found, weight = scores[found];
+    if (found % 32 == lane) taken |= 1u << (found / 32);
+  }
+  if (p.score == SOFTMAX_OF_TOPK) {
+    const float most = warp_max(lane < p.top_k ? weight : -__builtin_huge_valf());
+    weight = lane < p.top_k ? exp_full(weight - most) : 0.0f;
+    weight /= warp_sum(weight);
+  }
+  if (p.renormalise) {
+    const float sum = warp_sum(lane < p.top_k ? weight : 0.0f);
+    weight /= fmaxf(sum + p.renormalise_eps, 1e-37f);
+  }
+  if (lane < p.top_k) {
+    chosen[token * p.top_k + lane] = id;
+    p.topk_ids[token * p.top_k + lane] = id;
+    p.topk_weights[token * p.top_k + lane] = weight * p.scale;
+  }
+  warp_sync();  // the next token overwrites the scores
+}
+
+// One token's lists: its experts are all different, so a choice's place is the number of smaller ids.
+DEVICE void list_one_token(const RouterParams& p, const int* chosen) {
+  const int k = threadIdx.x;
+  if (k > p.top_k) return;
+  p.unique_offsets[k] = k;
+  if (k == p.top_k) {
+    *p.num_unique = k;
+    return;
+  }
+  int place = 0;
+  for (int other = 0; other < p.top_k; ++other) place += chosen[other] < chosen[k];
+  p.unique_ids[place] = chosen[k];
+  p.expert_pairs[place] = k;
+}
+
+// `chosen`: (tokens, top_k) in shared memory. The pairs grouped by expert, experts ascending, pairs in token order.
+DEVICE void list_experts(const RouterParams& p, const int* chosen, int* counts) {
+  if (p.tokens == 1) return list_one_token(p, chosen);
+  const int lane = threadIdx.x % 32, pairs = p.tokens * p.top_k;
+  for (int e = threadIdx.x; e < p.experts; e += ROUTER_THREADS) {
+    int count = 0;
+    for (int pair = 0; pair < pairs; ++pair) count += chosen[pair] == e;
+    counts[e] = count;
+  }
+  block_sync();
+  if (threadIdx.x < 32) {  // counts become starts; one sum carries pairs (high half) and experts (low half)
+    int total = 0;
+    for (int e0 = 0; e0 < p.experts; e0 += 32) {
+      const int count = e0 + lane < p.experts ? counts[e0 + lane] : 0;
+      const int mine = count > 0 ? (count << 16) + 1 : 0;
+      int sum = mine;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {  // inclusive over the lanes
+        const int other = shfl(sum, lane >= step ? lane - step : lane);
+        if (lane >= step) sum += other;
+      }
+      const int before = total + sum - mine;
+      if (mine) {
+        p.unique_ids[before & 0xffff] = e0 + lane;
+        p.unique_offsets[before & 0xffff] = before >> 16;
+      }
+      if (e0 + lane < p.experts) counts[e0 + lane] = before >> 16;
+      total += shfl(sum, 31);
+    }
+    if (lane == 0) {
+      *p.num_unique = total & 0xffff;
+      p.unique_offsets[total & 0xffff] = pairs;
+    }
+  }
+  block_sync();
+  for (int e = threadIdx.x; e < p.experts; e += ROUTER_THREADS) {
+    int at = counts[e];
+    for (int pair = 0; pair < pairs; ++pair)
+      if (chosen[pair] == e) p.expert_pairs[at++] = pair;
+  }
+}
+
+struct RouterSmem {
+  float* choice;  // ROUTER_WARPS * MAX_EXPERTS
+  float* scores;  // ROUTER_WARPS * MAX_EXPERTS
+  float* sums;    // MAX_TOKENS * ROUTER_WARPS
+  int* chosen;    // MAX_TOKENS * 32
+  int* counts;    // MAX_EXPERTS
+  int* last;      // 1
+};
+DEVICE RouterSmem router_smem(void* smem) {
+  float* f = static_cast<float*>(smem);
+  RouterSmem s;
+  s.choice = f;
+  s.scores = s.choice + ROUTER_WARPS * MAX_EXPERTS;
+  s.sums = s.scores + ROUTER_WARPS * MAX_EXPERTS;
+  s.chosen = reinterpret_cast<int*>(s.sums + MAX_TOKENS * ROUTER_WARPS);
+  s.counts = s.chosen + MAX_TOKENS * 32;
+  s.last = s.counts + MAX_EXPERTS;
+  return s;
+}
+
+// One row of the router's weight, the block's threads side by side, and its products with every token.
+struct RouterRow {
+  static constexpr int STEP = ROUTER_THREADS * 4;
+  const float* weight;
+  float4 held[HELD];
+
+  DEVICE RouterRow(const RouterParams& p, int row) : weight(p.weight + static_cast<i64>(row) * p.hidden) {
+#pragma unroll
+    for (int c = 0; c < HELD; ++c) {
+      const int i = c * STEP + threadIdx.x * 4;
+      held[c] = i < p.hidden ? load_float4(weight + i) : float4{0.0f, 0.0f, 0.0f, 0.0f};
+    }
+  }
+  static DEVICE float product(float4 w, uint2 v) {
+    return w.x * bf16_low(v.x) + w.y * bf16_high(v.x) + w.z * bf16_low(v.y) + w.w * bf16_high(v.y);
+  }
+  // The row's logit of every token (or the shared expert's scale) to device memory. `rows`: of the router.
+  DEVICE void logits(const RouterParams& p, int row, int rows, float* sums) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int t = 0; t < p.tokens; ++t) {
+      const u16* x = p.x + static_cast<i64>(t) * p.hidden;
+      float sum = 0.0f;
+#pragma unroll
+      for (int c = 0; c < HELD; ++c) {
+        const int i = c * STEP + threadIdx.x * 4;
+        if (i < p.hidden) sum += product(held[c], load8(x + i));
+      }
+      for (int i = HELD * STEP + threadIdx.x * 4; i < p.hidden; i += STEP) sum += product(load_float4(weight + i), load8(x + i));
+      sum = warp_sum(sum);
+      if (lane == 0) sums[t * ROUTER_WARPS + warp] = sum;
+    }
+    block_sync();
+    for (int t = threadIdx.x; t < p.tokens; t += ROUTER_THREADS) {
+      float sum = 0.0f;
+      for (int w = 0; w < ROUTER_WARPS; ++w) sum += sums[t * ROUTER_WARPS + w];
+      if (row < p.experts) p.logits[t * rows + row] = sum;
+      else p.shared_scale[t] = 1.0f / (1.0f + exp_full(-sum));
+      device_fence();
+    }
+    block_sync();
+  }
+};
+
+// Ids and weights of every token to where `p` points, and the lists. All logits are in device memory.
+DEVICE void choose_all(const RouterParams& p, int rows, const RouterSmem& s) {
+  const int warp = threadIdx.x / 32;
+  float *choice = s.choice + warp * MAX_EXPERTS, *scores = s.scores + warp * MAX_EXPERTS;
+  for (int t = warp; t < p.tokens; t += ROUTER_WARPS) {
+    if (p.experts <= 128) choose<4>(p, p.logits + t * rows, t, choice, scores, s.chosen);
+    else choose<MAX_EXPERTS / 32>(p, p.logits + t * rows, t, choice, scores, s.chosen);
+  }
+  block_sync();
+  list_experts(p, s.chosen, s.counts);
+}
