@@ -143,6 +143,23 @@ def test_while_a_key_waits_each_other_key_has_one_turn_at_most(operations):
             assert len(others) == len(set(others)), (key, others)
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.booleans(), st.integers(0, 9)), min_size=1, max_size=40),
+)
+def test_nothing_leaves_the_queue_but_what_is_taken(operations):
+    """Fresh sequences and those that lost their KV, of the same keys, come and go in any order."""
+    queue, inside = ModelQueue("p", 100), []
+    for sequence_id, (key, has_started, which) in enumerate(operations):
+        sequence = a_sequence(sequence_id, arrival_s=float(sequence_id), key=key)
+        sequence.scheduled_s = 0.5 if has_started else None
+        queue.push(sequence)
+        inside.append(sequence)
+        if which < len(inside):
+            queue.take(inside.pop(which), now=float(sequence_id))
+        assert len(queue) == len(inside)
+        assert {queued.sequence_id for queued in queue} == {kept.sequence_id for kept in inside}
+
+
 def test_a_key_may_be_bounded_on_its_own_and_then_leaves_place_for_others():
     drive = Drive(a_config(40, max_queue=10, max_queue_per_key=3, max_num_seqs=1), [a_model("p")])
     for _ in range(4):  # one runs

@@ -75,13 +75,15 @@ def _run(boot: Boot, inbox: SocketInbox) -> int:
     """Tells the parent what ends the loop early: all it could see of that by itself is that the socket ends."""
     board = Board(boot.board)
     boot.board.close()
+    loop = None
     try:
-        make_host_loop(boot.config, boot.host, boot.doorbells, board, inbox, LoadThreads(), boot.config.spin_us).run()
+        loop = make_host_loop(boot.config, boot.host, boot.doorbells, board, inbox, LoadThreads(), boot.config.spin_us)
+        loop.run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as failure:
         ranks = boot.config.all_hosts[boot.host]
-        if not isinstance(failure, ValueError):  # a user can do something about those, and needs no traceback
+        if loop is not None or not isinstance(failure, ValueError):  # a wrong setting needs no traceback
             logger.exception("the process of %s ends", ", ".join(ranks))
         inbox.answer(ranks[0])(Ending(one_line(failure)))
         return 1

@@ -86,8 +86,8 @@ class ModelQueue:
     def remove(self, sequence: Sequence) -> None:
         line = self._line(sequence)
         line.remove(sequence)
-        if not line:
-            self._lines.pop(sequence.request.key, None)
+        if not line and line is not self._returning:
+            del self._lines[sequence.request.key]
         sequence.blocked_since_s = None
 
     def take(self, sequence: Sequence, now: float) -> None:
