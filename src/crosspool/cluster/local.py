@@ -101,8 +101,10 @@ class ThreadHost:
 
     def _run(self) -> None:
         try:
+            # Threads ring each other and sleep at once; a GPU rings nobody.
+            spin_us = self._config.spin_us if self._config.backend == "cuda" else 0.0
             make_host_loop(
-                self._config, self._host, self._doorbells, self._board, self._inbox, self._loads, spin_us=0
+                self._config, self._host, self._doorbells, self._board, self._inbox, self._loads, spin_us
             ).run()
         except Exception as failure:  # the cluster reports it as the end of these ranks
             logger.exception("the thread of %s ended", ", ".join(self.ranks))

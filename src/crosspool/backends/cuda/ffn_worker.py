@@ -100,7 +100,7 @@ class CudaFFNWorker:
             has_ended = True
         finally:
             if not has_ended:
-                lane.memory.abort(last_epoch)
+                lane.give_up(last_epoch)
 
     def remove_model(self, model: str) -> None:
         for lane in self._lanes.values():

@@ -147,7 +147,7 @@ class CudaAttentionWorker:
             has_ended = True
         finally:
             if not has_ended:
-                lane.memory.abort(last_epoch)
+                lane.give_up(last_epoch)
         return outcome.finish()
 
     def forget(self, sequence_ids: SequenceOf[int]) -> None:

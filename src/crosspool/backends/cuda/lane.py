@@ -84,6 +84,20 @@ class WorkerLane:
             self._graphs[model, links, key].replay()
             torch.cuda.nvtx.range_pop()
 
+    def give_up(self, last_epoch: int) -> None:
+        """End a step's waits on the device; end the process, to be replaced, where the device no longer answers.
+
+        After an error such as an illegal address a process can use its GPU no more, and every later step would fail.
+        """
+        self.memory.abort(last_epoch)
+        if self.stream is not None:
+            try:
+                self.stream.query()
+            except RuntimeError as failure:
+                raise SystemExit(
+                    f"{self.site.rank}: GPU {self.site.index} is lost to this process: {failure}"
+                ) from None
+
     @property
     def graph_bytes(self) -> int:
         return sum(graph.num_bytes for graph in tuple(self._graphs.values()))
