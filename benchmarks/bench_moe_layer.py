@@ -47,7 +47,9 @@ def layer_bytes(layer: FFNLayerWeights, unique_experts: float) -> float:
     return router + 2 * 3 * hidden * (unique_experts * layer.width + layer.shared_width)
 
 
-def measure(report: Report, kernels: DeviceKernels, name: str, tb_per_s: float, batches: list[int]) -> None:
+def measure(
+    report: Report, kernels: DeviceKernels, name: str, tb_per_s: float, batches: list[int], fused: bool
+) -> None:
     spec = full_spec(name, NUM_LAYERS)
     for routing in ("uniform", "distinct"):
         layers = random_ffn_weights(spec, SEED, kernels.device)
@@ -64,7 +66,7 @@ def measure(report: Report, kernels: DeviceKernels, name: str, tb_per_s: float, 
             for layer in layers:
                 if routing == "distinct":
                     choose_distinct(layer, x)
-                ffn(kernels, layer, x, out, half.scratch)
+                ffn(kernels, layer, x, out, half.scratch, fused=fused)
                 unique.append(half.scratch.routing.num_unique.item())
             mean_unique = sum(unique) / len(unique)
 
@@ -75,7 +77,7 @@ def measure(report: Report, kernels: DeviceKernels, name: str, tb_per_s: float, 
                 half: FFNHalf = half,
             ) -> None:
                 for layer in layers:
-                    ffn(kernels, layer, x, out, half.scratch, overlap=False)
+                    ffn(kernels, layer, x, out, half.scratch, overlap=False, fused=fused)
 
             times = replay_us(work, units=len(layers))
             floor = layer_bytes(layers[0], mean_unique) / tb_per_s / 1e6
@@ -96,16 +98,22 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--models", default=",".join(CONFIGS))
     parser.add_argument("--batches", default="1,2,4,8,16,32")
+    parser.add_argument("--fused", action="store_true", help="router and FFN as one cooperative kernel")
     options = parser.parse_args()
     kernels = DeviceKernels(torch.device("cuda"))
     failures: dict[str, str] = {}
     tb_per_s = copy_tb_per_s()
-    report = Report("moe_layer", hardware="h200", config={"num_layers": NUM_LAYERS, "dtype": "bf16"}, seed=SEED)
+    report = Report(
+        "moe_layer",
+        hardware="h200",
+        config={"num_layers": NUM_LAYERS, "dtype": "bf16", "fused": options.fused},
+        seed=SEED,
+    )
     report.summary = "One MoE layer, router included; `uniform`: random routing, else all experts distinct."
     report.metric("copy_tb_per_s", tb_per_s)
     batches = [int(batch) for batch in options.batches.split(",")]
     for name in options.models.split(","):
-        guarded(name, lambda name=name: measure(report, kernels, name, tb_per_s, batches), failures)  # type: ignore[misc]
+        guarded(name, lambda name=name: measure(report, kernels, name, tb_per_s, batches, options.fused), failures)  # type: ignore[misc]
         torch.cuda.empty_cache()
     report.write(options.out)
     write_failures(failures, options.out)

@@ -368,7 +368,7 @@ def test_ffn_equals_the_sum_over_chosen_experts(tokens, options, is_fused):
     scratch = FFNScratch.for_layers([layer], tokens, CPU)
     scratch.act.fill_(float("nan"))
     kernels = EmulatedKernels(num_sms=3, is_hopper=is_fused)
-    ffn(kernels, layer, x, out, scratch)
+    ffn(kernels, layer, x, out, scratch, fused=True)
     assert any(kernel == "moe_fused" for kernel, _, _ in kernels.launches) == is_fused
     ids = scratch.routing.topk_ids.view(tokens, -1)
     weights = scratch.routing.topk_weights.view(tokens, -1)

@@ -55,6 +55,7 @@ def ffn(
     scratch: FFNScratch,
     *,
     routed: bool = False,
+    fused: bool = False,
     overlap: bool = True,
     arrival: Meeting | None = None,
     departure: Meeting | None = None,
@@ -64,6 +65,7 @@ def ffn(
     x: (tokens, hidden) bf16, already normed, tokens <= 32. out: (tokens, hidden) fp32 or bf16.
     routed: `scratch.routing` already holds ids, weights and lists. overlap: False keeps the first kernel from starting
     before all that came before has ended. arrival: a router layer waits itself for the rows that a peer puts to `x`.
+    fused: one cooperative kernel in place of three, on Hopper. NOTE: so far run on the emulator alone, hence off.
     departure: the last kernel raises the flags behind `out`, which lies in a peer's memory.
     """
     tokens, hidden = x.shape
@@ -77,7 +79,7 @@ def ffn(
         raise ValueError(f"hidden {hidden}, widths {width} and {shared_width} must be multiples of 8")
     is_moe = isinstance(spec, MoEFFNSpec)
     top_k = spec.top_k if isinstance(spec, MoEFFNSpec) else 1
-    is_fused = is_moe and not routed and kernels.is_hopper
+    is_fused = fused and is_moe and not routed and kernels.is_hopper
     if is_moe and not routed and not is_fused:
         route(kernels, weights, x, scratch.routing, overlap=overlap, arrival=arrival)
     elif arrival is not None and not is_fused:
