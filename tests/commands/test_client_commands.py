@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from crosspool import cli
+from crosspool.commands.top import view
 from crosspool.errors import CrossPoolError
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.live_server import live_server
@@ -47,6 +50,19 @@ def test_top_shows_both_pools_and_the_lanes(url: str) -> None:
     for part in ("CrossPool", "idle", "KV kv0", "weights", "48.0 KiB of 400.0 KiB", "LANE", "tiny"):
         assert part in shown, part
     assert json.loads(call(url, "top", "--json").stdout)["pools"][0]["frames_budget"] == 100
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_nothing_is_cut_in_a_narrow_terminal(url: str, width: int) -> None:
+    stats = json.loads(call(url, "top", "--json").stdout)
+    stats["tbt_s"] = {"tiny": {"p50": 0.1389, "p99": 1.9212}, "other": {"p50": 0.0034, "p99": 0.0999}}
+    console = Console(width=width, file=io.StringIO())
+    console.print(view(stats, width))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert "…" not in "".join(lines)
+    assert any(line.startswith("KV kv0") and line.rstrip().endswith("48.0 KiB of 400.0 KiB") for line in lines)
+    assert any(line.startswith("tiny") and line.rstrip().endswith("139/1921 ms") for line in lines)
 
 
 def test_chat_keeps_the_conversation(url: str, scripted: FakeEngine) -> None:

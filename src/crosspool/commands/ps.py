@@ -9,21 +9,24 @@ from rich.table import Table
 from crosspool.commands.http import ServerClient
 from crosspool.units import format_bytes
 
+NARROW = 80  # columns
+
 
 def run(client: ServerClient, *, as_json: bool, console: Console) -> None:
     stats = client.get("/stats")
     if as_json:
         print(json.dumps(stats["cards"]))
     else:
-        console.print(models_table(stats))
+        console.print(models_table(stats, console.width))
 
 
-def models_table(stats: dict[str, Any]) -> Table:
-    """One row a model: state, weights, KV, context, queue, running."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in ("MODEL", "STATE"):
-        table.add_column(column, no_wrap=True)
-    for column in ("WEIGHTS", "KV USED", "RESERVED", "CONTEXT", "RUN", "WAIT", "TBT P50/P99"):
+def models_table(stats: dict[str, Any], width: int) -> Table:
+    """One row a model: state, weights, KV, context, queue, running. A narrow terminal gets fewer columns."""
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("MODEL", overflow="fold")
+    table.add_column("STATE", no_wrap=True)
+    narrow = width < NARROW
+    for column in ("WEIGHTS", "KV USED", *(() if narrow else ("RESERVED", "CONTEXT")), "RUN", "WAIT", "TBT P50/P99"):
         table.add_column(column, justify="right", no_wrap=True)
     loads = {load["name"]: load for load in stats["models"]}
     frame_bytes = {pool["kv_rank"]: pool["frame_bytes"] for pool in stats["pools"]}
@@ -31,13 +34,13 @@ def models_table(stats: dict[str, Any]) -> Table:
         facts = card["crosspool"]
         load = loads.get(card["id"])
         frame = frame_bytes.get(facts["kv_rank"], 0)
+        wide = (format_bytes(load["frames_reserved"] * frame) if load else "-", str(card["max_model_len"]))
         table.add_row(
             card["id"],
             facts["state"],
             format_bytes(facts["weights_bytes"]),
             format_bytes(load["frames_used"] * frame) if load else "-",
-            format_bytes(load["frames_reserved"] * frame) if load else "-",
-            str(card["max_model_len"]),
+            *(() if narrow else wide),
             str(load["num_prefilling"] + load["num_decoding"] + load["num_parked"]) if load else "-",
             str(load["num_queued"]) if load else "-",
             _tbt(stats["tbt_s"].get(card["id"])),
@@ -46,4 +49,8 @@ def models_table(stats: dict[str, Any]) -> Table:
 
 
 def _tbt(recent: dict[str, float] | None) -> str:
-    return f"{1000 * recent['p50']:.1f}/{1000 * recent['p99']:.1f} ms" if recent else "-"
+    return f"{_ms(recent['p50'])}/{_ms(recent['p99'])} ms" if recent else "-"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f}" if seconds < 0.1 else f"{1000 * seconds:.0f}"

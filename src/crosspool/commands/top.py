@@ -16,6 +16,7 @@ from crosspool.units import format_bytes
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 BAR_WIDTH = 44
+LABEL_WIDTH = 36  # what stands left and right of a bar, at most
 
 
 def run(client: ServerClient, *, interval_s: float, once: bool, as_json: bool, console: Console) -> None:
@@ -25,20 +26,20 @@ def run(client: ServerClient, *, interval_s: float, once: bool, as_json: bool, c
         print(json.dumps(stats))
         return
     if once:
-        console.print(view(stats))
+        console.print(view(stats, console.width))
         return
-    with Live(view(stats), console=console, screen=True, auto_refresh=False) as live:
+    with Live(view(stats, console.width), console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
                 time.sleep(interval_s)
-                live.update(view(client.get("/stats")), refresh=True)
+                live.update(view(client.get("/stats"), console.width), refresh=True)
             except CrossPoolError as error:  # the server may be on its way back
                 live.update(Text(str(error), style="red"), refresh=True)
             except KeyboardInterrupt:
                 return
 
 
-def view(stats: dict[str, Any]) -> RenderableType:
+def view(stats: dict[str, Any], width: int) -> RenderableType:
     health = stats["health"]
     state = "draining" if stats["draining"] else health["status"]
     head = Text.assemble(
@@ -48,12 +49,20 @@ def view(stats: dict[str, Any]) -> RenderableType:
     )
     if health.get("detail"):
         head.append(f"  {health['detail']}")
+    bar_width = max(8, min(BAR_WIDTH, width - LABEL_WIDTH))
     return Group(
-        head, Text(), *_kv_bars(stats), _weights_bar(stats), Text(), models_table(stats), Text(), _lanes(stats)
+        head,
+        Text(),
+        *_kv_bars(stats, bar_width),
+        _weights_bar(stats, bar_width),
+        Text(),
+        models_table(stats, width),
+        Text(),
+        _lanes(stats),
     )
 
 
-def _kv_bars(stats: dict[str, Any]) -> list[Text]:
+def _kv_bars(stats: dict[str, Any], width: int) -> list[Text]:
     """One bar for each KV rank: frames of each model, then what is free."""
     bars = []
     ranks = {card["id"]: card["crosspool"]["kv_rank"] for card in stats["cards"]}
@@ -66,30 +75,30 @@ def _kv_bars(stats: dict[str, Any]) -> list[Text]:
         taken = pool["frames_used"] + pool["frames_reserved"]
         frame = pool["frame_bytes"]
         label = f"{format_bytes(taken * frame)} of {format_bytes(pool['frames_budget'] * frame)}"
-        bars.append(_bar(f"KV {pool['kv_rank']}", shares, pool["frames_budget"], label, stats))
+        bars.append(_bar(f"KV {pool['kv_rank']}", shares, pool["frames_budget"], label, stats, width))
     return bars
 
 
-def _weights_bar(stats: dict[str, Any]) -> Text:
+def _weights_bar(stats: dict[str, Any], width: int) -> Text:
     """FFN bytes of each model over the weights ranks; the pool holds just what the models need."""
     shares = []
     for card in stats["cards"]:
         facts = card["crosspool"]
         shares.append((card["id"], sum(facts["bytes_by_rank"].get(rank, 0) for rank in facts["weights_ranks"])))
     total = sum(size for _, size in shares)
-    return _bar("weights", shares, max(total, 1), format_bytes(total), stats)
+    return _bar("weights", shares, max(total, 1), format_bytes(total), stats, width)
 
 
-def _bar(name: str, shares: list[tuple[str, int]], total: int, label: str, stats: dict[str, Any]) -> Text:
+def _bar(name: str, shares: list[tuple[str, int]], total: int, label: str, stats: dict[str, Any], width: int) -> Text:
     order = [card["id"] for card in stats["cards"]]
     bar = Text(f"{name:<9}")
     filled = 0
     for model, size in shares:
-        width = round(BAR_WIDTH * size / total)
-        filled += width
+        cells = round(width * size / total)
+        filled += cells
         colour = COLOURS[order.index(model) % len(COLOURS)] if model in order else "white"
-        bar.append("█" * width, style=colour)
-    bar.append("·" * max(0, BAR_WIDTH - filled), style="dim")
+        bar.append("█" * cells, style=colour)
+    bar.append("·" * max(0, width - filled), style="dim")
     bar.append(f"  {label}")
     return bar
 
