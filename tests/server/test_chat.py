@@ -124,10 +124,20 @@ def test_reasoning_of_earlier_turns_may_be_dropped(tokenizer: TextTokenizer) -> 
 
 
 def test_tool_call_arguments_in_a_string_become_an_object(tokenizer: TextTokenizer) -> None:
-    source = "{% for k, v in messages[0].tool_calls[0].function.arguments.items() %}{{ k }}={{ v }};{% endfor %}"
+    source = (
+        "{% set f = messages[0].tool_calls[0].function %}{{ f.name }}:"
+        "{% for k, v in f.arguments.items() %}{{ k }}={{ v }};{% endfor %}"
+    )
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bern", "n": 2}'}}
     found = ids(ChatTemplate(source, tokenizer, {}), [{"role": "assistant", "content": None, "tool_calls": [call]}])
-    assert tokenizer.decode(found) == "city=Bern;n=2;"
+    assert tokenizer.decode(found) == "f:city=Bern;n=2;"
+
+
+def test_tool_calls_that_a_template_would_drop_are_refused(tokenizer: TextTokenizer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "look_up", "arguments": {}}}
+    template = ChatTemplate("{{ messages[0].content }}", tokenizer, {})
+    with pytest.raises(TemplateError, match="leaves out the tool calls of messages"):
+        ids(template, [{"role": "assistant", "content": "Yes.", "tool_calls": [call]}])
 
 
 def test_template_sources(tmp_path: Path) -> None:

@@ -224,12 +224,14 @@ async def test_a09_ordinary_message_shapes(http: httpx2.AsyncClient) -> None:
         [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "again"}]}],
         [user, user],
         [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}, user],
-        [user, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "42"}],
+        [user, {"role": "assistant", "content": "42"}, {"role": "tool", "content": "42"}],
     ):
         for stream in (False, True):
             body = {"model": "P", "messages": turns, "max_tokens": 2, "stream": stream}
             assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
     # This model's template adds content to text, so a null one is refused in words, not with a 500.
+    called = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "42"}]
+    assert "tool calls" in (await refused(http, "/v1/chat/completions", messages=called))["message"]  # not dropped
     nothing = [user, {"role": "assistant", "content": None, "tool_calls": [call]}]
     assert "template" in (await refused(http, "/v1/chat/completions", messages=nothing))["message"]
     for turns in ([{"role": "wizard", "content": "hi"}], []):

@@ -15,6 +15,7 @@ from typing import Any
 import jinja2
 
 from crosspool.errors import CheckpointError
+from crosspool.server.answer_formats import answer_format
 from crosspool.server.hidden_marks import HiddenMarks
 from crosspool.server.messages import Message
 from crosspool.server.template_environment import template_environment
@@ -28,7 +29,7 @@ class TemplateError(ValueError):
 
 
 class ChatTemplate:
-    """One model's chat template and the tokenizer that its text is for."""
+    """One model's chat template and the tokenizer that its text is for. format: how its answers are written."""
 
     def __init__(self, source: str, tokenizer: TextTokenizer, variables: dict[str, str]) -> None:
         try:
@@ -36,6 +37,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template does not compile: line {error.lineno}: {error.message}") from None
         self._knows_developer = "developer" in source
+        self.format = answer_format(source)
         self._tokenizer = tokenizer
         self._variables = variables
 
@@ -133,6 +135,11 @@ def _require_whole(text: str, messages: Sequence[Message]) -> None:
                 f"the model's chat template leaves out messages[{index}] (role {message['role']}); "
                 "merge it with a neighbour or drop it"
             )
+        for call in message.get("tool_calls") or ():
+            if call["function"]["name"] not in text:
+                raise TemplateError(
+                    f"the model's chat template leaves out the tool calls of messages[{index}]; it knows no tools"
+                )
 
 
 def _flat(text: str) -> str:

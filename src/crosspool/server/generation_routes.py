@@ -8,13 +8,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from crosspool.core import TokenConstraint
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.server.catalogue import ModelFrontend
-from crosspool.server.choices import AnswerShape, ChatShape, CompletionShape, Json, usage_json
+from crosspool.server.chat_plan import chat_plan
+from crosspool.server.choices import AnswerShape, CompletionShape, Json, usage_json
 from crosspool.server.errors import APIError, ErrorBody
 from crosspool.server.outputs import OutputGroup, open_group
-from crosspool.server.prompts import chat_prompt, completion_prompts
+from crosspool.server.prompts import completion_prompts
 from crosspool.server.protocol import ChatBody, CompletionBody, GenerationBody
 from crosspool.server.refusals import refuse_unsupported
 from crosspool.server.sampling import generation_request
@@ -39,18 +41,20 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 @router.post("/v1/chat/completions", summary="Answer a conversation", responses=ERRORS, response_model=None)
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     model = _prepare(body, request)
-
-    async def prompts() -> list[list[int]]:
-        return [await chat_prompt(body, model)]
-
-    return await _answer(body, request, model, ChatShape(model.tokenizer), await unless_left(request, prompts()))
+    plan = await unless_left(request, chat_plan(body, model))
+    if plan.shows_marks:
+        body = body.model_copy(update={"skip_special_tokens": False})
+    return await answer(body, request, model, plan.shape(body, model), [plan.prompt], plan.constraint)
 
 
 @router.post("/v1/completions", summary="Go on from a prompt", responses=ERRORS, response_model=None)
 async def completions(body: CompletionBody, request: Request) -> Response:
     model = _prepare(body, request)
     prompts = await unless_left(request, completion_prompts(body, model))
-    return await _answer(body, request, model, CompletionShape(model.tokenizer), prompts)
+    constraint = None
+    if (asked := asked_grammar(body)) is not None:
+        constraint = await unless_left(request, compiled(asked, body, model.vocabulary))
+    return await answer(body, request, model, CompletionShape(model.tokenizer), prompts, constraint)
 
 
 def _prepare(body: GenerationBody, request: Request) -> ModelFrontend:
@@ -63,15 +67,17 @@ def _prepare(body: GenerationBody, request: Request) -> ModelFrontend:
     return model
 
 
-async def _answer(
-    body: GenerationBody, request: Request, model: ModelFrontend, shape: AnswerShape, prompts: Sequence[list[int]]
+async def answer(
+    body: GenerationBody,
+    request: Request,
+    model: ModelFrontend,
+    shape: AnswerShape,
+    prompts: Sequence[list[int]],
+    constraint: TokenConstraint | None,
 ) -> Response:
     state = request.app.state
     answer_id = shape.id_prefix + uuid.uuid4().hex
     limit = state.engine.model(model.name).context_limit
-    constraint = None
-    if (compile_answer := asked_grammar(body)) is not None:
-        constraint = await unless_left(request, compiled(compile_answer, body, model))
     requests: list[GenerationRequest] = [
         generation_request(
             body, model, prompt, request_id=f"{answer_id}-{index}", context_limit=limit, constraint=constraint

@@ -9,12 +9,13 @@ from crosspool.server.chat import TemplateError
 from crosspool.server.errors import bad_request, shorten
 from crosspool.server.protocol import ChatBody, CompletionBody
 from crosspool.server.tokenizer import LONG_TEXT
+from crosspool.server.tools import ToolUse
 
 T = TypeVar("T")
 
 
-async def chat_prompt(body: ChatBody, model: ModelFrontend) -> list[int]:
-    """Token ids of the conversation, through the model's template. Raises APIError (400) where it refuses."""
+async def chat_prompt(body: ChatBody, model: ModelFrontend, use: ToolUse) -> list[int]:
+    """Token ids of conversation and tools, through the model's template. Raises APIError (400) where it refuses."""
     template = model.template
     if template is None:
         raise bad_request(
@@ -23,10 +24,14 @@ async def chat_prompt(body: ChatBody, model: ModelFrontend) -> list[int]:
             code="no_chat_template",
         )
 
+    kwargs = dict(body.chat_template_kwargs)
+    if use.given:
+        kwargs["tools"] = list(use.given)
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+
     def build() -> list[int]:
-        return template.prompt_ids(
-            body.messages, add_generation_prompt=body.add_generation_prompt, kwargs=body.chat_template_kwargs
-        )
+        return template.prompt_ids(body.messages, add_generation_prompt=body.add_generation_prompt, kwargs=kwargs)
 
     length = sum(len(message.get("content") or "") for message in body.messages)
     try:

@@ -234,6 +234,9 @@ class ChatBody(GenerationBody):
     add_generation_prompt: Flag = True
     tools: list[Any] = []
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: Flag | None = Field(None, description="false: at most one call, where calls are forced")
+    include_reasoning: Flag = Field(True, description="false: reasoning is generated and left out")
+    reasoning_effort: str | None = Field(None, description="handed to the chat template")
 
     @property
     def prompt_field(self) -> str:

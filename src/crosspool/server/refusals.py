@@ -66,10 +66,6 @@ def _completion(body: CompletionBody) -> None:
 def _chat(body: ChatBody) -> None:
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs is only taken with logprobs: true", param="top_logprobs")
-    if body.tools and body.tool_choice != "none":
-        raise _not_offered("tools", 'send tool_choice: "none" or leave the tools out')
-    if body.tool_choice not in (None, "none", "auto"):
-        raise _not_offered("tool_choice")
     modalities: Any = (body.model_extra or {}).get("modalities")
     if modalities not in (None, ["text"]):
         raise _not_offered("modalities", 'only ["text"] is taken')

@@ -3,14 +3,13 @@
 import asyncio
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from llguidance import LLMatcher
 
 from crosspool.core import TokenConstraint
-from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.errors import APIError, bad_request, shorten
-from crosspool.server.grammar import GrammarError, GrammarVocabulary, first_line
+from crosspool.server.grammar import GrammarError, first_line
 from crosspool.server.protocol import GenerationBody
 from crosspool.server.schemas import blame, check_pattern, check_schema
 
@@ -22,18 +21,25 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar")
 # Between the tokens of JSON: nothing, one space, or a line break and an indentation. A model cannot idle in blanks.
 JSON_WHITESPACE = r"[ ]?|\n[ ]{0,32}"
 
-Compile = Callable[[GrammarVocabulary], TokenConstraint]
+
+class GrammarSource(Protocol):
+    """What makes first states of grammars: a model's GrammarVocabulary, or one that puts something before them."""
+
+    def grammar(self, source: str) -> TokenConstraint: ...
+
+
+Compile = Callable[[GrammarSource], TokenConstraint]
 """From a model's vocabulary to the first state. Raises APIError (400). Takes up to seconds: not for the event loop."""
 
 
-async def compiled(compile_answer: Compile, body: GenerationBody, model: ModelFrontend) -> TokenConstraint:
+async def compiled(compile_answer: Compile, body: GenerationBody, vocabulary: GrammarSource) -> TokenConstraint:
     """The first state, made in a thread. Raises APIError (400) also for fields that no grammar goes with."""
     for name, value in (("ignore_eos", body.ignore_eos), ("min_tokens", body.min_tokens)):
         if value:
             raise bad_request(
                 f"{name} cannot go with an answer in a grammar, which ends where it is complete", param=name
             )
-    return await asyncio.to_thread(compile_answer, model.vocabulary)
+    return await asyncio.to_thread(compile_answer, vocabulary)
 
 
 def asked_grammar(body: GenerationBody) -> Compile | None:
@@ -111,7 +117,7 @@ def lark_of_choices(choices: list[str]) -> str:
     return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
-def _from_schema(schema: Any, place: str, vocabulary: GrammarVocabulary) -> TokenConstraint:
+def _from_schema(schema: Any, place: str, vocabulary: GrammarSource) -> TokenConstraint:
     try:
         places = check_schema(schema)
     except GrammarError as error:
@@ -128,7 +134,7 @@ def _compile_error(schema: Any) -> str | None:
     return first_line(error) if error and not error.startswith("WARNING") else None
 
 
-def _from_regex(pattern: str, place: str, vocabulary: GrammarVocabulary) -> TokenConstraint:
+def _from_regex(pattern: str, place: str, vocabulary: GrammarSource) -> TokenConstraint:
     try:
         check_pattern(pattern)
         return vocabulary.grammar(LLMatcher.grammar_from_regex(pattern))
@@ -136,7 +142,7 @@ def _from_regex(pattern: str, place: str, vocabulary: GrammarVocabulary) -> Toke
         raise refused(place, f": {error}") from None
 
 
-def _from_lark(source: str, place: str, vocabulary: GrammarVocabulary) -> TokenConstraint:
+def _from_lark(source: str, place: str, vocabulary: GrammarSource) -> TokenConstraint:
     try:
         return vocabulary.grammar(LLMatcher.grammar_from_lark(source))
     except GrammarError as error:
