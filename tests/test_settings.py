@@ -60,6 +60,19 @@ def test_models_of_the_yaml_file(yaml_file: Path) -> None:
     assert [model.source for model in load_deployment({"models": ["/c"]}, config_file=yaml_file).models] == ["/c"]
 
 
+def test_settings_of_all_models_hold_for_the_default_models_too() -> None:
+    models = load_deployment(
+        {"max_model_len": 50, "chat_template": "t.jinja"}, default_models=(ModelConfig(source="demo"),)
+    ).models
+    assert [(model.max_model_len, model.chat_template) for model in models] == [(50, "t.jinja")]
+
+
+def test_an_empty_variable_does_not_take_the_key_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSPOOL_API_KEY", "")
+    with pytest.raises(ValueError, match="an api_key is empty"):
+        load_deployment({})
+
+
 def test_a_hub_id_keeps_its_whole_name() -> None:
     assert load_deployment({"models": ["Qwen/Qwen3-30B-A3B"]}).models[0].served_name == "Qwen/Qwen3-30B-A3B"
 
@@ -72,7 +85,13 @@ def test_a_hub_id_keeps_its_whole_name() -> None:
         ("port: 99999", "port is 99999"),
         ("kv_pool_bytes: 5 apples", "5 apples"),
         ("models: [{path: /a, nam: x}]", "models.0.nam is not a setting"),
-        ("models: [{name: x}]", "models.0.path"),
+        ("models: [{name: x}]", "models.0.path is missing"),
+        ("api_key: ''", "an api_key is empty"),
+        ("seed: -4", "seed is -4"),
+        ("seed: 99999999999999999999", "seed is 99999999999999999999"),
+        ("recovery_timeout: .nan", "recovery_timeout is nan"),
+        ("queue_timeout: .nan", "queue_timeout is nan"),
+        ("shutdown_timeout: .nan", "shutdown_timeout is nan"),
         ("layout: cluster", "layout is 'cluster'"),
         ("- a", "must be a mapping"),
         ("a: [", "not valid YAML"),

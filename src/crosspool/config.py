@@ -98,10 +98,12 @@ class SchedulingConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "num_decode_lanes", "num_prefill_lanes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.queue_timeout_s is not None and self.queue_timeout_s <= 0:
+        if self.queue_timeout_s is not None and not self.queue_timeout_s > 0:
             raise ValueError(f"queue_timeout is {self.queue_timeout_s}; it must be above 0 seconds, or left out")
-        if self.recovery_timeout_s < 0:
+        if not self.recovery_timeout_s >= 0:  # so that NaN is refused as well
             raise ValueError(f"recovery_timeout is {self.recovery_timeout_s}; it must be 0 or more seconds")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must lie between 0 and {2**63 - 1}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +130,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; it must lie between 0 (any free port) and 65535")
-        if self.shutdown_timeout_s < 0:
+        if not self.shutdown_timeout_s >= 0:
             raise ValueError(f"shutdown_timeout is {self.shutdown_timeout_s}; it must be 0 or more seconds")
         if self.max_body_bytes < KiB:
             raise ValueError(f"max_body_bytes is {self.max_body_bytes}; it must be at least 1 KiB")

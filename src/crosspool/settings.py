@@ -7,6 +7,7 @@ are the same setting. The JSON schema of the YAML file is published as docs/depl
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -95,10 +96,16 @@ class Settings(BaseSettings):
     dtype: DTypeChoice = Field("auto", description="dtype of weights in memory; auto: the backend's own")
     download_dir: str | None = Field(None, description="where Hugging Face ids are stored; default: the hub's cache")
 
-    @field_validator("api_key", "admin_api_key", "allowed_origins", "disable_access_log_for_endpoints", mode="before")
+    @field_validator("allowed_origins", "disable_access_log_for_endpoints", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("api_key", "admin_api_key", mode="before")
+    @classmethod
+    def _split_keys(cls, value: Any) -> Any:
+        """Empty parts stay and are refused later: an unset variable must not open the server to everyone."""
+        return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
     @field_validator("models", mode="before")
     @classmethod
@@ -172,7 +179,9 @@ def _describe(item: Mapping[str, Any]) -> str:
     where = ".".join(str(part) for part in item["loc"]) or "configuration"
     if item["type"] == "extra_forbidden":
         return f"{where} is not a setting; `crosspool serve --help` lists them"
-    return f"{where} is {str(item['input'])[:80]!r}: {item['msg']}"
+    if item["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where} is {str(item['input'])[:80]!r}: {item['msg'].removeprefix('Value error, ')}"
 
 
 def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> DeploymentConfig:
@@ -182,14 +191,14 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             name=model.name or (model.path if is_hub_id(model.path) else None),
             aliases=tuple(model.aliases),
             revision=model.revision,
-            max_model_len=model.max_model_len or settings.max_model_len,
-            chat_template=model.chat_template or settings.chat_template,
+            max_model_len=model.max_model_len,
+            chat_template=model.chat_template,
             page_tokens=model.page_tokens,
         )
         for model in settings.models
     )
     return DeploymentConfig(
-        models=models or default_models,
+        models=tuple(_with_common(model, settings) for model in models or default_models),
         pools=PoolsConfig(
             backend=settings.backend,
             layout=settings.layout,
@@ -229,6 +238,15 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
         ),
         dtype=settings.dtype,
         download_dir=settings.download_dir,
+    )
+
+
+def _with_common(model: ModelConfig, settings: Settings) -> ModelConfig:
+    """`model` with the settings of all models where it has none of its own."""
+    return replace(
+        model,
+        max_model_len=settings.max_model_len if model.max_model_len is None else model.max_model_len,
+        chat_template=settings.chat_template if model.chat_template is None else model.chat_template,
     )
 
 
