@@ -149,6 +149,18 @@ def test_kv_ranks_that_keep_requests_are_stations_of_their_own():
         group(planned(mixed), "crosspool")
 
 
+def test_two_pools_on_one_gpu_overlap_nothing():
+    text = PAPER.replace("count: 5, kv: 1", "count: 1").replace("a100-40gb", "h200")
+    single = group(planned("\n".join(line for line in text.splitlines() if "glm" not in line)), "crosspool")
+    assert single.stations == ("gpu",)
+    work = [SimulatedRequest(0.0, model.name, 8, 200, 200) for model in single.models]
+    result = simulate_exact(single, work)
+    assert result.busy_s[0] <= result.in_flight_s
+    assert simulate_steps(single, work).total.tbt.mean == pytest.approx(result.total.tbt.mean, rel=0.02)
+    alone = simulate_exact(single, work[:1])
+    assert result.models[work[0].model].tbt.mean > 1.4 * alone.total.tbt.mean
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

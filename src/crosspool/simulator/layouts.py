@@ -1,7 +1,8 @@
 """Groups to simulate from what the planner decided: two pools, or the same GPUs with weights and KV together.
 
 crosspool: the plan's ranks. KV ranks that share every request work in lockstep as one station; where each request stays
-on one rank they are stations of their own, and models are dealt over them. Weights ranks are one station (TP).
+on one rank they are stations of their own, and models are dealt over them. Weights ranks are one station (TP). Two
+pools on a single GPU are one station, where nothing overlaps.
 static, elastic: hosting and sizes of `planner/layouts.py`; every model has a decode lane of its own. Static models keep
 to their own memory; elastic ones share what their GPUs have left (kvcached-like). Steps that meet on a GPU share it.
 """
@@ -102,6 +103,8 @@ def _pools(
             "kv_parallelism to simulate it"
         )
     num_pools, frames = (num_kv, split.kv_frames) if apart else (1, split.usable_frames + 1)
+    shares_gpu = len(split.gpus) == 1
+    stations = ("gpu",) if shares_gpu else (*(split.kv_ranks if apart else ("kv",)), "weights")
     models = []
     for index, model in enumerate(planned):
         pool = index % num_pools
@@ -112,7 +115,7 @@ def _pools(
             SimulatedModel(
                 served=_served(model, rank, split.weights_ranks, model.geometry.frames_per_page),
                 cost=cost,
-                route=Route(kv=pool, weights=num_pools),
+                route=Route(kv=pool, weights=0 if shares_gpu else num_pools),
             )
         )
     engine = plan_input.engine
@@ -121,7 +124,7 @@ def _pools(
         layout="crosspool",
         models=tuple(models),
         config=_config(plan_input, frames, max_queue, engine.decode_lanes, engine.prefill_lanes),
-        stations=(*(split.kv_ranks if apart else ("kv",)), "weights"),
+        stations=stations,
     )
 
 
