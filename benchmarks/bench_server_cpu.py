@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of the throughput run")
     parser.add_argument("--probes", type=int, default=1000, help="requests whose first token is timed")
     parser.add_argument("--soak-minutes", type=float, default=30.0, help="0 leaves the soak out")
+    parser.add_argument("--note", default="", help="a sentence for the summary: what else the machine did")
     args = parser.parse_args()
     report = Report("server_cpu", hardware="cpu", config=vars(args), seed=SEED)
     mine, its = multiprocessing.Pipe()
@@ -69,7 +70,7 @@ def main() -> int:
     report.summary = (
         f"{tokens_per_s:.0f} SSE tokens a second through the whole server; the median first token costs "
         f"{sorted(overhead_ms)[len(overhead_ms) // 2]:.2f} ms beside {NUM_PACED_STREAMS} streams. "
-        f"The machine's load was {load:.1f} on {os.cpu_count()} cores."
+        f"The machine's load was {load:.1f} on {os.cpu_count()} cores. {args.note}"
     )
     for path in report.write():
         print(path)
