@@ -34,25 +34,27 @@ class Batch:
         self.sampled: list[SampledRow] = []
         self._sequences: list[Sequence] = []
         token_ids: list[int] = []
-        positions: list[IntArray] = []
+        positions: list[int] = []
         rows: list[int] = []
         for idx, row in enumerate(step.rows):
             sequence = sequences.get(row.sequence_id)
             if sequence is None:
                 raise ValueError(f"sequence {row.sequence_id} is not known here; send it in the step's `joining`")
             table = sequence.block_table(row)
-            slots = row_slots(row, table, len(token_ids), page_tokens)
+            end = row.num_cached_tokens + row.num_new_tokens
+            if end > table.shape[1] * page_tokens:
+                row_slots(row, table, len(token_ids), page_tokens)  # raises, naming what is missing
             self._sequences.append(sequence)
             self.tables.append(table)
             token_ids += sequence.tokens_to_run(row)
-            positions.append(np.arange(slots.first_position, slots.num_slots))
+            positions += range(row.num_cached_tokens, end)
             rows += [idx] * row.num_new_tokens
             if row.sample:
-                self.sampled.append(SampledRow(idx, slots.stop - 1))
+                self.sampled.append(SampledRow(idx, len(rows) - 1))
         if len(token_ids) != step.header.num_tokens or not token_ids:
             raise ValueError(f"the step's rows hold {len(token_ids)} tokens, its header says {step.header.num_tokens}")
         self.token_ids: IntArray = np.array(token_ids, dtype=np.int64)
-        self.positions: IntArray = np.concatenate(positions)
+        self.positions: IntArray = np.array(positions, dtype=np.int64)
         self.row_of_token: IntArray = np.array(rows, dtype=np.int64)
 
     def num_rows_of(self, start: int, stop: int) -> int:

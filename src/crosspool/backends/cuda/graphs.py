@@ -25,17 +25,20 @@ class Capturable(Protocol):
 class StepGraph:
     """A captured pass. `num_bytes`: device memory that capturing took."""
 
+    name: str
     graph: Any
     source: Capturable  # its buffers are the graph's
     seconds: float
     num_bytes: int
 
     def replay(self) -> None:
-        """Enqueue the pass on torch's current stream."""
+        """Enqueue the pass on torch's current stream, within an NVTX range of its name."""
+        torch.cuda.nvtx.range_push(self.name)
         self.graph.replay()
+        torch.cuda.nvtx.range_pop()
 
 
-def capture(source: Capturable, stream: Any) -> StepGraph:
+def capture(source: Capturable, stream: Any, name: str = "pass") -> StepGraph:
     """Capture a pass on `stream`, whose device must be current and on which nothing else may be enqueued meanwhile."""
     begin = time.perf_counter()
     free_before, _ = torch.cuda.mem_get_info(stream.device)
@@ -49,4 +52,4 @@ def capture(source: Capturable, stream: Any) -> StepGraph:
             graph.capture_end()
     free_after, _ = torch.cuda.mem_get_info(stream.device)
     seconds = time.perf_counter() - begin
-    return StepGraph(graph, source, seconds, max(0, free_before - free_after))
+    return StepGraph(name, graph, source, seconds, max(0, free_before - free_after))

@@ -73,16 +73,15 @@ class WorkerLane:
                 with torch.cuda.stream(self.stream):  # what fills new buffers comes before what reads them
                     source = make()
                 if self.stream is not None:
-                    self._graphs[model, links, key] = capture(source, self._capture_stream)
+                    name = f"{self.site.rank} {model} {key}"
+                    self._graphs[model, links, key] = capture(source, self._capture_stream, name)
                 self._passes[model, links, key] = source
             return source
 
     def replay(self, model: str, links: Links, key: Hashable) -> None:
         """Enqueue the captured pass on the lane's stream."""
         with torch.cuda.stream(self.stream):
-            torch.cuda.nvtx.range_push(f"{self.site.rank} {model} {key}")
             self._graphs[model, links, key].replay()
-            torch.cuda.nvtx.range_pop()
 
     def give_up(self, last_epoch: int) -> None:
         """End a step's waits on the device; end the process, to be replaced, where the device no longer answers.
