@@ -19,7 +19,8 @@ NAMES = [
     "n stream stream_options logprobs top_logprobs logit_bias presence_penalty frequency_penalty",
     "repetition_penalty user echo stop_token_ids ignore_eos include_stop_str_in_output skip_special_tokens",
     "priority suffix best_of tools tool_choice response_format chat_template_kwargs add_generation_prompt",
-    "add_special_tokens functions guided_json modalities other",
+    "add_special_tokens functions guided_json modalities other timeout",
+    "structured_outputs parallel_tool_calls include_reasoning reasoning_effort",
 ]
 FIELDS = " ".join(NAMES).split()
 TEXTS = st.text(max_size=30) | st.sampled_from(

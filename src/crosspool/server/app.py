@@ -21,6 +21,7 @@ from crosspool.server import (
     live_routes,
     models_routes,
     stats_routes,
+    token_routes,
     ui_routes,
 )
 from crosspool.server.admin_routes import Prepare
@@ -63,7 +64,16 @@ def create_app(
     app.state.metrics = RequestMetrics()
     app.state.metrics.registry.register(EngineCollector(engine))
     app.state.vllm_metrics = vllm_registry(app.state.metrics.registry) if config.metrics_compat == "vllm" else None
-    for routes in (generation_routes, models_routes, health, stats_routes, live_routes, ui_routes, admin_routes):
+    for routes in (
+        generation_routes,
+        token_routes,
+        models_routes,
+        health,
+        stats_routes,
+        live_routes,
+        ui_routes,
+        admin_routes,
+    ):
         app.include_router(routes.router)
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)

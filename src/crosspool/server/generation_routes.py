@@ -1,5 +1,6 @@
 """POST /v1/chat/completions and /v1/completions: from a checked body to one JSON answer or a stream of events."""
 
+import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -14,16 +15,18 @@ from crosspool.engine.request import GenerationRequest
 from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.chat_plan import chat_plan
 from crosspool.server.choices import AnswerShape, CompletionShape, Json, usage_json
-from crosspool.server.errors import APIError, ErrorBody
+from crosspool.server.errors import APIError, ErrorBody, bad_request
 from crosspool.server.outputs import OutputGroup, open_group
 from crosspool.server.prompts import completion_prompts
-from crosspool.server.protocol import ChatBody, CompletionBody, GenerationBody
+from crosspool.server.protocol import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody
 from crosspool.server.refusals import refuse_unsupported
 from crosspool.server.sampling import generation_request
 from crosspool.server.stream import EventStream, answer_events, by_prompt, unless_left
 from crosspool.server.structured import asked_grammar, compiled
 
 router = APIRouter(tags=["generation"])
+
+TIMEOUT_HEADER = "X-Request-Timeout"
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "the answer, or its events"},
@@ -57,6 +60,21 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     return await answer(body, request, model, CompletionShape(model.tokenizer), prompts, constraint)
 
 
+def header_timeout_s(value: str | None) -> float | None:
+    """The deadline in a header. Raises APIError (400) for anything but a number of seconds above 0."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_TIMEOUT_S:
+        raise bad_request(
+            f"the header {TIMEOUT_HEADER} must be seconds above 0 and at most {MAX_TIMEOUT_S}", param=TIMEOUT_HEADER
+        )
+    return seconds
+
+
 def _prepare(body: GenerationBody, request: Request) -> ModelFrontend:
     state = request.app.state
     if state.draining:
@@ -64,6 +82,8 @@ def _prepare(body: GenerationBody, request: Request) -> ModelFrontend:
     model: ModelFrontend = state.catalogue.resolve(body.model)
     request.state.model = model.name
     refuse_unsupported(body)
+    if body.timeout is None:
+        body.timeout = header_timeout_s(request.headers.get(TIMEOUT_HEADER))
     return model
 
 

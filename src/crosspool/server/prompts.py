@@ -35,7 +35,7 @@ async def chat_prompt(body: ChatBody, model: ModelFrontend, use: ToolUse) -> lis
 
     length = sum(len(message.get("content") or "") for message in body.messages)
     try:
-        ids = await _off_loop(build, length)
+        ids = await off_loop(build, length)
     except TemplateError as error:
         raise bad_request(shorten(str(error), 1000), param="messages", code="chat_template_error") from None
     except RecursionError:
@@ -54,7 +54,7 @@ async def _completion_prompt(prompt: str | Sequence[int], body: CompletionBody, 
         def encode() -> list[int]:
             return model.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
 
-        return _not_empty(await _off_loop(encode, len(prompt)), model, "prompt")
+        return _not_empty(await off_loop(encode, len(prompt)), model, "prompt")
     for token_id in prompt:
         if not 0 <= token_id < model.vocab_size:
             raise bad_request(
@@ -73,5 +73,6 @@ def _not_empty(ids: list[int], model: ModelFrontend, param: str) -> list[int]:
     raise bad_request(f"{param} has no tokens and {model.name} has no begin token; send some text", param=param)
 
 
-async def _off_loop(work: Callable[[], T], num_characters: int) -> T:
+async def off_loop(work: Callable[[], T], num_characters: int) -> T:
+    """`work` on a text of that length: in a thread where it takes long."""
     return await asyncio.to_thread(work) if num_characters >= LONG_TEXT else work()

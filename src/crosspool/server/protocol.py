@@ -19,6 +19,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 256
+MAX_TIMEOUT_S = 86_400
 SEED_RANGE = 2**63
 
 
@@ -161,19 +162,14 @@ class GenerationBody(BaseModel):
     stream: Flag = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    timeout: Annotated[Number, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
+        None, description="longest time in the queue in seconds, as the header X-Request-Timeout; then 408"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _prepare(cls, data: Any) -> Any:
-        """SDKs send null for "not set". No string anywhere may hold half of a surrogate pair."""
-        for key, value in data.items() if isinstance(data, dict) else ():
-            if has_lone_surrogate([key, value]):
-                raise PydanticCustomError(
-                    "lone_surrogate",
-                    "holds half of a surrogate pair; send whole characters",
-                    {"field": key.encode("utf-8", "replace").decode()},
-                )
-        return _without_nulls(data)
+        return prepared(data)
 
     @property
     def prompt_field(self) -> str:
@@ -249,6 +245,18 @@ class ChatBody(GenerationBody):
     @property
     def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+
+def prepared(data: Any) -> Any:
+    """SDKs send null for "not set". No string anywhere may hold half of a surrogate pair."""
+    for key, value in data.items() if isinstance(data, dict) else ():
+        if has_lone_surrogate([key, value]):
+            raise PydanticCustomError(
+                "lone_surrogate",
+                "holds half of a surrogate pair; send whole characters",
+                {"field": key.encode("utf-8", "replace").decode()},
+            )
+    return _without_nulls(data)
 
 
 def _without_nulls(data: Any) -> Any:

@@ -55,6 +55,7 @@ def generation_request(
         include_stop_str_in_output=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
         priority=body.priority,
+        timeout_s=body.timeout,
         constraint=constraint,
     )
 
