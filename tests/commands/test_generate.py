@@ -42,10 +42,13 @@ def test_three_models_answer_a_file_of_prompts(
     lines.append(json.dumps({"model": "m2", "prompt": [5, 6, 7], "temperature": 0}))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(lines) + "\n\n")
+    choices = {"model": "m0", "prompt": "choose", "structured_outputs": {"choice": ["yes"]}}
+    prompts.write_text(prompts.read_text() + json.dumps(choices) + "\n")
     options = ["--prompts", str(prompts), "--layout", layout, "--max-tokens", "6", "--seed", "1"]
     assert generate(monkeypatch, *models, *options, "--json") == 0
     found = {(item["model"], item["prompt"]): item for item in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert len(found) == 5
+    assert len(found) == 6
+    assert found["m0", "choose"]["text"] == "yes"
     assert found["m1", "hi"]["usage"]["completion_tokens"] <= 3
     assert all(item["finish_reason"] in ("stop", "length") for item in found.values())
     assert generate(monkeypatch, *models, *options) == 0
@@ -64,6 +67,8 @@ def test_three_models_answer_a_file_of_prompts(
         ('{"model": "m0"}', ":1: has neither prompt nor messages"),
         ('{"model": ', ":1: not valid JSON"),
         ('{"model": "m0", "prompt": ["a", "b"]}', ":1: prompt must be one text"),
+        ('{"model": "m0", "prompt": ' + "[" * 100_000, ":1: not valid JSON"),
+        ('{"model": "m0", "prompt": "x", "n": 2}', ":1: n must be 1"),
         ("hello", ":1: model is missing"),
     ],
 )
@@ -91,6 +96,8 @@ def test_prompt_files(tmp_path: Path) -> None:
         {"prompt": "x"},
         {"prompt": "plain"},
     ]
+    path.write_bytes("\ufeffa\tone\u2028two\fthree\r\n".encode())
+    assert [item["body"] for item in read_prompts(path)] == [{"model": "a", "prompt": "one\u2028two\fthree"}]
     path.write_text("\n")
     with pytest.raises(CrossPoolError, match="holds no prompts"):
         read_prompts(path)

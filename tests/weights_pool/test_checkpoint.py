@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -85,6 +87,13 @@ def test_a_cut_short_file_is_told_with_its_sizes(single, keep):
     file.write_bytes(content[:keep])
     words = [SINGLE_NAME, "incomplete download"]
     refuse(single, *words, *([f"promises {len(content)} bytes", str(len(content) - 4)] if keep == -4 else []))
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_what_is_no_file_is_told_without_waiting_for_it(single, make):
+    (single / SINGLE_NAME).unlink()
+    make(single / SINGLE_NAME)
+    refuse(single, f"{SINGLE_NAME}: not a regular file")
 
 
 def test_bytes_beyond_the_header_are_told(single):

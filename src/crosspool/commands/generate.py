@@ -16,16 +16,19 @@ from rich.console import Console
 
 from crosspool.commands.loading import shown_while_loading
 from crosspool.commands.serve import deployment
+from crosspool.core import TokenConstraint
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.request import GenerationRequest
 from crosspool.errors import CrossPoolError, QueueFullError
 from crosspool.launch import catalogue, load_models, prepare_models, start_engine
-from crosspool.server.catalogue import Catalogue
+from crosspool.server.catalogue import Catalogue, ModelFrontend
+from crosspool.server.chat_plan import chat_plan
 from crosspool.server.errors import APIError, from_validation
-from crosspool.server.prompts import chat_prompt, completion_prompts
+from crosspool.server.prompts import completion_prompts
 from crosspool.server.protocol import ChatBody, CompletionBody
 from crosspool.server.refusals import refuse_unsupported
 from crosspool.server.sampling import generation_request
+from crosspool.server.structured import asked_grammar, compiled
 
 RETRY_S = 0.05
 
@@ -63,10 +66,11 @@ def run(
 def read_prompts(path: Path) -> list[dict[str, Any]]:
     """The requests in a file: JSON objects with `model` and `prompt` or `messages`, or `model<TAB>prompt`."""
     try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise CrossPoolError(f"cannot read the prompts in {path}: {error}") from None
-    found = [_parse(line, f"{path}:{number}") for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # NOTE: splitlines() would also cut at U+2028, form feeds and the like, which may stand in a prompt.
+    found = [_parse(line, f"{path}:{number}") for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not found:
         raise CrossPoolError(f"{path} holds no prompts; write JSON lines or lines of model<TAB>prompt")
     return found
@@ -76,7 +80,7 @@ def _parse(line: str, where: str) -> dict[str, Any]:
     if line.lstrip().startswith("{"):
         try:
             loaded = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CrossPoolError(f"{where}: not valid JSON: {error}") from None
         if "prompt" in loaded or "messages" in loaded:
             return {"where": where, "body": loaded}
@@ -119,23 +123,32 @@ async def _answer(
     try:
         body = ChatBody(**values) if "messages" in values else CompletionBody(**values)
         refuse_unsupported(body)
+        if body.n > 1:
+            raise APIError(400, "n must be 1; give each answer its own line", code="invalid_value", param="n")
         model = served.resolve(body.model)
-        ids = await chat_prompt(body, model) if isinstance(body, ChatBody) else await _one_prompt(body, model)
         limit = engine.model(model.name).context_limit
-        request = generation_request(body, model, ids, request_id=f"generate-{index}", context_limit=limit)
+        ids, constraint = await _prompt(body, model)
+        request = generation_request(
+            body, model, ids, request_id=f"generate-{index}", context_limit=limit, constraint=constraint
+        )
     except ValidationError as error:
         raise CrossPoolError(f"{line['where']}: {from_validation(error.errors()).message}") from None
     except APIError as error:
         raise CrossPoolError(f"{line['where']}: {error.message}") from None
-    prompt = values.get("prompt") or values["messages"][-1].get("content")
+    prompt = values["messages"][-1].get("content") if "messages" in values else values["prompt"]
     return Answer(model.name, str(prompt), request)
 
 
-async def _one_prompt(body: CompletionBody, model: Any) -> list[int]:
+async def _prompt(body: ChatBody | CompletionBody, model: ModelFrontend) -> tuple[list[int], TokenConstraint | None]:
+    """The prompt's ids, and the grammar that the answer has to keep to."""
+    if isinstance(body, ChatBody):
+        plan = await chat_plan(body, model)
+        return plan.prompt, plan.constraint
     prompts = await completion_prompts(body, model)
     if len(prompts) != 1:
         raise APIError(400, "prompt must be one text; give each its own line", code="invalid_value", param="prompt")
-    return prompts[0]
+    asked = asked_grammar(body)
+    return prompts[0], None if asked is None else await compiled(asked, body, model.vocabulary)
 
 
 async def _run(engine: AsyncEngine, answer: Answer) -> None:

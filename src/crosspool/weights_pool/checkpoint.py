@@ -114,6 +114,8 @@ def _indexed_tensors(index: Path, weight_map: dict[str, Any]) -> dict[str, Store
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file. Raises CheckpointError if it is cut short or not such a file."""
+    if not file.is_file():
+        raise CheckpointError(f"{file}: not a regular file")
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
