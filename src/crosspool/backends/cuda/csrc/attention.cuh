@@ -28,7 +28,7 @@ struct CombineParams {
   int heads, splits, value_dim;
 };
 
-constexpr float NEG_INF = -__builtin_huge_valf();
+#define NEG_INF (-__builtin_huge_valf())
 
 // The slots this split reads: whole tiles, as even as tiles allow.
 struct SplitRange { int begin, end; };

@@ -16,6 +16,9 @@ typedef long long i64;
 #else
 
 #define DEVICE __device__ __forceinline__
+#ifdef __CUDACC_RTC__  // NVRTC lacks this builtin of the host compilers
+#define __builtin_huge_valf() __uint_as_float(0x7f800000u)
+#endif
 #define KERNEL(name, Params, threads, min_blocks) \
   extern "C" __global__ void __launch_bounds__(threads, min_blocks) name(const __grid_constant__ Params p)
 
