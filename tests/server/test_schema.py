@@ -11,6 +11,7 @@ from tests.support.server_fixtures import fake_app
 
 pytestmark = pytest.mark.api
 EXAMPLES = 15  # of each route
+REFUSED = {("/v1/embeddings", 501)}  # there, and said not to be offered
 ENDLESS = ("/stats/stream",)  # it ends when the client leaves, which an in-process client never does
 
 
@@ -46,10 +47,10 @@ def test_answers_are_what_the_document_says(schema: Any) -> None:
             if isinstance(case.body, dict) and "model" in case.body:
                 case.body["model"] = "tiny"  # a served one, so that other fields matter
             response = case.call(headers={"Authorization": "Bearer boss"})
+            assert response.status_code < 500 or (case.path, response.status_code) in REFUSED, response.text
             case.validate_response(
                 response,
                 checks=[
-                    checks.not_a_server_error,
                     checks.status_code_conformance,
                     checks.content_type_conformance,
                     checks.response_schema_conformance,

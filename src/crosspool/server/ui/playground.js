@@ -92,7 +92,10 @@ export class Playground {
         if (piece.error) throw new Error(piece.error.message);
         tokens = piece.usage?.completion_tokens ?? tokens;
         const said = piece.choices.map((choice) => choice.delta?.content ?? choice.text ?? "").join("");
-        if (said && !first) first = performance.now();
+        if (said && !first) {
+          first = performance.now();
+          facts.textContent = "answering";
+        }
         out.append(said);
       }
       const seconds = (performance.now() - started) / 1000;
