@@ -56,6 +56,12 @@ def test_both_views_fit_the_terminal(width):
     assert any(re.fullmatch(r"│ holmes +▇+ +7 +│", line) for line in lines), "a row of the pool's panel was broken"
 
 
+def test_columns_stay_in_place_whoever_answers_first():
+    console = Console(width=80, file=io.StringIO())
+    console.print(live_view([_answer("holmes", [0.1], shown=True)], _samples(), 250, 80))
+    assert re.search("austen.*shakespeare.*holmes", console.file.getvalue())
+
+
 def test_the_scenario_asks_every_packaged_model_and_shows_one_answer_of_each():
     requests = [request for burst in demo_requests() for request in burst]
     assert {request.model for request in requests} == set(demo_model_dirs())

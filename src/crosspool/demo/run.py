@@ -58,7 +58,7 @@ def _server(host: str, port: int, console: Console) -> Iterator[subprocess.Popen
         raise CrossPoolError(f"the package lacks its demo models ({', '.join(missing)}); install it again")
     command = [sys.executable, "-m", "crosspool", "serve", *(str(path) for path in directories.values())]
     command += ["--host", host, "--port", str(port), "--layout", "processes", "--log-level", "warning"]
-    command += ["--kv-pool-bytes", "16MiB", "--frame-bytes", "64KiB"]
+    command += ["--kv-pool-bytes", "8MiB", "--frame-bytes", "64KiB"]
     console.print(
         f"[dim]starting {' '.join([Path(sys.executable).name, *command[1:3]])} with {len(directories)} models[/]"
     )

@@ -28,7 +28,7 @@ def live_view(
     for lane, model in enumerate(latest.lanes):
         lanes.append(f" {lane} ", style="dim")
         lanes.append(f"{model or '-':<12}", style=COLOURS.get(model or "", "dim"))
-    shown = {answer.request.model: answer.text for answer in answers if answer.request.shown}
+    shown = dict.fromkeys(DEMO_MODELS, "") | {a.request.model: a.text for a in answers if a.request.shown}
     return Group(lanes, _pool_bar(latest, budget_frames, min(60, width - 30)), _side_by_side(shown))
 
 
