@@ -1,9 +1,12 @@
 """The two workers: split equals whole bit for bit, replays change nothing, memory lies where it belongs."""
 
+import gc
+import itertools
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FunctionType, ModuleType
 
 import numpy as np
 import pytest
@@ -184,6 +187,39 @@ def test_pools_hold_their_own_bytes_and_give_them_back():
     assert pools.attention.memory_bytes()["attention_weights"] == 0
     assert pools.ffn["w0"].memory_bytes()["ffn_weights"] == 0
     assert not pools.attention._sequences
+
+
+def held_bytes(root):
+    """Bytes of every array that can be reached from `root`, each counted once."""
+    seen, arrays, left = set(), {}, [root]
+    while left:
+        held = left.pop()
+        if id(held) in seen or isinstance(held, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(held))
+        if isinstance(held, np.ndarray):
+            while isinstance(held.base, np.ndarray):
+                held = held.base
+            arrays[id(held)] = held.nbytes
+        else:
+            left += gc.get_referents(held)
+    return sum(arrays.values())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "glm4_moe_lite"])
+def test_what_the_pools_really_hold_is_what_they_say(family):
+    """The accounts are checked against the arrays themselves: nothing of the other pool hides in either."""
+    pools = split(family, num_weights=2)
+    for step in itertools.islice(script(family), 4):
+        pools.run(step)
+    kv = pools.attention.memory_bytes()
+    tables = 160 * 1024  # rotary turns and histories of sequences, which are in no account
+    assert kv["kv_cache"] + kv["attention_weights"] <= held_bytes(pools.attention)
+    assert held_bytes(pools.attention) < kv["kv_cache"] + kv["attention_weights"] + tables
+    smallest_share = min(worker.memory_bytes()["ffn_weights"] for worker in pools.ffn.values())
+    assert tables < smallest_share  # else a share could hide in what is allowed
+    for worker in pools.ffn.values():
+        assert held_bytes(worker) == worker.memory_bytes()["ffn_weights"]
 
 
 def test_forgotten_and_unknown_sequences_are_named():
