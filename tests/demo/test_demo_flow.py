@@ -1,6 +1,7 @@
 """`crosspool demo` as a newcomer runs it: a real server, real HTTP, exit code 0."""
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -29,3 +30,11 @@ def test_a_host_that_is_not_here_is_a_one_line_error():
     assert done.returncode == 1
     assert done.stderr.startswith("error: cannot listen on 192.0.2.1")
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_taken_port_is_a_one_line_error_and_never_another_server():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = _demo("--port", str(port))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}: Address already in use")

@@ -31,7 +31,7 @@ def run_demo(*, host: str, port: int | None, keep: bool, as_json: bool, seed: in
     """Run the demo; `keep` leaves the server up until Ctrl-C. Raises CrossPoolError, with the reason, if it fails."""
     console = Console(stderr=as_json)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended too
-    port = port or _free_port(host)
+    port = _free_port(host, port)
     base_url = f"http://{host}:{port}"
     with _server(host, port, console) as server:
         try:
@@ -155,16 +155,22 @@ async def _until_ready(http: httpx2.AsyncClient, server: subprocess.Popen[bytes]
     raise CrossPoolError(f"the server was not ready after {START_TIMEOUT_S:.0f} s")
 
 
-def _free_port(host: str) -> int:
-    """8000, as the guides say, or any free port where something listens there already."""
-    for wanted in (8000, 0):
+def _free_port(host: str, asked: int | None) -> int:
+    """`asked`, or else 8000, as the guides say, or any free one where something listens there already.
+
+    Raises CrossPoolError where none can be had: a server that is there already must not be taken for the demo's own.
+    """
+    wanted = (8000, 0) if asked is None else (asked,)
+    for candidate in wanted:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, wanted))
-            except OSError as error:
-                if wanted == 0:
-                    raise CrossPoolError(f"cannot listen on {host}: {error}; give another --host") from None
+                probe.bind((host, candidate))
+            except (OSError, OverflowError) as error:
+                if candidate == wanted[-1]:
+                    where = host if asked is None else f"{host}:{asked}"
+                    reason = getattr(error, "strerror", None) or error
+                    raise CrossPoolError(f"cannot listen on {where}: {reason}; give another --host or --port") from None
                 continue
             port: int = probe.getsockname()[1]
             return port
