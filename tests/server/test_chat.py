@@ -45,9 +45,7 @@ def test_marks_in_user_text_are_plain_text(tokenizer: TextTokenizer) -> None:
 
 
 def test_marks_inside_other_fields_are_plain_text_too(tokenizer: TextTokenizer) -> None:
-    source = (
-        CHATML + "{{ extra }}{% for c in messages[0].tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
-    )
+    source = CHATML + "{{ extra }}{% for c in messages[0].tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
     template = ChatTemplate(source, tokenizer, {})
     call = {"type": "function", "function": {"name": "f", "arguments": json.dumps({"a": END_OF_TURN})}}
     found = ids(template, [{"role": "assistant", "content": "x", "tool_calls": [call]}], extra=END_OF_TURN)

@@ -20,17 +20,7 @@ from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.live_server import live_server
 from tests.support.server_fixtures import events, tiny_frontend
 from tests.support.tiny_models import write_tiny_model
-
-TEMPLATE = (
-    "{%- if tools -%}<|system|>{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}<|end|>{%- endif -%}"
-    "{%- for message in messages -%}<|{{ message.role }}|>{{ message.content or '' }}"
-    "{%- for call in message.tool_calls or [] -%}"
-    "{%- for key, value in call.function.arguments.items() -%}{{ key }} is {{ value }}{%- endfor -%}"
-    '<tool_call>\n{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n'
-    "</tool_call>"
-    "{%- endfor -%}<|end|>{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
-)
-THINKING = TEMPLATE.replace("<|assistant|>{%- endif", "<|assistant|><think>{%- endif") + "{#- </think> -#}"
+from tests.support.tool_templates import THINKING_TEMPLATE, TOOL_TEMPLATE
 
 BOOK_ROOM = {
     "type": "function",
@@ -56,7 +46,7 @@ ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Book."}], "tool
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveDeployment]:
     models = []
-    for name, template in (("P", TEMPLATE), ("thinker", THINKING)):
+    for name, template in (("P", TOOL_TEMPLATE), ("thinker", THINKING_TEMPLATE)):
         directory: Path = write_tiny_model(tmp_path_factory.mktemp(name), "qwen3_moe", num_layers=2)
         path = directory / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
@@ -198,7 +188,7 @@ def scripted() -> FakeEngine:
 
 @pytest.fixture(scope="module")
 def client(scripted: FakeEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    frontend = tiny_frontend(tmp_path_factory.mktemp("tiny"), config={"chat_template": THINKING})
+    frontend = tiny_frontend(tmp_path_factory.mktemp("tiny"), config={"chat_template": THINKING_TEMPLATE})
     with (
         live_server(create_app(scripted, Catalogue([frontend]))) as url,
         OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as found,

@@ -19,6 +19,7 @@ from crosspool.server import (
     generation_routes,
     health,
     live_routes,
+    messages_routes,
     models_routes,
     stats_routes,
     token_routes,
@@ -31,9 +32,11 @@ from crosspool.server.engine_metrics import EngineCollector
 from crosspool.server.errors import APIError, from_engine, from_validation
 from crosspool.server.guards import BodyLimit, HeaderLimit, RequestContext
 from crosspool.server.keys import KeyGuard
+from crosspool.server.messages_answer import error_body
 from crosspool.server.metrics import RequestMetrics
 from crosspool.server.metrics_compat import vllm_registry
 from crosspool.server.stream import ClientLeft
+from crosspool.server.tracing import Traces, make_provider
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ def create_app(
     app.state.vllm_metrics = vllm_registry(app.state.metrics.registry) if config.metrics_compat == "vllm" else None
     for routes in (
         generation_routes,
+        messages_routes,
         token_routes,
         models_routes,
         health,
@@ -83,6 +87,9 @@ def create_app(
 def _middleware(config: ServerConfig) -> Sequence[Middleware]:
     """Outermost first."""
     found = [Middleware(RequestContext, quiet_paths=config.quiet_paths)]
+    if config.otlp_traces_endpoint is not None:
+        provider = make_provider(config.otlp_traces_endpoint)
+        found.append(Middleware(Traces, provider=provider, quiet_paths=config.quiet_paths))
     if config.allowed_origins:
         found.append(
             Middleware(
@@ -101,7 +108,8 @@ def _middleware(config: ServerConfig) -> Sequence[Middleware]:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError), "registered for APIError"
-    return JSONResponse(error.body(), error.status, error.headers)
+    is_message = request.url.path.startswith(f"{request.scope.get('root_path', '')}{messages_routes.PATH}")
+    return JSONResponse(error_body(error) if is_message else error.body(), error.status, error.headers)
 
 
 async def _engine_error(request: Request, error: Exception) -> Response:

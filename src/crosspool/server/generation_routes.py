@@ -43,7 +43,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 @router.post("/v1/chat/completions", summary="Answer a conversation", responses=ERRORS, response_model=None)
 async def chat_completions(body: ChatBody, request: Request) -> Response:
-    model = _prepare(body, request)
+    model = prepare(body, request)
     plan = await unless_left(request, chat_plan(body, model))
     if plan.shows_marks:
         body = body.model_copy(update={"skip_special_tokens": False})
@@ -52,7 +52,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 
 @router.post("/v1/completions", summary="Go on from a prompt", responses=ERRORS, response_model=None)
 async def completions(body: CompletionBody, request: Request) -> Response:
-    model = _prepare(body, request)
+    model = prepare(body, request)
     prompts = await unless_left(request, completion_prompts(body, model))
     constraint = None
     if (asked := asked_grammar(body)) is not None:
@@ -75,7 +75,8 @@ def header_timeout_s(value: str | None) -> float | None:
     return seconds
 
 
-def _prepare(body: GenerationBody, request: Request) -> ModelFrontend:
+def prepare(body: GenerationBody, request: Request) -> ModelFrontend:
+    """The model that is asked, after the checks that need no tokens. Raises APIError."""
     state = request.app.state
     if state.draining:
         raise APIError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})

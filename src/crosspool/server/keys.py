@@ -57,6 +57,8 @@ class KeyGuard:
         """Name of the key and whether it is an admin's; (None, False) without a known one."""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")  # where Anthropic's clients put it
+        if not key:
             return None, False
         digest = _digest(key.strip())
         found: tuple[str | None, bool] = (None, False)
