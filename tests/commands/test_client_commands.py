@@ -6,12 +6,14 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from crosspool import cli
+from crosspool.commands import chat
 from crosspool.commands.top import view
 from crosspool.errors import CrossPoolError
 from tests.support.fake_engine import FakeEngine, Script
@@ -98,3 +100,21 @@ def test_failures_are_told(url: str, scripted: FakeEngine) -> None:
     scripted.scripts["tiny"] = Script(fail_after=2)
     assert "the step failed" in str(call(url, "chat", "tiny", "-q", "hi").exception)
     scripted.scripts["tiny"] = Script()
+
+
+def test_ctrl_c_stops_the_answer_and_the_talk_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[dict[str, str]]] = []
+
+    class Client:
+        def post_events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+            asked.append([dict(message) for message in body["messages"]])
+            yield {"choices": [{"delta": {"content": "One"}}]}
+            if len(asked) == 1:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("first\nsecond\n"))
+    chat.run(Client(), "tiny", quick=None, system=None, options={})  # type: ignore[arg-type]
+    assert [[message["content"] for message in messages] for messages in asked] == [["first"], ["second"]]
+    assert capsys.readouterr().out == "One\nOne\n"

@@ -18,7 +18,7 @@ def run(
         return
     start = list(history)
     if sys.stdin.isatty():
-        print(f"talking to {model}; /reset forgets, /exit or Ctrl-D leaves", file=sys.stderr)
+        print(f"talking to {model}; /reset forgets, Ctrl-C stops an answer, /exit or Ctrl-D leaves", file=sys.stderr)
     while (line := _read()) is not None:
         if line == "/exit":
             return
@@ -31,6 +31,9 @@ def run(
             except CrossPoolError as error:  # the talk may go on, without the turn that failed
                 history.pop()
                 print(f"error: {error}", file=sys.stderr)
+            except KeyboardInterrupt:  # cuts the answer short, not the talk
+                history.pop()
+                print()
 
 
 def _turn(client: ServerClient, model: str, messages: list[dict[str, str]], options: dict[str, Any]) -> str:
