@@ -10,7 +10,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Libraries a marked test is measured against. Missing ones skip the test, or fail it under --fail-on-skip.
-NEEDED_MODULES = {"judge": ("torch", "transformers"), "triton": ("torch", "triton"), "ui": ("playwright",), "api": ("schemathesis",)}
+NEEDED_MODULES = {
+    "judge": ("torch", "transformers"),
+    "triton": ("torch", "triton"),
+    "ui": ("playwright",),
+    "api": ("schemathesis",),
+}
 
 # The default run repeats exactly; `make fuzz` draws fresh seeds and many more examples.
 settings.register_profile(

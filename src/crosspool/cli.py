@@ -69,6 +69,7 @@ def serve(
     root_path: Annotated[str | None, typer.Option(help="path prefix that a proxy in front strips")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning, error or critical  [info]")] = None,
     log_format: Annotated[str | None, typer.Option(help="json, text or auto  [auto]")] = None,
+    otlp_traces_endpoint: Annotated[str | None, typer.Option(help="URL that spans of requests are sent to")] = None,
     metrics_compat: Annotated[str | None, typer.Option(help="vllm: the common metrics also under its names")] = None,
     disable_access_log_for_endpoints: Annotated[
         str | None, typer.Option(help="paths left out of the access log, separated by commas")

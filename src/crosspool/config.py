@@ -124,6 +124,7 @@ class ServerConfig:
     ssl_certfile: str | None = None  # both or none: HTTPS
     ssl_keyfile: str | None = None
     log_format: LogFormat = "auto"
+    otlp_traces_endpoint: str | None = None  # where a span of each request is sent, by OTLP over HTTP
     metrics_compat: MetricsCompat | None = None  # other names under which the common metrics are shown too
     sse_keep_alive_s: float = 10.0  # a comment line at this interval while a stream waits for its first token
 

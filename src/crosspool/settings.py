@@ -74,6 +74,7 @@ class Settings(BaseSettings):
     ssl_certfile: str | None = Field(None, description="certificate file in PEM; with ssl_keyfile the server is HTTPS")
     ssl_keyfile: str | None = Field(None, description="key file in PEM")
     log_format: LogFormat = Field("auto", description="json: one object a line; auto: coloured text on a terminal")
+    otlp_traces_endpoint: str | None = Field(None, description="URL that spans of requests are sent to (OTLP, HTTP)")
     metrics_compat: MetricsCompat | None = Field(None, description="vllm: the common metrics also under vLLM's names")
     sse_keep_alive_interval: float = Field(10.0, gt=0, description="seconds between comment lines of waiting streams")
     backend: Backend = Field("numpy", description="what computes: numpy on CPUs, or cuda with a GPU for each rank")
@@ -233,6 +234,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
             log_format=settings.log_format,
+            otlp_traces_endpoint=settings.otlp_traces_endpoint,
             metrics_compat=settings.metrics_compat,
             sse_keep_alive_s=settings.sse_keep_alive_interval,
         ),

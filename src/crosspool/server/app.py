@@ -36,6 +36,7 @@ from crosspool.server.messages_answer import error_body
 from crosspool.server.metrics import RequestMetrics
 from crosspool.server.metrics_compat import vllm_registry
 from crosspool.server.stream import ClientLeft
+from crosspool.server.tracing import Traces, make_provider
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,9 @@ def create_app(
 def _middleware(config: ServerConfig) -> Sequence[Middleware]:
     """Outermost first."""
     found = [Middleware(RequestContext, quiet_paths=config.quiet_paths)]
+    if config.otlp_traces_endpoint is not None:
+        provider = make_provider(config.otlp_traces_endpoint)
+        found.append(Middleware(Traces, provider=provider, quiet_paths=config.quiet_paths))
     if config.allowed_origins:
         found.append(
             Middleware(
