@@ -101,7 +101,7 @@ def test_an_unknown_hub_id_offline_is_one_line() -> None:
 
 
 def test_every_serve_option_is_a_setting_and_every_setting_an_option() -> None:
-    options = set(inspect.signature(cli.serve).parameters) - {"config", "served_model_name"}
+    options = set(inspect.signature(cli.serve).parameters) - {"config", "served_model_name", "plan", "plan_group"}
     without_a_flag = {"max_body_bytes", "max_header_bytes", "decode_lanes", "prefill_lanes"}
     assert options == set(Settings.model_fields) - without_a_flag
 

@@ -37,6 +37,8 @@ def main() -> None:
 def serve(
     models: Annotated[Words, typer.Argument(metavar="[MODEL_DIR | HF_ID | NAME=DIR]...", show_default=False)] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these settings and `models:`")] = None,
+    plan: Annotated[Path | None, typer.Option(help="serve as planned: JSON of `crosspool plan --output`")] = None,
+    plan_group: Annotated[str | None, typer.Option(help="which group of the plan; needed if it has several")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on  [127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="port to listen on; 0: any free one  [8000]")] = None,
     api_key: Annotated[
@@ -88,10 +90,10 @@ def serve(
 
     from crosspool.commands.serve import run
 
-    run(models or [], served_model_name or [], config, flags)
+    run(models or [], served_model_name or [], config, flags, plan, plan_group)
 
 
-SERVE_ARGUMENTS = ("models", "served_model_name", "config")
+SERVE_ARGUMENTS = ("models", "served_model_name", "config", "plan", "plan_group")
 
 
 @app.command()
@@ -157,6 +159,7 @@ def plan(
 @app.command()
 def simulate(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file as for `crosspool plan`")],
+    plan: Annotated[Path | None, typer.Option(help="take this saved plan instead of planning FILE anew")] = None,
     mode: Annotated[str, typer.Option(help="steps (days) or exact (every put and wait; a minute or so)")] = "steps",
     layout: Annotated[str, typer.Option(help="crosspool, static or elastic")] = "crosspool",
     order: Annotated[str, typer.Option(help="priority, ticket, none, or streams (no order, GPUs shared)")] = "priority",
@@ -178,7 +181,7 @@ def simulate(
 
     from crosspool.commands.simulate import SimulateFiles, run
 
-    files = SimulateFiles(source=source, measured=tuple(measured or ()), output=output, chrome=chrome)
+    files = SimulateFiles(source=source, plan=plan, measured=tuple(measured or ()), output=output, chrome=chrome)
     settings: dict[str, object] = {
         "mode": mode,
         "layout": layout,

@@ -1,4 +1,4 @@
-"""Where a deployment's values come from: flags > environment > YAML file > defaults.
+"""Where a deployment's values come from: flags > environment > YAML file > plan > defaults.
 
 One name everywhere: the flag `--max-num-seqs`, the variable `CROSSPOOL_MAX_NUM_SEQS` and the YAML key `max_num_seqs`
 are the same setting. The JSON schema of the YAML file is published as docs/deployment.schema.json.
@@ -136,17 +136,23 @@ class Settings(BaseSettings):
 
 
 def load_deployment(
-    flags: Mapping[str, Any], *, config_file: Path | None = None, default_models: tuple[ModelConfig, ...] = ()
+    flags: Mapping[str, Any],
+    *,
+    config_file: Path | None = None,
+    planned: Mapping[str, Any] | None = None,
+    default_models: tuple[ModelConfig, ...] = (),
 ) -> DeploymentConfig:
-    """The deployment that `flags` (only those given), the environment, `config_file` and the defaults describe.
+    """The deployment of `flags` (only those given), the environment, `config_file`, `planned` and the defaults.
 
-    `default_models` are served where no source names a model. Raises ValueError with one line per wrong value.
+    `planned` are settings that a plan gives. `default_models` are served where no source names a model. Raises
+    ValueError with one line per wrong value.
     """
     from_file = read_yaml(config_file) if config_file is not None else {}
-    for key in [key for key in from_file if _env_has(key)]:
-        del from_file[key]
+    below = {**_planned(planned or {}, {*from_file, *flags}), **from_file}
+    for key in [key for key in below if _env_has(key)]:
+        del below[key]
     try:
-        settings = Settings(**{**from_file, **flags})
+        settings = Settings(**{**below, **flags})
     except ValidationError as error:
         raise ValueError("; ".join(_describe(item) for item in error.errors(include_url=False))) from None
     return _deployment(settings, default_models)
@@ -170,6 +176,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def deployment_schema() -> dict[str, Any]:
     """JSON schema of the YAML file, for editors (`# yaml-language-server: $schema=...`)."""
     return Settings.model_json_schema()
+
+
+def _planned(planned: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
+    """Settings of a plan; the limits of its models only where no limit of all models is given."""
+    if "max_model_len" not in given and not _env_has("max_model_len"):
+        return dict(planned)
+    models = [
+        {key: value for key, value in entry.items() if key != "max_model_len"} for entry in planned.get("models", [])
+    ]
+    return {**planned, "models": models} if models else dict(planned)
 
 
 def _env_has(key: str) -> bool:

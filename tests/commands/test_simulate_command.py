@@ -57,6 +57,68 @@ def test_a_chrome_trace_shows_every_segment(tmp_path):
     assert all(span["dur"] > 0 and span["ts"] >= 0 for span in spans)
 
 
+def planned(tmp_path, text=GOOD):
+    (tmp_path / "planned.yaml").write_text(text)
+    path = tmp_path / "plan.json"
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "planned.yaml"), "--output", str(path)])
+    assert result.exit_code == 0, result.output
+    return path
+
+
+SEVERAL = """
+gpus: {kind: h200, count: 6, per_group: 3, kv: 2}
+service: {cost: steady, tbt_ms: 20}
+precision: 0.2
+admission: reserve
+engine: {max_num_seqs: 3, max_num_batched_tokens: 64, decode_lanes: 1, prefill_lanes: 2}
+models:
+  - {model: glm-4.7-flash, rate: 2, lengths: {prompt: 300, output: 50}, page_tokens: 64}
+  - {model: qwen3-30b-a3b, rate: 2, lengths: {prompt: 300, output: 50}}
+  - {model: mixtral-8x7b, rate: 2, lengths: {prompt: 300, output: 50}}
+"""
+
+
+@pytest.mark.parametrize("text", [GOOD, SEVERAL])
+@pytest.mark.parametrize("mode", ["steps", "exact"])
+def test_a_saved_plan_behaves_as_planning_and_simulating_in_one_go(tmp_path, text, mode):
+    plan = planned(tmp_path, text)
+    at_once = run(tmp_path, "--mode", mode, "--json", text=text)
+    apart = run(tmp_path, "--mode", mode, "--json", "--plan", str(plan), text=text)
+    assert at_once.exit_code == apart.exit_code == 0, (at_once.output, apart.output)
+    assert json.loads(apart.stdout) == json.loads(at_once.stdout)
+
+
+def test_what_the_plan_decided_is_simulated_not_what_the_file_says(tmp_path):
+    plan = planned(tmp_path, SEVERAL)
+    other = SEVERAL.replace("max_num_seqs: 3", "max_num_seqs: 32").replace("page_tokens: 64", "page_tokens: 16")
+    other = other.replace("admission: reserve", "admission: forecast").replace("decode_lanes: 1", "decode_lanes: 2")
+    wanted = json.loads(run(tmp_path, "--json", text=SEVERAL).stdout)
+    assert json.loads(run(tmp_path, "--json", text=other).stdout) != wanted
+    assert json.loads(run(tmp_path, "--json", "--plan", str(plan), text=other).stdout) == wanted
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("kind: h200", "kind: h100-80gb", "the plan is for GPUs h200 with 140.4 GiB, the input has h100-80gb"),
+        ("count: 6, per_group: 3", "count: 3", "the plan has 2 groups, the input 1"),
+        ("count: 6, per_group: 3", "count: 12, per_group: 6", "g0 of the plan has 3 GPUs, a group of the input 6"),
+        ("kv: 2", "kv: 1", "g0 of the plan has 2 KV GPUs, the input asks for 1"),
+        ("kv: 2", "kv: 2, used: 1GB", "leaves 0 B of each GPU to others, the input 953.7 MiB"),
+        ("model: mixtral-8x7b", "model: olmoe-1b-7b", "olmoe-1b-7b is in the input and not in the plan"),
+        ("  - {model: mixtral-8x7b, rate: 2, lengths: {prompt: 300, output: 50}}", "", "mixtral-8x7b is in the plan"),
+        ("model: mixtral-8x7b", "model: olmoe-1b-7b, name: mixtral-8x7b", "bytes beside the FFNs in the plan and"),
+    ],
+)
+def test_a_plan_for_something_else_is_refused(tmp_path, old, new, message):
+    plan = planned(tmp_path, SEVERAL)
+    assert old in SEVERAL
+    result = run(tmp_path, "--plan", str(plan), text=SEVERAL.replace(old, new))
+    assert isinstance(result.exception, CrossPoolError)
+    assert message in str(result.exception)
+    assert "\n" not in str(result.exception)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -64,6 +126,7 @@ def test_a_chrome_trace_shows_every_segment(tmp_path):
         (["--layout", "static", "--mode", "exact"], "simulate it with mode steps"),
         (["--order", "fifo"], "order 'fifo' is unknown"),
         (["--chrome", "trace.json"], "use mode exact"),
+        (["--plan", "missing.json"], "cannot read missing.json"),
         (["--measured", "missing.json"], "missing.json is no table of measured stage times"),
     ],
 )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from crosspool.commands.serve import deployment
+from crosspool.errors import CrossPoolError
 from crosspool.planner.deployment import parse_plan_input
+from crosspool.planner.plan import Plan
 from crosspool.planner.planner import plan_deployment
 from crosspool.planner.serve_config import serve_settings, write_serve_configs
 from crosspool.settings import load_deployment
 from tests.support.tiny_models import write_tiny_model
 
 
-def test_serve_reads_what_was_planned(tmp_path):
+def tiny_plan(tmp_path) -> Plan:
     directory = write_tiny_model(tmp_path / "tiny", "qwen3_moe")
     given = {
         "gpus": {"kind": "h200", "count": 3, "memory": "64MiB", "kv": 1},
@@ -20,9 +23,33 @@ def test_serve_reads_what_was_planned(tmp_path):
         "memory": {"runtime": 0, "graphs": 0},
         "admission": "reserve",
     }
+    return plan_deployment(parse_plan_input(given)).plan
+
+
+def saved(plan: Plan, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    return path
+
+
+def two_groups(tmp_path):
+    given = {
+        "gpus": {"kind": "h200", "count": 4, "per_group": 2, "kv": 1},
+        "models": ["qwen3-30b-a3b", "glm-4.7-flash", "mixtral-8x7b"],
+    }
     plan = plan_deployment(parse_plan_input(given)).plan
-    (path,) = write_serve_configs(plan, tmp_path / "serve")
-    config = load_deployment({}, config_file=path)
+    assert [group.name for group in plan.groups] == ["g0", "g1"]
+    return saved(plan, tmp_path), plan
+
+
+@pytest.mark.parametrize("way", ["--plan", "--serve-config"])
+def test_serve_reads_what_was_planned(tmp_path, way):
+    plan = tiny_plan(tmp_path)
+    if way == "--plan":
+        config = deployment([], [], None, {}, saved(plan, tmp_path))
+    else:
+        (path,) = write_serve_configs(plan, tmp_path / "serve")
+        config = load_deployment({}, config_file=path)
     group, model = plan.groups[0], plan.groups[0].models[0]
     assert config.pools.kv_pool_bytes == group.budget_bytes_per_rank
     assert config.pools.frame_bytes == 65536
@@ -30,7 +57,7 @@ def test_serve_reads_what_was_planned(tmp_path):
     assert (config.scheduling.max_num_seqs, config.scheduling.num_decode_lanes) == (7, 3)
     assert config.scheduling.admission == "reserve"
     served = config.models[0]
-    assert (served.served_name, served.source) == ("mine", str(directory))
+    assert (served.served_name, served.source) == ("mine", str(tmp_path / "tiny"))
     assert (served.page_tokens, served.max_model_len) == (model.page_tokens, model.longest_context_tokens)
 
 
@@ -52,3 +79,46 @@ def test_what_serve_cannot_run_is_refused(change, message):
     plan = plan_deployment(parse_plan_input(given)).plan
     with pytest.raises(ValueError, match=message):
         serve_settings(plan, plan.groups[0])
+
+
+def test_flags_variables_and_yaml_stand_above_the_plan(tmp_path, monkeypatch):
+    path = saved(tiny_plan(tmp_path), tmp_path)
+    yaml_file = tmp_path / "more.yaml"
+    yaml_file.write_text("port: 9000\nmax_num_batched_tokens: 96\nprefill_lanes: 2\n")
+    monkeypatch.setenv("CROSSPOOL_PREFILL_LANES", "3")
+    config = deployment([], [], yaml_file, {"max_num_seqs": 5, "max_model_len": 48}, path)
+    assert (config.server.port, config.scheduling.max_num_batched_tokens) == (9000, 96)
+    assert (config.scheduling.num_prefill_lanes, config.scheduling.max_num_seqs) == (3, 5)
+    assert config.models[0].max_model_len == 48
+    assert (config.scheduling.num_decode_lanes, config.pools.num_weights_ranks) == (3, 2)  # the plan's still
+
+
+def test_one_group_of_several_is_served(tmp_path):
+    path, plan = two_groups(tmp_path)
+    for group in plan.groups:
+        config = deployment([], [], None, {}, path, group.name)
+        assert [model.served_name for model in config.models] == [model.name for model in group.models]
+        assert config.pools.kv_pool_bytes == group.budget_bytes_per_rank
+
+
+@pytest.mark.parametrize(
+    ("sources", "group", "message"),
+    [
+        ([], None, "the plan has groups g0, g1; choose one with --plan-group"),
+        ([], "g7", "the plan has no group 'g7'; it has g0, g1"),
+        (["other=/models/other"], "g0", "the plan says which models are served"),
+    ],
+)
+def test_what_does_not_go_with_a_plan_is_refused(tmp_path, sources, group, message):
+    path, _ = two_groups(tmp_path)
+    with pytest.raises(CrossPoolError, match=message) as caught:
+        deployment(sources, [], None, {}, path, group)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_group_without_a_plan_and_a_file_that_is_no_plan_are_refused(tmp_path):
+    with pytest.raises(CrossPoolError, match="give --plan FILE too"):
+        deployment([], [], None, {}, None, "g0")
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(CrossPoolError, match="is not a plan"):
+        deployment([], [], None, {}, tmp_path / "plan.json")

@@ -21,31 +21,62 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run(
-    sources: Sequence[str], served_names: Sequence[str], config_file: Path | None, flags: Mapping[str, Any]
+    sources: Sequence[str],
+    served_names: Sequence[str],
+    config_file: Path | None,
+    flags: Mapping[str, Any],
+    plan_file: Path | None = None,
+    plan_group: str | None = None,
 ) -> None:
     """Serve until a signal. Raises CrossPoolError, in one line, for whatever keeps the server from starting."""
-    config = deployment(sources, served_names, config_file, flags)
+    config = deployment(sources, served_names, config_file, flags, plan_file, plan_group)
     console = Console(stderr=True)
     set_up_logging(config.server.log_level, console, config.server.log_format)
     asyncio.run(_serve(config, console))
 
 
 def deployment(
-    sources: Sequence[str], served_names: Sequence[str], config_file: Path | None, flags: Mapping[str, Any]
+    sources: Sequence[str],
+    served_names: Sequence[str],
+    config_file: Path | None,
+    flags: Mapping[str, Any],
+    plan_file: Path | None = None,
+    plan_group: str | None = None,
 ) -> DeploymentConfig:
     """The deployment that the command line and what lies below it describe. Raises CrossPoolError for a wrong value."""
+    if plan_group is not None and plan_file is None:
+        raise CrossPoolError("--plan-group names a group of a plan; give --plan FILE too")
     given = dict(flags)
     if sources:
         given["models"] = model_entries(sources, served_names)
     elif served_names:
         raise CrossPoolError("--served-model-name needs a model on the command line; name it or use `name:` in YAML")
     try:
-        config = load_deployment(given, config_file=config_file, default_models=demo_models())
+        planned = _planned(plan_file, plan_group) if plan_file is not None else None
+        config = load_deployment(given, config_file=config_file, planned=planned, default_models=demo_models())
+        if planned is not None:
+            _check_models(config, planned)
     except ValueError as error:
         raise CrossPoolError(str(error)) from None
     if not config.models:
         raise CrossPoolError("no model to serve; give a model directory, a Hugging Face id, or --config FILE")
     return config
+
+
+def _planned(plan_file: Path, group: str | None) -> dict[str, Any]:
+    from crosspool.planner.plan import read_plan
+    from crosspool.planner.serve_config import serve_settings
+
+    plan = read_plan(plan_file)
+    return serve_settings(plan, plan.group_named(group))
+
+
+def _check_models(config: DeploymentConfig, planned: Mapping[str, Any]) -> None:
+    """A plan is for its models: others under its numbers would be neither planned nor told."""
+    wanted = [(entry["path"], entry["name"]) for entry in planned["models"]]
+    if [(model.source, model.name) for model in config.models] != wanted:
+        names = ", ".join(name for _, name in wanted)
+        raise ValueError(f"the plan says which models are served ({names}); name none beside --plan, or plan again")
 
 
 def model_entries(sources: Sequence[str], served_names: Sequence[str]) -> list[dict[str, Any]]:

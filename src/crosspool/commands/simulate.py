@@ -1,4 +1,7 @@
-"""`crosspool simulate`: plan the input, run its workload through the real control plane on a virtual clock, report."""
+"""`crosspool simulate`: plan the input, or take a saved plan for it, run its workload, report.
+
+The workload runs through the real control plane on a virtual clock.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +11,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from crosspool.errors import CrossPoolError
 from crosspool.planner.deployment import PlanInput, read_plan_input
+from crosspool.planner.plan import read_plan
 from crosspool.planner.planner import Planned, plan_deployment
+from crosspool.planner.saved import with_saved_plan
 from crosspool.simulator.chrome import write_chrome_trace
 from crosspool.simulator.measured import read_measured
 from crosspool.simulator.pipeline import Span
@@ -22,9 +27,10 @@ PROGRESS_EVERY = 512
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulateFiles:
-    """Files of one run: input, measured stage times, optional report and Chrome trace to write."""
+    """Files of one run: input, a saved plan for it, measured stage times; report and Chrome trace to write."""
 
     source: Path
+    plan: Path | None = None
     measured: tuple[Path, ...] = ()
     output: Path | None = None
     chrome: Path | None = None
@@ -35,7 +41,11 @@ def run(files: SimulateFiles, settings: dict[str, object], *, as_json: bool, con
     try:
         wanted = SimulationSettings(**settings)  # type: ignore[arg-type]
         plan_input = read_plan_input(files.source)
-        results = _simulate(files, plan_input, plan_deployment(plan_input), wanted, console)
+        if files.plan is not None:
+            planned, plan_input = with_saved_plan(read_plan(files.plan), plan_input)
+        else:
+            planned = plan_deployment(plan_input)
+        results = _simulate(files, plan_input, planned, wanted, console)
         if files.output is not None:
             files.output.write_text(report_json(results), encoding="utf-8")
     except ValueError as error:

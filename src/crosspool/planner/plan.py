@@ -146,6 +146,18 @@ class Plan:
         names = ", ".join(item.name for group in self.groups for item in group.models)
         raise ValueError(f"{model!r} is not in this plan; it has {names}")
 
+    def group_named(self, name: str | None) -> GroupPlan:
+        """The group of this name; None: the only one. Raises ValueError listing the groups."""
+        names = ", ".join(group.name for group in self.groups)
+        if name is None:
+            if len(self.groups) != 1:
+                raise ValueError(f"the plan has groups {names}; choose one with --plan-group")
+            return self.groups[0]
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise ValueError(f"the plan has no group {name!r}; it has {names}")
+
     def to_json(self) -> str:
         return _ADAPTER.dump_json(self, indent=2).decode() + "\n"
 

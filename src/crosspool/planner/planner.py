@@ -25,7 +25,10 @@ MAX_GROUPINGS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlannedGroup:
-    """One group's decision with what it was made from. demand is None where no model has a load."""
+    """One group's decision with what it was made from.
+
+    demand is None where no model has a load. A saved plan keeps neither loads nor demand: it has none of either.
+    """
 
     models: tuple[PlannedModel, ...]
     split: Split
