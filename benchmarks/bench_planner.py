@@ -1,7 +1,10 @@
-"""How exact the planner is against closed forms, how well its budget covers, and how long a large plan takes.
+"""How exact planner and simulator are, how well a budget covers, and how long a large plan and a long day take.
 
-python -m benchmarks.bench_planner                # everything, one kept result
-python -m benchmarks.bench_planner --only plan    # accuracy | coverage | plan, printed, nothing kept
+python -m benchmarks.bench_planner                     # everything but the day, one kept result
+python -m benchmarks.bench_planner --day-trace FILE    # the day too
+python -m benchmarks.bench_planner --only plan         # accuracy | coverage | plan | modes | day, nothing kept
+
+`bench_simulator` looks at the simulator's two parts more closely, by load.
 """
 
 from __future__ import annotations
@@ -14,10 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.bench_simulator import DAY, RATES_RPS, compare_modes, run_day
 from benchmarks.planner_workload import random_loads, write_composed_day
 from benchmarks.report import Report
 from crosspool.planner.demand import along_path, mean_bytes, snapshots, variance_bytes
@@ -87,28 +93,52 @@ def large_plan(report: Report) -> None:
     report.metric("pooling_gain.300x24h", group.pooling_gain, note="sum of 300 P99 over P99 of the sum")
 
 
-PARTS = {"accuracy": accuracy, "coverage": coverage, "plan": large_plan}
+def parts(arguments: argparse.Namespace) -> dict[str, Callable[[Report], None]]:
+    """In the order they run; the day, which takes longest, only with a trace of one."""
+    chosen: dict[str, Callable[[Report], None]] = {
+        "accuracy": accuracy,
+        "coverage": coverage,
+        "plan": large_plan,
+        "modes": partial(compare_modes, seconds=arguments.seconds),
+    }
+    if arguments.day_trace is not None:
+        chosen["day"] = partial(run_day, trace=arguments.day_trace)
+    return chosen
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=PARTS, help="run one part and keep nothing")
-    chosen = parser.parse_args().only
+    names = ("accuracy", "coverage", "plan", "modes", "day")
+    parser.add_argument("--only", choices=names, help="run one part and keep nothing")
+    parser.add_argument("--day-trace", type=Path, help="CSV of arrival_s,model,prompt_tokens,output_tokens over a day")
+    parser.add_argument("--seconds", type=float, default=30.0, help="arrivals of each comparison of the modes")
+    arguments = parser.parse_args()
+    if arguments.day_trace is not None and not arguments.day_trace.is_file():
+        parser.error(f"--day-trace {arguments.day_trace} is no file")
+    if arguments.only == "day" and arguments.day_trace is None:
+        parser.error("--only day needs --day-trace FILE")
     report = Report(
         "planner",
         hardware="cpu",
-        config={"models": NUM_MODELS, "requests_per_s": TOTAL_RPS, "quantile": 0.99, "precision": 0.01},
+        config={
+            "plan": {"models": NUM_MODELS, "requests_per_s": TOTAL_RPS, "quantile": 0.99, "precision": 0.01},
+            "modes": {"rates_rps": RATES_RPS, "seconds": arguments.seconds},
+            "day": DAY if arguments.day_trace is not None else None,
+        },
         seed=SEED,
         summary=(
-            "The planner against closed forms, its budget along fresh paths, and one large plan. The day of 300 models "
-            "is composed by the benchmark (Zipf popularity, silent windows, Gamma bursts), not recorded; all of them "
-            "are small enough for one node, and their speed is told (10 ms a token), not simulated."
+            "The planner against closed forms, its budget along fresh paths, and one large plan; the simulator's two "
+            "modes against each other, and a day in it. The day of 300 models is composed by the benchmark (Zipf "
+            "popularity, silent windows, Gamma bursts), not recorded; all of them are small enough for one node, and "
+            "their speed is told (10 ms a token), not simulated. Simulated durations are the roofline's: what is "
+            "measured of the simulator is the simulator, not the system."
         ),
     )
-    for name, part in PARTS.items():
-        if chosen in (None, name):
+    for name, part in parts(arguments).items():
+        if arguments.only in (None, name):
+            print(f"{name} ...", file=sys.stderr, flush=True)
             part(report)
-    if chosen is None:
+    if arguments.only is None:
         print("\n".join(map(str, report.write())))
     print(json.dumps(report.metrics, indent=2))
 

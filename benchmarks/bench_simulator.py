@@ -79,9 +79,13 @@ def compare_modes(report: Report, seconds: float) -> None:
         report.metric(f"bubble_percent.{name}.kv", 100 * exact.bubble_share(0))
         report.metric(f"bubble_percent.{name}.weights", 100 * exact.bubble_share(1))
     report.metric(
-        "sim_events_per_s.exact", events / wall_s, note=f"{events:,} events; by CPU time {events / cpu_s:,.0f}"
+        "sim_events_per_s.exact",
+        events / wall_s,
+        note=f"{events:,} events; by CPU time {events / cpu_s:,.0f}; asked for: 200,000 or more",
     )
-    report.metric("sim_modes_gap_percent", max(gaps), note="largest over the loads, of mean TBT")
+    report.metric(
+        "sim_modes_gap_percent", max(gaps), limit=2.0, note="largest over loads, of mean TBT; limit: asked for"
+    )
 
 
 def gap_percent(steps: GroupResult, exact: GroupResult) -> float:
@@ -108,7 +112,9 @@ def run_day(report: Report, trace: Path) -> None:
         busiest = result if busiest is None or result.num_steps > busiest.num_steps else busiest
         print(f"{result.name}: {len(requests):,} requests, {result.num_steps:,} steps, {result.num_events:,} events")
     minutes = (time.perf_counter() - begun) / 60
-    report.metric(f"sim_day_minutes.{num_models}", minutes, note=f"{num_requests:,} requests, one process")
+    report.metric(
+        f"sim_day_minutes.{num_models}", minutes, limit=15.0, note=f"{num_requests:,} requests; limit: asked for"
+    )
     report.metric("day.engine_steps", num_steps)
     report.metric("day.events", num_events)
     report.metric("day.tokens", num_tokens)
