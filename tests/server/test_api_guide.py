@@ -20,7 +20,7 @@ from tests.support.server_fixtures import fake_app
 
 ROOT = Path(__file__).parent.parent.parent
 GUIDE = ROOT / "docs" / "guides" / "api.md"
-PAGES = [GUIDE, ROOT / "docs" / "guides" / "api-messages.md", ROOT / "README.md"]
+PAGES = [*sorted(GUIDE.parent.glob("api*.md")), ROOT / "README.md"]
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from crosspool.server import (
     live_routes,
     messages_routes,
     models_routes,
+    responses_routes,
     stats_routes,
     token_routes,
     ui_routes,
@@ -70,6 +71,7 @@ def create_app(
     for routes in (
         generation_routes,
         messages_routes,
+        responses_routes,
         token_routes,
         models_routes,
         health,
