@@ -78,6 +78,36 @@ models:
 """
 
 
+BY_SIMULATOR = """
+gpus: {kind: h200, count: 3}
+service: {cost: simulator, measured: [slow.json]}
+precision: 0.2
+models:
+  - {model: deepseek-v2-lite, rate: 2, lengths: {prompt: 300, output: 50}}
+"""
+
+
+def test_measured_stage_times_make_the_plan_and_its_simulation(tmp_path):
+    def table(microseconds):
+        entry = {"models": {"deepseek-v2-lite": {"ffn_us": {"1": {"1": microseconds, "64": microseconds}}}}}
+        (tmp_path / "slow.json").write_text(json.dumps(entry))
+
+    tbt_s = []
+    for microseconds in (100, 400):
+        table(microseconds)
+        plan = planned(tmp_path, BY_SIMULATOR)
+        tbt_s.append(json.loads(plan.read_text())["groups"][0]["models"][0]["tbt_s"])
+        at_once = run(tmp_path, "--json", text=BY_SIMULATOR)
+        assert at_once.exit_code == 0, at_once.output
+        assert at_once.stdout == run(tmp_path, "--json", "--plan", str(plan), text=BY_SIMULATOR).stdout
+    assert tbt_s[1] - tbt_s[0] > 20 * 300e-6  # 26 MoE layers, each 300 us longer
+
+
+def test_measured_stage_times_are_for_the_simulator(tmp_path):
+    result = run(tmp_path, text=BY_SIMULATOR.replace("cost: simulator", "cost: roofline"))
+    assert "measured stage times are for cost simulator, not roofline" in str(result.exception)
+
+
 @pytest.mark.parametrize("text", [GOOD, SEVERAL])
 @pytest.mark.parametrize("mode", ["steps", "exact"])
 def test_a_saved_plan_behaves_as_planning_and_simulating_in_one_go(tmp_path, text, mode):

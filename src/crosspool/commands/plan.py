@@ -7,11 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from crosspool.errors import CrossPoolError
-from crosspool.planner.deployment import PlanInput, read_plan_input
+from crosspool.planner.deployment import read_plan_input
 from crosspool.planner.explain import explain
 from crosspool.planner.plan import Plan
-from crosspool.planner.planner import Planned, plan_deployment
+from crosspool.planner.planner import Planned
 from crosspool.planner.serve_config import write_serve_configs
+from crosspool.planner.simulated import plan_as_told
 from crosspool.units import format_bytes
 
 TABLE_WIDTH = 110
@@ -30,7 +31,7 @@ def run(
     """Raises CrossPoolError, in one line, for wrong input and for what does not fit."""
     try:
         plan_input = read_plan_input(source)
-        planned = _plan_simulated(plan_input) if plan_input.service.cost == "simulator" else plan_deployment(plan_input)
+        planned = plan_as_told(plan_input)
         if output is not None:
             output.write_text(planned.plan.to_json(), encoding="utf-8")
         written = _pictures(planned, plot_dir) if plot_dir is not None else []
@@ -48,12 +49,6 @@ def run(
         show(planned.plan, console)
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
-
-
-def _plan_simulated(plan_input: PlanInput) -> Planned:
-    from crosspool.planner.simulated import plan_simulated
-
-    return plan_simulated(plan_input)
 
 
 def _pictures(planned: Planned, directory: Path) -> list[Path]:

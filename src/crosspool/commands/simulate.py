@@ -12,8 +12,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from crosspool.errors import CrossPoolError
 from crosspool.planner.deployment import PlanInput, read_plan_input
 from crosspool.planner.plan import read_plan
-from crosspool.planner.planner import Planned, plan_deployment
+from crosspool.planner.planner import Planned
 from crosspool.planner.saved import with_saved_plan
+from crosspool.planner.simulated import plan_as_told
 from crosspool.simulator.chrome import write_chrome_trace
 from crosspool.simulator.measured import read_measured
 from crosspool.simulator.pipeline import Span
@@ -44,7 +45,7 @@ def run(files: SimulateFiles, settings: dict[str, object], *, as_json: bool, con
         if files.plan is not None:
             planned, plan_input = with_saved_plan(read_plan(files.plan), plan_input)
         else:
-            planned = plan_deployment(plan_input)
+            planned = plan_as_told(plan_input)
         results = _simulate(files, plan_input, planned, wanted, console)
         if files.output is not None:
             files.output.write_text(report_json(results), encoding="utf-8")
@@ -61,7 +62,8 @@ def run(files: SimulateFiles, settings: dict[str, object], *, as_json: bool, con
 def _simulate(
     files: SimulateFiles, plan_input: PlanInput, planned: Planned, settings: SimulationSettings, console: Console
 ) -> list[GroupResult]:
-    measured = read_measured(files.measured) if files.measured else None
+    tables = files.measured or plan_input.service.measured
+    measured = read_measured(tables) if tables else None
     spans: dict[str, list[Span]] | None = None if files.chrome is None else {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:

@@ -137,6 +137,7 @@ class Service(_Section):
     cost: Literal["steady", "roofline", "simulator"] = "roofline"
     tbt_ms: Annotated[float | None, Field(gt=0, description="time between tokens, for cost steady")] = None
     prefill_tokens_per_s: Positive = 10000.0
+    measured: Annotated[list[Path], Field(description="measured stage times, for cost simulator")] = []
 
     @model_validator(mode="after")
     def _steady_has_tbt(self) -> "Service":
@@ -144,6 +145,8 @@ class Service(_Section):
             raise ValueError("cost steady needs tbt_ms")
         if self.cost == "simulator" and self.tbt_ms is not None:
             raise ValueError("tbt_ms is given, but cost simulator finds it; remove one of them")
+        if self.measured and self.cost != "simulator":
+            raise ValueError(f"measured stage times are for cost simulator, not {self.cost}; change one of them")
         return self
 
 
@@ -267,6 +270,9 @@ def _with_paths(parsed: PlanInput, folder: Path) -> PlanInput:
             update["model"] = str(folder / entry.model)
         models.append(entry.model_copy(update=update))
     changed: dict[str, Any] = {"models": models}
+    if parsed.service.measured:
+        tables = [folder / path for path in parsed.service.measured]
+        changed["service"] = parsed.service.model_copy(update={"measured": tables})
     if parsed.trace is not None:
         changed["trace"] = parsed.trace.model_copy(update={"file": folder / parsed.trace.file})
     return parsed.model_copy(update=changed)

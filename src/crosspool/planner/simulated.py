@@ -15,6 +15,7 @@ from crosspool.planner.planner import Planned, plan_deployment
 from crosspool.planner.request_table import SteadySpeed
 from crosspool.planner.service import CostModel
 from crosspool.planner.traffic import PlannedModel
+from crosspool.simulator.measured import MeasuredTable, read_measured
 from crosspool.simulator.result import GroupResult
 from crosspool.simulator.simulator import SimulationSettings, simulate
 from crosspool.units import format_bytes
@@ -36,16 +37,22 @@ class SimulatedSplit:
     results: tuple[GroupResult, ...]
 
 
+def plan_as_told(plan_input: PlanInput) -> Planned:
+    """The plan by the cost model that the input names. Raises as `plan_deployment` does."""
+    return plan_simulated(plan_input) if plan_input.service.cost == "simulator" else plan_deployment(plan_input)
+
+
 def plan_simulated(plan_input: PlanInput) -> Planned:
     """The plan of the number of KV GPUs with the shortest simulated time between tokens; ties go to fewer.
 
     Raises CapacityError as `plan_deployment` does where none fits, and where groupings and times do not settle.
     """
+    measured = read_measured(plan_input.service.measured) if plan_input.service.measured else None
     tried: list[SimulatedSplit] = []
     for num_kv in plan_input.kv_choices():
         gpus = plan_input.gpus.model_copy(update={"kv": num_kv if plan_input.gpus.group_size > 1 else "auto"})
         try:
-            tried.append(_agreed(plan_input.model_copy(update={"gpus": gpus}), num_kv))
+            tried.append(_agreed(plan_input.model_copy(update={"gpus": gpus}), num_kv, measured))
         except CapacityError:
             continue
     if not tried:
@@ -68,11 +75,11 @@ def _held(plan: Plan, group: GroupPlan, result: GroupResult) -> str:
     )
 
 
-def _agreed(plan_input: PlanInput, num_kv: int) -> SimulatedSplit:
+def _agreed(plan_input: PlanInput, num_kv: int, measured: MeasuredTable | None) -> SimulatedSplit:
     planned = plan_deployment(plan_input)
     settings = SimulationSettings(mode="steps", duration_s=_duration_s(planned), seed=plan_input.seed)
     for _ in range(MAX_ROUNDS):
-        results = simulate(planned, plan_input, settings)
+        results = simulate(planned, plan_input, settings, measured=measured)
         speeds = _speeds(planned, results)
         again = plan_deployment(plan_input, lambda kv, weights, speeds=speeds: _told(speeds))  # type: ignore[misc]
         if _grouping(again) == _grouping(planned):
