@@ -19,6 +19,7 @@ import os
 import time
 from multiprocessing.connection import Connection
 
+import psutil
 import uvicorn
 
 from benchmarks.report import Report
@@ -43,20 +44,21 @@ def main() -> int:
     parser.add_argument("--soak-minutes", type=float, default=30.0, help="0 leaves the soak out")
     parser.add_argument("--note", default="", help="a sentence for the summary: what else the machine did")
     args = parser.parse_args()
-    report = Report("server_cpu", hardware="cpu", config=vars(args), seed=SEED)
+    report = Report("server", hardware="cpu", config=vars(args), seed=SEED)
     mine, its = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(its,), daemon=True)
     server.start()
     try:
         port = mine.recv()
         load_before = os.getloadavg()[0]
-        tokens_per_s = asyncio.run(throughput(port, args.seconds))
+        tokens_per_s, cpu_us = asyncio.run(throughput(port, args.seconds, psutil.Process(server.pid)))
         overhead_ms = asyncio.run(ttft_overhead(port, args.probes))
         load = max(load_before, os.getloadavg()[0])
     finally:
         server.terminate()
         server.join(10)
     report.metric("sse_tokens_per_s", tokens_per_s, note=f"{NUM_FAST_STREAMS} streams, an event a token")
+    report.metric("sse_cpu_us_per_token", cpu_us, note="of the server's process, whatever else the machine does")
     report.samples("server_ttft_overhead_ms", overhead_ms, note=f"beside {NUM_PACED_STREAMS} streams")
     report.metric(
         "machine_load", load, note="runnable processes on the machine; above its cores, others slow this down"
@@ -96,8 +98,8 @@ def serve(port: Connection) -> None:
     asyncio.run(run())
 
 
-async def throughput(port: int, seconds: float) -> float:
-    """Tokens a second over all streams, after a second of warm-up."""
+async def throughput(port: int, seconds: float, server: psutil.Process) -> tuple[float, float]:
+    """Tokens a second over all streams and microseconds of the server's CPU a token, after a second of warm-up."""
     counted = 0
     streams = [await _open(port, FAST, 1_000_000 - 100) for _ in range(NUM_FAST_STREAMS)]
 
@@ -108,15 +110,17 @@ async def throughput(port: int, seconds: float) -> float:
 
     tasks = [asyncio.create_task(count(reader)) for reader, _ in streams]
     await asyncio.sleep(1.0)
-    before, started = counted, time.perf_counter()
+    before, started, spent = counted, time.perf_counter(), sum(server.cpu_times()[:2])
     await asyncio.sleep(seconds)
-    rate = (counted - before) / (time.perf_counter() - started)
+    tokens = counted - before
+    rate = tokens / (time.perf_counter() - started)
+    cpu_us = 1e6 * (sum(server.cpu_times()[:2]) - spent) / tokens
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     for _, writer in streams:
         writer.close()
-    return rate
+    return rate, cpu_us
 
 
 async def ttft_overhead(port: int, num_probes: int) -> list[float]:
