@@ -73,6 +73,79 @@ def test_random_bodies(client: TestClient, engine: FakeEngine, odd: dict[str, An
     assert not engine.running
 
 
+KINDS = ["text", "tool_use", "tool_result", "thinking", "image", "input_text", "output_text", "message"]
+KINDS += ["function_call", "function_call_output", "reasoning", "other"]
+OTHER_FIELDS = ["system", "tool_choice", "thinking", "stream", "instructions", "text", "reasoning", "stop_sequences"]
+BLOCKS = st.lists(
+    VALUES
+    | st.fixed_dictionaries(
+        {"type": st.sampled_from(KINDS)},
+        optional={
+            "text": VALUES,
+            "id": VALUES,
+            "name": VALUES,
+            "input": VALUES,
+            "tool_use_id": VALUES,
+            "content": VALUES,
+        },
+    ),
+    max_size=3,
+)
+TURNS = st.lists(st.fixed_dictionaries({"role": ROLES | VALUES, "content": TEXTS | BLOCKS}), min_size=1, max_size=3)
+ITEMS = st.lists(
+    st.fixed_dictionaries(
+        {"type": st.sampled_from(KINDS)},
+        optional={
+            "role": ROLES | VALUES,
+            "content": TEXTS | BLOCKS,
+            "call_id": VALUES,
+            "name": VALUES,
+            "arguments": VALUES,
+            "output": TEXTS | BLOCKS,
+        },
+    ),
+    min_size=1,
+    max_size=3,
+)
+TOOLS = st.lists(
+    VALUES
+    | st.fixed_dictionaries(
+        {"name": TEXTS, "type": st.sampled_from(["function", "custom"])},
+        optional={"input_schema": VALUES, "parameters": VALUES, "description": VALUES},
+    ),
+    max_size=2,
+)
+
+
+@pytest.mark.fuzz
+@given(
+    turns=TURNS | VALUES,
+    items=ITEMS | VALUES,
+    odd=st.dictionaries(
+        st.sampled_from(OTHER_FIELDS),
+        VALUES,
+        max_size=3,
+    ),
+    tools=st.none() | TOOLS,
+)
+def test_random_bodies_of_other_shapes(
+    client: TestClient, engine: FakeEngine, turns: Any, items: Any, odd: dict[str, Any], tools: Any
+) -> None:
+    for path, base in (
+        ("/v1/messages", {"messages": turns, "max_tokens": 3}),
+        ("/v1/messages/count_tokens", {"messages": turns}),
+        ("/v1/responses", {"input": items, "max_output_tokens": 3}),
+        ("/tokenize", {"messages": turns}),
+    ):
+        content = json.dumps({"model": "tiny", **base, **odd, "tools": tools}).encode()
+        response = client.post(path, content=content, headers={"Content-Type": "application/json"})
+        assert response.status_code in (200, 400), (path, response.text)
+        if response.status_code == 400:
+            assert isinstance(response.json()["error"]["message"], str)
+            assert len(response.content) < 8000
+        assert not engine.running
+
+
 @pytest.mark.fuzz
 @given(
     content=st.binary(max_size=200)
@@ -80,7 +153,14 @@ def test_random_bodies(client: TestClient, engine: FakeEngine, odd: dict[str, An
     | VALUES.map(lambda v: json.dumps(v).encode())
 )
 def test_random_bytes(client: TestClient, content: bytes) -> None:
-    for path in ("/v1/chat/completions", "/v1/completions"):
+    for path in (
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/tokenize",
+        "/detokenize",
+    ):
         response = client.post(path, content=content, headers={"Content-Type": "application/json"})
         assert response.status_code == 400, response.text
         assert response.json()["error"]["message"]
