@@ -19,7 +19,7 @@ MAX_GRAMMAR_CHARACTERS = 50_000
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 # Between the tokens of JSON: nothing, one space, or a line break and an indentation. A model cannot idle in blanks.
-JSON_WHITESPACE = r"[ ]?|\n[ ]{0,32}"
+JSON_WHITESPACE = r"[ ]?|\n[ ]{0,16}"
 
 
 class GrammarSource(Protocol):
