@@ -9,8 +9,9 @@ python -m benchmarks.planner_tables figures --output docs/assets
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from crosspool.planner.holding import Holding
 from crosspool.planner.layouts import Hosting, Room, seen_tokens, shard_bytes, static_hosting
 from crosspool.planner.memory import MemoryFigures, StepBounds
 from crosspool.planner.parallelism import monolithic_share_seen
+from crosspool.planner.plan import GroupPlan, LayoutResult
 from crosspool.planner.planner import plan_deployment
 from crosspool.planner.pool_demand import estimate_pool
 from crosspool.planner.request_table import SteadySpeed, table_from_lengths
@@ -45,6 +47,9 @@ ENGINE_SHARE = 0.85
 """Part of a GPU that engines with weights and KV together commonly give to both; the rest is theirs."""
 SEED = 7
 TRIALS = 200
+H200_COUNTS = (2, 4, 8)
+RATES = {"chat": (0.5, 2.0), "agent": (0.05, 0.2)}
+"""Requests per second and model."""
 LENGTHS = {
     "chat": {"prompt": 862, "output": 665, "prompt_cv": 0.9, "output_cv": 0.2},
     "agent": {"prompt": 60770, "output": 743, "prompt_cv": 1.0, "output_cv": 1.5, "longest": 131072},
@@ -147,14 +152,9 @@ def contexts() -> None:
 def h200() -> None:
     print("\nThree paper models on H200s, reserve and runtime kept back (`seen`: tokens of one request):\n")
     table("GPUs", "layout", "KV GiB", "Qwen3 seen", "GLM seen", "DeepSeek seen", left=2)
-    for count in (2, 4, 8):
-        for num_kv in sorted({1, count // 2}):
-            given = {"gpus": {"kind": "h200", "count": count, "kv": num_kv}, "models": list(PAPER)}
-            layouts = plan_deployment(parse_plan_input(given)).plan.layouts
-            for result in layouts if num_kv == 1 else layouts[:1]:
-                name = f"crosspool {num_kv} + {count - num_kv}" if result.layout == "crosspool" else result.layout
-                seen = [f"{result.seen_tokens[name]:,}" for name in PAPER]
-                row(count, name, f"{result.kv_bytes / GiB:.1f}" if result.fits else result.note, *seen)
+    for count, name, result in h200_layouts():
+        seen = [f"{result.seen_tokens[model]:,}" for model in PAPER]
+        row(count, name, f"{result.kv_bytes / GiB:.1f}" if result.fits else result.note, *seen)
     print("\nDemand by traffic, service times by roofline, P99:\n")
     table(
         "GPUs",
@@ -168,17 +168,33 @@ def h200() -> None:
         "covered %",
         left=2,
     )
-    for count in (2, 4, 8):
-        for traffic, rates in (("chat", (0.5, 2.0)), ("agent", (0.05, 0.2))):
+    for count in H200_COUNTS:
+        for traffic, rates in RATES.items():
             for rate in rates:
                 _h200_row(count, traffic, rate)
 
 
-def _h200_row(count: int, traffic: str, rate: float) -> None:
+def h200_layouts() -> Iterator[tuple[int, str, LayoutResult]]:
+    """GPUs, name and result of each layout of the three paper models on H200s."""
+    for count in H200_COUNTS:
+        for num_kv in sorted({1, count // 2}):
+            given = {"gpus": {"kind": "h200", "count": count, "kv": num_kv}, "models": list(PAPER)}
+            layouts = plan_deployment(parse_plan_input(given)).plan.layouts
+            for result in layouts if num_kv == 1 else layouts[:1]:
+                name = f"crosspool {num_kv} + {count - num_kv}" if result.layout == "crosspool" else result.layout
+                yield count, name, result
+
+
+def h200_demand(count: int, traffic: str, rate: float) -> GroupPlan:
+    """The plan of the three paper models under one kind of traffic, on the fastest split that fits."""
     models = [{"model": name, "rate": rate, "lengths": LENGTHS[traffic]} for name in PAPER]
     engine = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
     given = {"gpus": {"kind": "h200", "count": count}, "models": models, "precision": 0.02, "engine": engine}
-    group = plan_deployment(parse_plan_input(given)).plan.groups[0]
+    return plan_deployment(parse_plan_input(given)).plan.groups[0]
+
+
+def _h200_row(count: int, traffic: str, rate: float) -> None:
+    group = h200_demand(count, traffic, rate)
     row(
         count,
         traffic,
@@ -274,7 +290,29 @@ def figures(folder: Path) -> None:
     axes.set(xscale="log", xlabel="models", ylabel="sum of P99 over P99 of the sum")
     axes.legend()
     figure.savefig(folder / "planner_pooling_gain.svg")
-    print(f"wrote planner_contexts.svg and planner_pooling_gain.svg to {folder}")
+    _h200_figure(pyplot).savefig(folder / "planner_h200.svg")
+    print(f"wrote planner_contexts.svg, planner_pooling_gain.svg and planner_h200.svg to {folder}")
+
+
+def _h200_figure(pyplot: Any) -> Any:
+    """What one request of each model sees by layout, and the P99 of demand by traffic, on 2, 4 and 8 H200s."""
+    figure, (contexts, demand) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained", width_ratios=(3, 2))
+    results = list(h200_layouts())
+    places = range(len(results))
+    for offset, model in zip((-0.25, 0.0, 0.25), PAPER, strict=True):
+        tokens = [result.seen_tokens[model] / 1e6 for _, _, result in results]
+        contexts.bar([place + offset for place in places], tokens, width=0.25, label=model)
+    contexts.set_xticks(places, [f"{count} x\n{name}" for count, name, _ in results], rotation=90, fontsize=8)
+    contexts.set(ylabel="million tokens one request sees", title="Longest context by layout, H200", yscale="log")
+    contexts.legend(fontsize=8)
+    for traffic, rates in RATES.items():
+        for rate in rates:
+            p99 = [h200_demand(count, traffic, rate).required_bytes / GiB for count in H200_COUNTS]
+            demand.plot(range(len(H200_COUNTS)), p99, marker="o", label=f"{traffic}, {rate:g} requests/s a model")
+    demand.set_xticks(range(len(H200_COUNTS)), [f"{count} x H200" for count in H200_COUNTS])
+    demand.set(ylabel="GiB", title="P99 of live KV by traffic", yscale="log")
+    demand.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    return figure
 
 
 TABLES: dict[str, Callable[[], None]] = {
