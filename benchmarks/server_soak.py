@@ -16,6 +16,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -89,8 +90,8 @@ def _server() -> Iterator[tuple[subprocess.Popen[bytes], str, str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log_path = f"/tmp/crosspool-soak-{os.getpid()}.log"
-    with open(log_path, "wb") as log:
+    with tempfile.NamedTemporaryFile(prefix="crosspool-soak-", suffix=".log", delete=False) as log:
+        log_path = log.name
         command = [sys.executable, "-m", "crosspool", "serve", "--port", str(port), "--kv-pool-bytes", KV_POOL]
         process = subprocess.Popen([*command, "--log-level", "warning"], stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
