@@ -18,6 +18,7 @@ ROW = StepRow(
     first_new_page=2,
     new_pages=((4, 5), (6, 7)),
     sample=False,
+    allowed=b"\x05\x80",
 )
 SAMPLING = SamplingParams(max_tokens=4, min_tokens=2, logit_bias=((3, 1.5),), stop_token_ids=(8,), num_logprobs=2)
 NEW = NewSequence(sequence_id=5, prompt_token_ids=(1, 2), output_token_ids=(3,), sampling=SAMPLING)
