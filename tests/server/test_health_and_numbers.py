@@ -144,3 +144,11 @@ async def test_stats_show_pools_models_and_time_between_tokens(http: httpx2.Asyn
     assert stats["tbt_s"]["tiny"]["p50"] >= 0.009
     assert "other" not in stats["tbt_s"]
     assert (await http.get("/version")).json() == {"version": __version__}
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/ready", "/health/models/tiny"])
+async def test_probes_that_ask_with_head_get_the_status_alone(http: httpx2.AsyncClient, engine: FakeEngine, path: str):
+    found = await http.head(path)
+    assert (found.status_code, found.content) == (200, b"")
+    engine.busy_for_s = 31.0
+    assert (await http.head("/health")).status_code == 503
