@@ -23,7 +23,7 @@ class ClusterConfig:
     num_lanes: int = 3  # opened with each model; a step in a further lane opens that lane
     order: str = "priority"
     step_deadline_s: float = 5.0  # how long one wait for a peer may take
-    spin_us: float = 50.0  # how long a process looks at its flags before it sleeps; threads of `numpy` do at once
+    spin_us: float = 200.0  # how long a process looks at its flags before it sleeps; threads of `numpy` do at once
     threads_per_rank: int = 1  # of the linear algebra library
     devices: tuple[tuple[str, int], ...] = ()  # (rank, GPU); a rank not named takes its place among the ranks
     start_timeout_s: float = 60.0
