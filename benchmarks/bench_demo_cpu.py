@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--idle-seconds", type=float, default=30.0)
     parser.add_argument("--skip-clone", action="store_true", help="leave out demo_seconds")
     args = parser.parse_args()
-    report = Report("demo_cpu", hardware="cpu", config=vars(args), seed=SEED)
+    report = Report("demo", hardware="cpu", config=vars(args), seed=SEED)
     directories = list(demo_model_dirs().values())
     for layout in LAYOUTS:
         percent = idle_cpu_percent(directories, layout, args.idle_seconds)
