@@ -1,0 +1,63 @@
+"""A Hugging Face id: fetched once with a progress bar, then served from the cache, and refused in one line."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from crosspool.demo.scenario import demo_model_dirs
+from crosspool.model_source import is_hub_id
+from tests.support.fake_hub import fake_hub
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    austen = demo_model_dirs()["austen"]
+    with fake_hub({"acme/austen": austen, "acme/gated": austen}, gated=frozenset({"acme/gated"})) as endpoint:
+        yield endpoint
+
+
+def _generate(repository: str, home: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    prompts = home / "prompts.txt"
+    prompts.write_text("Once upon a time\n")
+    command = [sys.executable, "-m", "crosspool", "generate", repository, "--prompts", str(prompts)]
+    env = {**os.environ, "HF_HOME": str(home / "hf"), **environment}
+    return subprocess.run(
+        [*command, "--max-tokens", "4", "--temperature", "0"], env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_an_id_is_fetched_with_a_bar_and_then_served_without_a_network(hub: str, tmp_path: Path) -> None:
+    fetched = _generate("acme/austen", tmp_path, HF_ENDPOINT=hub)
+    assert fetched.returncode == 0, fetched.stderr
+    assert "Fetching" in fetched.stderr
+    assert "100%" in fetched.stderr
+    cached = _generate("acme/austen", tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="1")
+    assert cached.returncode == 0, cached.stderr
+    assert cached.stdout == fetched.stdout
+
+
+@pytest.mark.parametrize(("repository", "said"), [("acme/gated", "HF_TOKEN"), ("acme/none", "neither a directory")])
+def test_what_the_hub_refuses_is_one_line(hub: str, tmp_path: Path, repository: str, said: str) -> None:
+    refused = _generate(repository, tmp_path, HF_ENDPOINT=hub)
+    assert refused.returncode == 1
+    assert said in refused.stderr
+    assert repository in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
+
+
+def test_an_unreachable_hub_is_one_line(tmp_path: Path) -> None:
+    refused = _generate("acme/austen", tmp_path, HF_ENDPOINT="http://127.0.0.1:9")
+    assert refused.returncode == 1
+    assert "check the network" in refused.stderr
+    assert len(refused.stderr.strip().splitlines()) == 1
+
+
+def test_a_directory_is_never_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "acme" / "austen").mkdir(parents=True)
+    assert not is_hub_id("acme/austen")
+    assert is_hub_id("acme/holmes")
