@@ -5,6 +5,9 @@ the ones before it (Dijkstra's banker, for one resource). A page is granted only
 the sequence with least left to grow can always go on: nothing deadlocks and nothing running is preempted. What the
 invariant keeps back from the others is the overflow reserve. Under `reserve` everything a sequence may reach is set
 aside when it is admitted, so every grant holds; under `forecast` only what it is expected to reach.
+
+Limits of the pool (`kv_pool/limits.py`) bind both: floors keep frames for a model against the others, ceilings bound
+one, and all may change while sequences live.
 """
 
 from collections.abc import Iterable
@@ -12,19 +15,26 @@ from dataclasses import dataclass
 
 from crosspool.engine.served_model import ServedModel
 from crosspool.errors import CapacityError, ContextLengthError
+from crosspool.kv_pool.limits import PoolLimits
 from crosspool.units import ceil_div
 
 
 @dataclass(slots=True)
 class Claim:
-    """Frames of one live sequence: in its block table, expected at its end, and the most it may reach."""
+    """Frames of one live sequence of `model`: in its block table, expected at its end, and the most it may reach."""
 
     held: int
     expected: int
     most: int
+    model: str = ""
 
     def __post_init__(self) -> None:
         assert 0 <= self.held <= self.expected <= self.most, f"{self} does not ascend"
+
+    @property
+    def left(self) -> int:
+        """The most it may still ask for."""
+        return self.most - self.held
 
 
 def can_all_end(num_free: int, claims: Iterable[Claim]) -> bool:
@@ -32,19 +42,59 @@ def can_all_end(num_free: int, claims: Iterable[Claim]) -> bool:
 
     Trying them by what is left to grow is enough: whoever can end now only adds to what the next ones have.
     """
-    for claim in sorted(claims, key=lambda claim: claim.most - claim.held):
-        if claim.most - claim.held > num_free:
+    for claim in sorted(claims, key=lambda claim: claim.left):
+        if claim.left > num_free:
             return False
         num_free += claim.held
     return True
 
 
-class PageBudget:
-    """The claims on one KV rank's frames. `held` of all of them together never exceeds `num_frames`."""
+def can_all_end_within(limits: PoolLimits, claims: Iterable[Claim]) -> bool:
+    """The same where floors and ceilings bind too: False where what is held breaks the limits already.
 
-    def __init__(self, num_frames: int) -> None:
+    A model has the frames that nobody holds and no floor keeps, those of its own floor, and never more than its
+    ceiling. As before a claim that ends leaves no other one less, so ending whoever can end loses nothing.
+    """
+    waiting: dict[str, list[Claim]] = {}
+    held: dict[str, int] = {}
+    for claim in claims:
+        waiting.setdefault(claim.model, []).append(claim)
+        held[claim.model] = held.get(claim.model, 0) + claim.held
+    common = limits.budget - limits.charge(held)
+    if common < 0 or any(count > limits.ceiling(model) for model, count in held.items()):
+        return False
+    for queue in waiting.values():
+        queue.sort(key=lambda claim: -claim.left)
+    while waiting:
+        num_waiting = sum(map(len, waiting.values()))
+        for model, queue in list(waiting.items()):
+            floor, ceiling = limits.floor(model), limits.ceiling(model)
+            while queue:
+                has = held[model]
+                if queue[-1].left > min(common + max(0, floor - has), ceiling - has):
+                    break
+                held[model] -= queue.pop().held
+                common += max(has, floor) - max(held[model], floor)
+            if not queue:
+                del waiting[model]
+        if sum(map(len, waiting.values())) == num_waiting:
+            return False
+    return True
+
+
+class PageBudget:
+    """The claims on one KV rank's frames, and the limits they are held to.
+
+    `held` of all claims together never exceeds `num_frames`, the frames that exist. The limits bind what is admitted at
+    once. Live sequences keep what they were promised: where a limit was set below it, the budget is *settling*, and
+    lets them go on within `num_frames` until enough of them have ended.
+    """
+
+    def __init__(self, num_frames: int, limits: PoolLimits | None = None) -> None:
         self.num_frames = num_frames
+        self.limits = PoolLimits(budget=num_frames) if limits is None else limits
         self.claims: dict[int, Claim] = {}
+        self.is_settling = False
 
     @property
     def num_held(self) -> int:
@@ -56,28 +106,71 @@ class PageBudget:
         promised = sum(claim.expected - claim.held for claim in self.claims.values())
         return min(promised, self.num_frames - self.num_held)
 
+    def set_limits(self, limits: PoolLimits) -> None:
+        """Hold new sequences to `limits` from now on. The caller has checked them; nothing live is touched."""
+        self.limits = limits
+        self.is_settling = True
+        self._settle()
+
     def admits(self, claim: Claim) -> bool:
         """Whether a new sequence fits beside the live ones."""
-        claims = [*self.claims.values(), claim]
-        return sum(other.expected for other in claims) <= self.num_frames and self._is_safe(claims)
+        if self.is_capped(claim):
+            return False
+        expected = self._expected(claim)
+        within_budget = self.limits.charge(expected) <= self.limits.budget
+        if not self.is_settling:
+            return within_budget and self._is_safe([*self.claims.values(), claim])
+        if not within_budget and not (self.is_floored(claim) and sum(expected.values()) <= self.limits.budget):
+            return False
+        return self._is_possible([*self.claims.values(), claim])
+
+    def is_capped(self, claim: Claim) -> bool:
+        """Whether the ceiling of its model keeps a new sequence out, however much is free."""
+        ceiling = self.limits.ceiling(claim.model)
+        if self._expected(claim)[claim.model] > ceiling:
+            return True
+        own = [*(other for other in self.claims.values() if other.model == claim.model), claim]
+        return not can_all_end(ceiling - sum(other.held for other in own), own)
+
+    def is_floored(self, claim: Claim) -> bool:
+        """Whether a new sequence needs no more than what is kept for its model."""
+        return self._expected(claim)[claim.model] <= self.limits.floor(claim.model)
+
+    def _expected(self, claim: Claim | None = None) -> dict[str, int]:
+        """Frames expected of each model, with those of a new claim."""
+        expected: dict[str, int] = {} if claim is None else {claim.model: claim.expected}
+        for other in self.claims.values():
+            expected[other.model] = expected.get(other.model, 0) + other.expected
+        return expected
 
     def _is_safe(self, claims: list[Claim]) -> bool:
-        if sum(claim.most for claim in claims) <= self.num_frames:
+        """Whether all can end within the limits."""
+        most: dict[str, int] = {}
+        for claim in claims:
+            most[claim.model] = most.get(claim.model, 0) + claim.most
+        limits = self.limits
+        if limits.charge(most) <= limits.budget and all(most[model] <= limits.ceiling(model) for model in most):
             return True  # even all at once; always so under `reserve`
+        return can_all_end_within(limits, claims)
+
+    def _is_possible(self, claims: list[Claim]) -> bool:
+        """Whether all can end within the frames that exist."""
         num_free = self.num_frames - sum(claim.held for claim in claims)
         return num_free >= 0 and can_all_end(num_free, claims)
 
     def open(self, sequence_id: int, claim: Claim) -> None:
         assert sequence_id not in self.claims
         self.claims[sequence_id] = claim
+        self._settle()
 
     def grow(self, sequence_id: int, num_frames: int, expected: int) -> bool:
         """Let the sequence hold `num_frames` more, expecting `expected` in all; False if it has to wait."""
         claim = self.claims[sequence_id]
         held = claim.held + num_frames
         assert held <= claim.most, f"sequence {sequence_id} grows to {held} frames, past its most, {claim.most}"
-        grown = Claim(held, min(claim.most, max(held, expected)), claim.most)
-        if not self._is_safe([grown if key == sequence_id else other for key, other in self.claims.items()]):
+        grown = Claim(held, min(claim.most, max(held, expected)), claim.most, claim.model)
+        claims = [grown if key == sequence_id else other for key, other in self.claims.items()]
+        if not (self._is_possible(claims) if self.is_settling else self._is_safe(claims)):
             return False
         self.claims[sequence_id] = grown
         return True
@@ -85,10 +178,21 @@ class PageBudget:
     def stop_growing(self, sequence_id: int) -> None:
         """The sequence has ended; it holds its frames until the step in flight that uses them ends."""
         claim = self.claims[sequence_id]
-        self.claims[sequence_id] = Claim(claim.held, claim.held, claim.held)
+        self.claims[sequence_id] = Claim(claim.held, claim.held, claim.held, claim.model)
+        self._settle()
 
     def close(self, sequence_id: int) -> None:
         self.claims.pop(sequence_id, None)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Hold live sequences to the limits as well, once all that they were promised fits."""
+        if not self.is_settling:
+            return
+        expected, limits = self._expected(), self.limits
+        fits = limits.charge(expected) <= limits.budget
+        fits = fits and all(count <= limits.ceiling(model) for model, count in expected.items())
+        self.is_settling = not (fits and self._is_safe(list(self.claims.values())))
 
 
 def capacity_tokens(model: ServedModel, num_frames: int) -> int:
