@@ -1,6 +1,7 @@
 """Real models over the cluster give what the undivided model gives, bit for bit, log-probabilities included."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from threadpoolctl import threadpool_limits
@@ -159,8 +160,8 @@ def test_ranks_in_another_order_give_another_sum(directories, undivided):
     lanes = scripts(directories, ("mixtral",))
     while not any(isinstance(event, ModelReady) for event in stepped.cluster.poll(0)):
         stepped.turn()
-    peers = stepped.by_rank["kv0"]._loops["kv0"]._peers
-    peers["mixtral"] = ("w0", "w1", "w2")
+    placements = stepped.by_rank["kv0"]._loops["kv0"]._placements
+    placements["mixtral"] = replace(placements["mixtral"], weights_ranks=("w0", "w1", "w2"))
     results = play(stepped.cluster, lanes, stepped.turn)
     assert results[0] != undivided("mixtral", 0, 3, lanes[0])
     stepped.cluster.close()

@@ -6,7 +6,7 @@ rank's loop (`cluster/rank_loop.py`) interleaves any number of lanes in one thre
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -56,10 +56,13 @@ class LaneLinks:
     """A worker's ends of one lane's channels for one model, by peer rank, in the model's rank order.
 
     KV worker: `outlets` are A2F to each weights rank, `inlets` F2A from each. FFN worker: one of each, the KV rank's.
+    The exchange is between KV ranks: the home's ends lead to every share, a share's to the home alone.
     """
 
     outlets: Mapping[str, Outlet]
     inlets: Mapping[str, Inlet]
+    exchange_outlets: Mapping[str, Outlet] = field(default_factory=dict)
+    exchange_inlets: Mapping[str, Inlet] = field(default_factory=dict)
 
 
 HalfStep = Generator[Wait, None, R]
@@ -87,6 +90,14 @@ class AttentionWorker(Protocol):
 
     def memory_bytes(self) -> Mapping[str, int]:
         """Bytes held, by kind: `attention_weights`, `kv_cache`, `ffn_weights` (always 0 here)."""
+        ...
+
+
+class ShareWorker(Protocol):
+    """A KV rank's part in the steps of models whose home is another KV rank. An `AttentionWorker` may be one too."""
+
+    def run_share(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[None]:
+        """Answer the home's rows of every layer; remembers the step's block tables after the last answer."""
         ...
 
 

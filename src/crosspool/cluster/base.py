@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from crosspool.kv_pool.split import KVSplit
 from crosspool.models.spec import DType
 from crosspool.scheduler.step import StepDescriptor, StepResult
 
@@ -17,6 +18,9 @@ class ModelPlacement:
     weights_shares: relative width of each weights rank's slice; none: equal ones. A rank that shares the KV rank's GPU
     takes a smaller one.
     kv_dtype: of the cache, as engine and worker both count it; a backend refuses what it cannot hold.
+    kv_peers: the other KV ranks that hold KV of the model, in order. Under the splits `tokens` and `heads` the model's
+    home is `kv_rank` and these hold shares; under `one` each is the home of its own sequences.
+    exchange_width: most elements that one token crosses with between two KV ranks.
     """
 
     name: str
@@ -28,6 +32,32 @@ class ModelPlacement:
     frame_bytes: int
     kv_dtype: DType = "float32"
     weights_shares: tuple[float, ...] = ()
+    kv_peers: tuple[str, ...] = ()
+    kv_split: KVSplit = "one"
+    exchange_width: int = 0
+
+    @property
+    def kv_ranks(self) -> tuple[str, ...]:
+        """Every KV rank of the model, in the order in which partial results are added."""
+        return (self.kv_rank, *self.kv_peers)
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """Every rank that holds a part of the model, KV ranks first."""
+        return (*self.kv_ranks, *self.weights_ranks)
+
+    @property
+    def homes(self) -> tuple[str, ...]:
+        """The KV ranks that lead steps of the model and exchange hidden states with its weights ranks."""
+        return self.kv_ranks if self.kv_split == "one" else (self.kv_rank,)
+
+    def shares(self, home: str) -> tuple[str, ...]:
+        """The KV ranks that take part in the steps that `home` leads, beside it."""
+        return () if self.kv_split == "one" else self.kv_peers
+
+    def step_ranks(self, home: str) -> tuple[str, ...]:
+        """The ranks that a step led by `home` needs, it first."""
+        return (home, *self.shares(home), *self.weights_ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,11 +8,14 @@ from crosspool.cluster.base import ModelPlacement
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The two channels of one lane between a KV rank and a weights rank, and the elements a slot of theirs holds."""
+    """The two channels of one lane between two ranks, and the elements a slot of theirs holds.
+
+    The first channel leads from `rank`, a KV rank, to `peer`: a weights rank, or another KV rank.
+    """
 
     lane: int
-    kv_rank: str
-    weights_rank: str
+    rank: str
+    peer: str
     capacity: int
 
 
@@ -33,12 +36,12 @@ class ChannelBook:
     def missing(self, placements: Iterable[ModelPlacement], is_up: Callable[[str], bool]) -> list[Link]:
         """Links to open so that every pair of ranks that shares a model, and is up, has them wide enough; now open."""
         links = []
-        for (kv_rank, weights_rank), hidden_size in _widths(placements).items():
-            if not (is_up(kv_rank) and is_up(weights_rank)):
+        for (rank, peer), width in _widths(placements).items():
+            if not (is_up(rank) and is_up(peer)):
                 continue
-            capacity = hidden_size * self._max_tokens
+            capacity = width * self._max_tokens
             for lane in range(self._num_lanes):
-                key = (lane, kv_rank, weights_rank)
+                key = (lane, rank, peer)
                 if self._open.get(key, 0) < capacity:
                     self._open[key] = capacity
                     links.append(Link(*key, capacity))
@@ -49,17 +52,19 @@ class ChannelBook:
         self._open = {key: capacity for key, capacity in self._open.items() if rank not in key[1:]}
 
     def unused(self, placements: Iterable[ModelPlacement]) -> list[tuple[str, str]]:
-        """Pairs (KV rank, weights rank) that no model needs any more; their links are now closed."""
+        """Pairs (rank, peer) that no model needs any more; their links are now closed."""
         pairs = {key[1:] for key in self._open} - set(_widths(placements))
         self._open = {key: capacity for key, capacity in self._open.items() if key[1:] not in pairs}
         return sorted(pairs)
 
 
 def _widths(placements: Iterable[ModelPlacement]) -> dict[tuple[str, str], int]:
-    """The widest hidden size that crosses between each pair."""
+    """The widest rows that cross between each pair. Two KV ranks have one link, whichever of them leads a step."""
     widths: dict[tuple[str, str], int] = {}
     for placement in placements:
-        for weights_rank in placement.weights_ranks:
-            pair = (placement.kv_rank, weights_rank)
-            widths[pair] = max(widths.get(pair, 0), placement.hidden_size)
+        for home in placement.homes:
+            rows = dict.fromkeys(((home, peer) for peer in placement.weights_ranks), placement.hidden_size)
+            shares = {(min(home, peer), max(home, peer)): placement.exchange_width for peer in placement.shares(home)}
+            for pair, width in (rows | shares).items():
+                widths[pair] = max(widths.get(pair, 0), width)
     return widths

@@ -49,6 +49,11 @@ class InFlight:
         flight.failure = failure
         return flight.ranks
 
+    def is_led_by(self, rank: str, lane: int, step_seq: int) -> bool:
+        """Whether the step is in flight and `rank` is its KV rank, whose word ends it."""
+        flight = self._flights.get(lane)
+        return flight is not None and flight.header.step_seq == step_seq and flight.header.kv_rank == rank
+
     def on_rank(self, rank: str) -> list[StepHeader]:
         """Headers of the steps that need the rank."""
         return [flight.header for flight in self._flights.values() if rank in flight.ranks]

@@ -82,7 +82,8 @@ class LaneRun:
         if self._wait is None:
             return ()
         late = [inlet for inlet in self._wait.inlets if not inlet.arrived(self._wait.epoch)]
-        return tuple(name for name, inlet in self._links.inlets.items() if any(inlet is other for other in late))
+        inlets = (*self._links.inlets.items(), *self._links.exchange_inlets.items())
+        return tuple(name for name, inlet in inlets if any(inlet is other for other in late))
 
     def close(self) -> None:
         """Give the step up where it stands."""

@@ -64,12 +64,16 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class OpenChannels:
-    """Open, or replace, the lane's two channels with `peer`; `capacity` in float32 elements of one slot."""
+    """Open, or replace, the lane's two channels with `peer`; `capacity` in float32 elements of one slot.
+
+    is_far: the peer is a KV rank that writes the first of them. To a weights rank every peer does.
+    """
 
     lane: int
     peer: str
     capacity: int
     region: Region
+    is_far: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,12 +86,14 @@ class RankCluster:
 
     def add_model(self, placement: ModelPlacement) -> None:
         """Begin to load the model everywhere. Raises ValueError for a taken name or an unknown rank."""
-        for rank in (placement.kv_rank, *placement.weights_ranks):
-            pool = self._config.kv_ranks if rank == placement.kv_rank else self._config.weights_ranks
+        for rank in placement.ranks:
+            pool = self._config.kv_ranks if rank in placement.kv_ranks else self._config.weights_ranks
             if rank not in pool:
                 raise ValueError(f"model {placement.name} is placed on {rank!r}, which is none of {', '.join(pool)}")
         if not placement.weights_ranks or len(set(placement.weights_ranks)) < len(placement.weights_ranks):
             raise ValueError(f"weights ranks of {placement.name} are {placement.weights_ranks}; name each rank once")
+        if len(set(placement.kv_ranks)) < len(placement.kv_ranks):
+            raise ValueError(f"KV ranks of {placement.name} are {placement.kv_ranks}; name each rank once")
         self._roster.add(placement, self._clock())
         for rank in self._roster.ranks(placement.name):
             if self._supervisor.state(rank) is RankState.FAILED:
@@ -108,9 +110,9 @@ class RankCluster:
         self._roster.remove(name)
         for rank in ranks:
             self._send(rank, messages.RemoveModel(name))
-        for kv_rank, weights_rank in self._channels.unused(self._roster.placements()):
-            self._send(kv_rank, messages.CloseChannels(weights_rank))
-            self._send(weights_rank, messages.CloseChannels(kv_rank))
+        for rank, peer in self._channels.unused(self._roster.placements()):
+            self._send(rank, messages.CloseChannels(peer))
+            self._send(peer, messages.CloseChannels(rank))
         self._settle_loads(ranks)
 
     def submit(self, step: StepDescriptor) -> None:
@@ -122,13 +124,14 @@ class RankCluster:
         placement = self._roster.placement(header.model)
         if not self._roster.is_announced(header.model):
             raise ValueError(f"model {header.model} is not loaded yet; submit after its ModelReady")
-        if header.kv_rank != placement.kv_rank:
-            raise ValueError(f"step names KV rank {header.kv_rank}, but {header.model} lives on {placement.kv_rank}")
+        if header.kv_rank not in placement.homes:
+            homes = ", ".join(placement.homes)
+            raise ValueError(f"step names KV rank {header.kv_rank}, but {header.model} lives on {homes}")
         if header.num_tokens > self._config.max_tokens_per_step:
             raise ValueError(
                 f"step has {header.num_tokens} tokens, more than max_tokens_per_step {self._config.max_tokens_per_step}"
             )
-        ranks = self._roster.ranks(header.model)
+        ranks = placement.step_ranks(header.kv_rank)
         away = tuple(rank for rank in ranks if self._supervisor.state(rank) is not RankState.READY)
         if away:
             is_final = any(self._supervisor.state(rank) is RankState.FAILED for rank in away)
@@ -140,7 +143,8 @@ class RankCluster:
         self._flights.begin(header, ranks)
         for rank in placement.weights_ranks:
             self._send(rank, messages.Step(header))
-        self._send(placement.kv_rank, messages.Step(step))
+        for rank in (*placement.shares(header.kv_rank), header.kv_rank):
+            self._send(rank, messages.Step(step))
 
     def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None:
         """Let the KV rank drop sequences; one that is away has none."""
@@ -267,7 +271,7 @@ class RankCluster:
         self._events.append(ModelFailed(name=name, error=error))
 
     def _step_ended(self, rank: str, ended: messages.StepEnded) -> None:
-        if rank in self._config.weights_ranks:
+        if not self._flights.is_led_by(rank, ended.lane, ended.step_seq):
             self._doom(ended.lane, ended.step_seq, ended.waiting_on, ended.error, ended.fatal)
             return
         flight = self._flights.end(ended.lane, ended.step_seq)
@@ -363,6 +367,6 @@ class RankCluster:
     def _open_missing(self) -> None:
         for link in self._channels.missing(self._roster.placements(), self._supervisor.is_up):
             region = self._open_region(link_bytes(link.capacity))
-            for rank, peer in ((link.kv_rank, link.weights_rank), (link.weights_rank, link.kv_rank)):
-                self._send(rank, messages.OpenChannels(link.lane, peer, link.capacity, region))
+            self._send(link.rank, messages.OpenChannels(link.lane, link.peer, link.capacity, region))
+            self._send(link.peer, messages.OpenChannels(link.lane, link.rank, link.capacity, region, is_far=True))
             region.close()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet
 from crosspool.cluster import messages
+from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, a2f_part, f2a_part
 from crosspool.cluster.lane_run import LaneRun, Outcome
 from crosspool.cluster.loading import Loader, Start, one_line
@@ -38,15 +39,14 @@ class RankSurroundings:
 class RankLoop:
     """The loop of one rank. A worker of the KV pool gets descriptors, one of the weights pool headers.
 
-    A wait of a KV rank may take `step_deadline_s`, then its step ends and the missing ranks are named. A weights rank
-    waits twice as long, so that of two ranks that wait for a third one the KV rank speaks first.
+    A wait of the KV rank that leads a step may take `step_deadline_s`, then the step ends and the missing ranks are
+    named. The others wait twice as long, so that of two ranks that wait for a third one the leading one speaks first.
     """
 
     def __init__(self, name: str, worker: RankWorker, around: RankSurroundings) -> None:
         self.name = name
         self._worker = worker
         self._around = around
-        self._deadline_s = around.step_deadline_s * (1 if worker.is_kv else 2)
         self._patience_s = around.step_deadline_s / 4
         self._loader = Loader(worker.loads, around.start, around.wake)
         self._loaded: set[str] = set()
@@ -54,7 +54,7 @@ class RankLoop:
         self._newest_seq: dict[int, int] = {}
         self._outlets: dict[tuple[int, str], Outlet] = {}
         self._inlets: dict[tuple[int, str], Inlet] = {}
-        self._peers: dict[str, tuple[str, ...]] = {}  # model -> its weights ranks, on a KV rank
+        self._placements: dict[str, ModelPlacement] = {}
         self._next_ticket = 0
 
     @property
@@ -108,7 +108,7 @@ class RankLoop:
                 if self._worker.links is not None:
                     self._worker.links.close_links(peer)
             case messages.AddModel(placement):
-                self._peers[placement.name] = placement.weights_ranks
+                self._placements[placement.name] = placement
                 self._loader.add(message)
             case messages.RemoveModel(model):
                 self._remove(model)
@@ -136,26 +136,40 @@ class RankLoop:
         self._drop(header.lane)  # a newer step supersedes a stale one
         half: HalfStep[Outcome]
         try:
-            if isinstance(work, StepDescriptor):
-                links = self._links(header, self._peers.get(header.model, ()))
-                half = self._worker.attention.run(work, links)
-            else:
+            if not isinstance(work, StepDescriptor):
                 links = self._links(header, (header.kv_rank,))
                 half = self._worker.ffn.run(work, links)
+            elif self._leads(header):
+                placement = self._placements.get(header.model)
+                peers = ((), ()) if placement is None else (placement.weights_ranks, placement.shares(self.name))
+                links = self._links(header, *peers)
+                half = self._worker.attention.run(work, links)
+            else:
+                links = self._links(header, (), (header.kv_rank,))
+                half = self._worker.share.run_share(work, links)
         except Exception as failure:  # as in _run_segment: it ends this step only
             self._fail(header, failure)
             return
-        self._runs[header.lane] = LaneRun(header, half, links, self._around.clock(), self._deadline_s)
+        self._runs[header.lane] = LaneRun(header, half, links, self._around.clock(), self._deadline_s(header))
 
-    def _links(self, header: StepHeader, peers: Sequence[str]) -> LaneLinks:
-        missing = [peer for peer in peers if (header.lane, peer) not in self._outlets]
-        if missing or not peers:
+    def _leads(self, header: StepHeader) -> bool:
+        """Whether this rank's word ends the step."""
+        return self._worker.is_kv and header.kv_rank == self.name
+
+    def _deadline_s(self, header: StepHeader) -> float:
+        return self._around.step_deadline_s * (1 if self._leads(header) else 2)
+
+    def _links(self, header: StepHeader, peers: Sequence[str], exchange: Sequence[str] = ()) -> LaneLinks:
+        missing = [peer for peer in (*peers, *exchange) if (header.lane, peer) not in self._outlets]
+        if missing or not (peers or exchange):
             raise ValueError(
                 f"lane {header.lane} has no channels for {header.model} to {', '.join(missing) or 'any rank'}"
             )
         return LaneLinks(
             outlets={peer: self._outlets[header.lane, peer] for peer in peers},
             inlets={peer: self._inlets[header.lane, peer] for peer in peers},
+            exchange_outlets={peer: self._outlets[header.lane, peer] for peer in exchange},
+            exchange_inlets={peer: self._inlets[header.lane, peer] for peer in exchange},
         )
 
     def _run_segment(self, run: LaneRun, now_s: float) -> None:
@@ -165,7 +179,7 @@ class RankLoop:
         except StopIteration as end:
             del self._runs[lane]
             run.compute_s += self._around.clock() - now_s
-            if self._worker.is_kv:
+            if self._leads(run.header):
                 self._around.emit(StepFinished(_result(run, end.value)))
             return
         except Exception as failure:  # a bug or bad input ends this step; other lanes and the loop go on
@@ -185,7 +199,7 @@ class RankLoop:
         header = run.header
         waiting_on = run.missing()
         error = (
-            f"{self.name}: no answer from {', '.join(waiting_on)} within {self._deadline_s:g} s"
+            f"{self.name}: no answer from {', '.join(waiting_on)} within {self._deadline_s(header):g} s"
             f" in step {header.step_seq} of lane {header.lane} ({header.model})"
         )
         self._drop(header.lane)
@@ -196,7 +210,7 @@ class RankLoop:
         if run is None or run.header.step_seq != step_seq:
             return
         self._drop(lane)
-        if self._worker.is_kv:
+        if self._leads(run.header):
             self._around.emit(StepEnded(lane, step_seq))
 
     def _drop(self, lane: int) -> None:
@@ -218,7 +232,7 @@ class RankLoop:
             return
         a2f, f2a = a2f_part(memory, message.capacity), f2a_part(memory, message.capacity)
         key = (message.lane, message.peer)
-        out, into = (a2f, f2a) if self._worker.is_kv else (f2a, a2f)
+        out, into = (a2f, f2a) if self._worker.is_kv and not message.is_far else (f2a, a2f)
         self._outlets[key] = ChannelOutlet(out, message.capacity, self._around.ring(message.peer))
         self._inlets[key] = ChannelInlet(into, message.capacity)
 
@@ -226,7 +240,7 @@ class RankLoop:
         for lane, run in tuple(self._runs.items()):
             if run.header.model == model:
                 self._abort(lane, run.header.step_seq)
-        self._peers.pop(model, None)
+        self._placements.pop(model, None)
         self._loader.cancel(model)
         if model in self._loaded:
             self._loaded.discard(model)

@@ -20,7 +20,7 @@ class _Entry:
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        return (self.placement.kv_rank, *self.placement.weights_ranks)
+        return self.placement.ranks
 
 
 class Roster:
@@ -80,9 +80,8 @@ class Roster:
         return blamed
 
     def ranks(self, name: str) -> tuple[str, ...]:
-        """The KV rank of a model, then its weights ranks."""
-        placement = self.placement(name)
-        return (placement.kv_rank, *placement.weights_ranks)
+        """The KV ranks of a model, then its weights ranks."""
+        return self.placement(name).ranks
 
     def placements(self) -> list[ModelPlacement]:
         return [entry.placement for entry in self._entries.values()]

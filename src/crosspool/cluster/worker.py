@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from crosspool.backends.base import AttentionWorker, FFNWorker, Inlet, Outlet, Progress
+from crosspool.backends.base import AttentionWorker, FFNWorker, Inlet, Outlet, Progress, ShareWorker
 from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.config import ClusterConfig
 
@@ -45,6 +45,7 @@ class RankWorker:
     attention_worker: AttentionWorker | None = None
     ffn_worker: FFNWorker | None = None
     links: OpensLinks | None = None  # None: channels in host memory
+    share_worker: ShareWorker | None = None  # None: the backend cannot split a model over KV ranks
 
     @property
     def is_kv(self) -> bool:
@@ -58,6 +59,12 @@ class RankWorker:
     def attention(self) -> AttentionWorker:
         assert self.attention_worker is not None, "a weights rank was given a KV rank's work"
         return self.attention_worker
+
+    @property
+    def share(self) -> ShareWorker:
+        if self.share_worker is None:
+            raise ValueError("this backend does not split a model over KV ranks; use one KV rank")
+        return self.share_worker
 
     @property
     def ffn(self) -> FFNWorker:
