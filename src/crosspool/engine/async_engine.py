@@ -14,6 +14,7 @@ from crosspool.engine.step_log import StepSpan
 
 if TYPE_CHECKING:
     from crosspool.engine.engine import Engine
+    from crosspool.engine.limit_change import LimitChange
     from crosspool.engine.served_model import ServedModel
 
 T = TypeVar("T")
@@ -49,6 +50,10 @@ class AsyncEngine:
     async def remove_model(self, name: str, *, drain: bool = True) -> None:
         """Take no more requests, let the running ones end (or end them with an error), then free its memory."""
         await _result(self.engine.remove_model(name, drain=drain))
+
+    def set_limits(self, change: "LimitChange") -> None:
+        """Change what models may hold in the KV pool, at once. Raises UnknownModelError or ValueError; see Engine."""
+        self.engine.set_limits(change)
 
     def models(self) -> list[ModelInfo]:
         """Every model, in the order they were added, loading and failed ones included."""

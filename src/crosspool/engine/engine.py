@@ -23,6 +23,7 @@ from crosspool.cluster.base import (
 from crosspool.core import FinishReason, Request
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.expand import check_ids, detokenizer, sequences
+from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.models import Models
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.output_builder import OutputBuilder
@@ -139,6 +140,19 @@ class Engine:
                 self._calls.append(lambda now: self._models.end(name, error, now))
         self._cluster.wake()
         return removed
+
+    def set_limits(self, change: LimitChange) -> None:
+        """Change what models may hold in the KV pool, at once and from any thread. Live requests are not touched.
+
+        Queued requests that no longer can fit end with CapacityError. Raises UnknownModelError, and ValueError, with
+        the true numbers, for limits that cannot be held; then nothing has changed.
+        """
+        with self._lock:
+            self._check_open()
+            self._core.set_limits(change)
+            self._models.tell_contexts()
+            self._calls.append(self._core.refuse_unfitting)
+        self._cluster.wake()
 
     def models(self) -> list[ModelInfo]:
         with self._lock:

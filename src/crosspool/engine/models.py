@@ -9,7 +9,7 @@ from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import ModelInfo
-from crosspool.errors import CheckpointError, CrossPoolError, UnknownModelError, WorkerLostError
+from crosspool.errors import CapacityError, CheckpointError, CrossPoolError, UnknownModelError, WorkerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class Models:
             case LoadProgress():
                 self.registry.progress(event)
             case ModelReady(name=name) if name in self.registry:
-                self._ready(event)
+                return self._ready(event, now)
             case ModelFailed(name=name, error=error) if name in self.registry:
                 return self._failed(name, error, now)
             case _:
@@ -87,6 +87,7 @@ class Models:
                     self._cluster.remove_model(name)
             if registered.removed is not None and name not in self._core.loads:
                 self.registry.remove(name)
+                self.tell_contexts()  # its floor is free for the others
                 registered.removed.set_result(None)
 
     def give_up(self, error: CrossPoolError) -> None:
@@ -99,11 +100,22 @@ class Models:
     def infos(self) -> list[ModelInfo]:
         return self.registry.infos()
 
-    def _ready(self, event: ModelReady) -> None:
+    def tell_contexts(self) -> None:
+        """Bring every served model's context limit up to date with the limits of the pool."""
+        for registered in self.registry:
+            if registered.model.name in self._core.loads:
+                self.registry.update(registered.model.name, context_limit=self._core.context_limit(registered.model))
+
+    def _ready(self, event: ModelReady, now: float) -> list[SequenceUpdate]:
         registered = self.registry.get(event.name)
         if registered.info.state != "loading":
-            return
-        self._core.add_model(registered.model)
+            return []
+        try:
+            self._core.add_model(registered.model)
+        except CapacityError as error:  # limits have changed since it was registered
+            self._cluster.remove_model(event.name)
+            return self._failed(event.name, str(error), now)
+        self.tell_contexts()
         total = sum(event.bytes_by_rank.values())
         info = self.registry.update(
             event.name,
@@ -115,6 +127,7 @@ class Models:
         )
         logger.info("model %s is ready after %.2f s: %d bytes", event.name, event.seconds, total)
         registered.added.set_result(info)
+        return self._core.refuse_unfitting(now)  # its floor may be what they waited for
 
     def _failed(self, name: str, error: str, now: float) -> list[SequenceUpdate]:
         """A model that did not load, or not again after a rank's return: then its requests end with the error."""

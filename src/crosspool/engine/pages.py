@@ -2,9 +2,11 @@
 
 from crosspool.engine.admission import Claim, PageBudget, frames_for
 from crosspool.engine.forecast import OutputEstimate
+from crosspool.engine.limit_change import LimitChange, changed_limits, first_limits
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import PoolStats
+from crosspool.kv_pool.limits import PoolLimits, PoolSize, check_limits
 from crosspool.kv_pool.pool import KVPool
 
 
@@ -14,8 +16,9 @@ class KVRankPages:
     The budget decides and the pool hands out: what the budget grants, the pool has.
     """
 
-    def __init__(self, kv_rank: str, num_frames: int, estimate: OutputEstimate) -> None:
+    def __init__(self, kv_rank: str, num_frames: int, frame_bytes: int, estimate: OutputEstimate) -> None:
         self.kv_rank = kv_rank
+        self.frame_bytes = frame_bytes
         self.pool = KVPool(num_frames)
         self.budget = PageBudget(self.pool.budget)
         self.estimate = estimate
@@ -23,15 +26,55 @@ class KVRankPages:
         self._models: dict[str, ServedModel] = {}
 
     def add_model(self, model: ServedModel) -> None:
+        """Serve the model within its limits. Raises ValueError where they cannot be held beside those of the others."""
+        limits = self.limits_with(model)
         self.pool.add_model(model.name, model.frames_per_page)
         self._models[model.name] = model
+        self.budget.set_limits(limits)
 
     def remove_model(self, name: str) -> None:
         self.pool.remove_model(name)
         del self._models[name]
+        self.budget.set_limits(self.budget.limits.without(name))
+
+    @property
+    def limits(self) -> PoolLimits:
+        return self.budget.limits
+
+    def limits_with(self, model: ServedModel) -> PoolLimits:
+        """The limits once `model` is served too. Raises ValueError where they cannot be held."""
+        limits = first_limits(self.limits, model)
+        check_limits(limits, self._size(model))
+        return limits
+
+    def changed_limits(self, change: LimitChange) -> PoolLimits:
+        """The limits after `change`. Raises ValueError, with the true numbers, where they cannot be held."""
+        limits = changed_limits(self.limits, change, self._models, self.frame_bytes)
+        check_limits(limits, self._size())
+        return limits
+
+    def set_limits(self, limits: PoolLimits) -> None:
+        """Hold what is admitted from now on to limits that have been checked; nothing live is touched."""
+        self.budget.set_limits(limits)
+
+    def _size(self, *more: ServedModel) -> PoolSize:
+        models = [*self._models.values(), *more]
+        return PoolSize(
+            num_frames=self.pool.budget,
+            frame_bytes=self.frame_bytes,
+            frames_per_page={model.name: model.frames_per_page for model in models},
+        )
 
     def admits(self, sequence: Sequence) -> bool:
         return self.budget.admits(self._claim(sequence))
+
+    def is_capped(self, sequence: Sequence) -> bool:
+        """Whether its model's ceiling keeps it out, however much is free."""
+        return self.budget.is_capped(self._claim(sequence))
+
+    def is_floored(self, sequence: Sequence) -> bool:
+        """Whether what is kept for its model holds it."""
+        return self.budget.is_floored(self._claim(sequence))
 
     def admit(self, sequence: Sequence) -> None:
         """Claim what the sequence needs and give it the pages of all tokens it has."""
@@ -71,15 +114,18 @@ class KVRankPages:
         """Frames in block tables, of all models."""
         return self.pool.budget - self.pool.num_free
 
-    def stats(self, frame_bytes: int) -> PoolStats:
+    def stats(self) -> PoolStats:
         used, reserved = self.budget.num_held, self.budget.num_reserved
         return PoolStats(
             kv_rank=self.kv_rank,
-            frame_bytes=frame_bytes,
+            frame_bytes=self.frame_bytes,
             frames_budget=self.pool.budget,
             frames_used=used,
             frames_reserved=reserved,
             frames_free=self.pool.budget - used - reserved,
+            frames_limit=self.limits.budget,
+            frames_kept=self.limits.kept,
+            is_settling=self.budget.is_settling,
         )
 
     def frames_reserved(self, sequence_ids: list[int]) -> int:
@@ -93,6 +139,7 @@ class KVRankPages:
             held=frames_for(model, sequence.num_tokens),
             expected=frames_for(model, self._expected_tokens(sequence)),
             most=frames_for(model, sequence.max_tokens),
+            model=model.name,
         )
 
     def _expected_tokens(self, sequence: Sequence) -> int:

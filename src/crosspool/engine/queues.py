@@ -2,10 +2,11 @@
 
 Models come in the order of the frames they hold, fewest first. A sequence that is first of its queue and lacks pages
 is *blocked*: later ones may pass it for `ageing_s`, after which it has aged and nothing else is admitted on its KV
-rank. So a big request waits, from the moment it is first in its queue, at most `ageing_s`, plus one aged request of
-each other model and API key, plus the rest of the sequences then live; and a small one behind it at most until it is
-admitted. Within a model, API keys take turns: a key whose request is first of its line waits for one admission of each
-other key.
+rank but what fits the floor of its own model, which the aged one could not have. One that the ceiling of its model
+keeps out holds back its own model alone. So a big request waits, from the moment it is first in its queue, at most
+`ageing_s`, plus one aged request of each other model and API key, plus the rest of the sequences then live; and a
+small one behind it at most until it is admitted. Within a model, API keys take turns: a key whose request is first of
+its line waits for one admission of each other key.
 """
 
 from bisect import insort
@@ -127,6 +128,10 @@ class ModelQueue:
         return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, mean_s))
 
 
+def _never(sequence: Sequence) -> bool:
+    return False
+
+
 class AdmissionOrder:
     """Picks the next sequence to admit over all models of one KV rank."""
 
@@ -140,12 +145,21 @@ class AdmissionOrder:
         now: float,
         frames_held: Callable[[str], int],
         fits: Callable[[Sequence], bool],
+        is_capped: Callable[[Sequence], bool] = _never,
+        is_floored: Callable[[Sequence], bool] = _never,
     ) -> Sequence | None:
-        """The sequence to admit now, or None. `queues`: those of models that have a free place and their ranks up."""
+        """The sequence to admit now, or None. `queues`: those of models that have a free place and their ranks up.
+
+        is_capped: its model's ceiling keeps it out, however much is free. is_floored: its model's floor holds it.
+        """
         by_share = sorted((queue for queue in queues if len(queue)), key=lambda queue: frames_held(queue.model))
-        aged = self._first_aged(by_share, now)
-        if aged is not None:
-            return aged if fits(aged) else None
+        for aged in self._aged(by_share, now):
+            if fits(aged):
+                return aged
+            by_share = [queue for queue in by_share if queue.model != aged.request.model]
+            if not is_capped(aged):
+                heads = (queue.first(1)[0] for queue in by_share)
+                return next((head for head in heads if is_floored(head) and fits(head)), None)
         for queue in by_share:
             head, *others = queue.first(1 + self.bypass_window)
             if fits(head):
@@ -157,11 +171,12 @@ class AdmissionOrder:
                     return sequence
         return None
 
-    def _first_aged(self, queues: Iterable[ModelQueue], now: float) -> Sequence | None:
+    def _aged(self, queues: Iterable[ModelQueue], now: float) -> list[Sequence]:
+        """Those that have aged, the one that has waited longest first."""
         blocked = [
             (head.blocked_since_s, head.sequence_id, head)
             for queue in queues
             for head in queue.heads()
             if head.blocked_since_s is not None and now - head.blocked_since_s >= self.ageing_s
         ]
-        return min(blocked)[2] if blocked else None
+        return [head for _, _, head in sorted(blocked)]

@@ -18,6 +18,7 @@ from crosspool.engine.config import EngineConfig
 from crosspool.engine.dispatcher import Dispatcher
 from crosspool.engine.forecast import output_estimate
 from crosspool.engine.lanes import Trouble
+from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.pages import KVRankPages
 from crosspool.engine.queues import AdmissionOrder, ModelQueue
@@ -28,6 +29,7 @@ from crosspool.engine.snapshot import snapshot
 from crosspool.engine.stats import EngineStats
 from crosspool.engine.step_log import StepLog
 from crosspool.errors import (
+    CapacityError,
     ConstraintError,
     CrossPoolError,
     DeadlineExceededError,
@@ -64,7 +66,44 @@ class EngineCore:
 
     def context_limit(self, model: ServedModel) -> int:
         """Prompt plus output tokens a request to `model` may ask for. Raises CapacityError if not one page fits."""
-        return context_limit(model, self.config.num_frames - 1)
+        context_limit(model, self.config.num_frames - 1)  # a page larger than the pool says so first
+        pages = self.pages.get(model.kv_rank) or self._new_pages(model.kv_rank)
+        try:
+            limits = pages.limits if model.name in self.loads else pages.limits_with(model)
+        except ValueError as error:
+            raise CapacityError(str(error)) from None
+        return context_limit(model, limits.reach(model.name))
+
+    def _new_pages(self, kv_rank: str) -> KVRankPages:
+        return KVRankPages(kv_rank, self.config.num_frames, self.config.frame_bytes, self._estimate)
+
+    def set_limits(self, change: LimitChange) -> None:
+        """Change what models may hold in the KV pool, at once and as a whole; `refuse_unfitting` comes next.
+
+        Raises UnknownModelError, and ValueError with the true numbers for limits that cannot be held.
+        """
+        for name in change.models:
+            self._load(name)
+        changed = {}
+        for kv_rank, pages in self.pages.items():
+            here = {name for name, load in self.loads.items() if load.model.kv_rank == kv_rank}
+            changed[kv_rank] = pages.changed_limits(change.of(here))
+        for kv_rank, limits in changed.items():
+            self.pages[kv_rank].set_limits(limits)
+        self._admission_due = True
+
+    def refuse_unfitting(self, now: float) -> list[SequenceUpdate]:
+        """End queued sequences that no longer can fit, with the true numbers: nobody waits for what cannot come."""
+        updates = []
+        for load in self.loads.values():
+            reach = self.pages[load.model.kv_rank].limits.reach(load.model.name)
+            for sequence in list(load.queue):
+                request = sequence.request
+                try:
+                    check_length(load.model, reach, len(request.prompt_token_ids), request.sampling.max_tokens)
+                except CapacityError as error:
+                    updates.append(self._fail(sequence, error, now))
+        return updates
 
     def add_model(self, model: ServedModel) -> None:
         """Serve a model whose ranks have loaded it.
@@ -75,7 +114,7 @@ class EngineCore:
             raise ValueError(f"model {model.name} is already served; remove it first or give another name")
         self.context_limit(model)
         if model.kv_rank not in self.pages:
-            self.pages[model.kv_rank] = KVRankPages(model.kv_rank, self.config.num_frames, self._estimate)
+            self.pages[model.kv_rank] = self._new_pages(model.kv_rank)
         self.pages[model.kv_rank].add_model(model)
         queue = ModelQueue(model.name, self.config.max_queue, self.config.max_queue_per_key)
         self.loads[model.name] = ModelLoad(model, queue)
@@ -122,7 +161,7 @@ class EngineCore:
         expires_s = self.ranks.expires_s(load.ranks)
         if expires_s is not None and expires_s <= now:
             raise WorkerLostError(self.ranks.describe(load.ranks, now))
-        num_frames = self.pages[load.model.kv_rank].pool.budget
+        num_frames = self.pages[load.model.kv_rank].limits.reach(load.model.name)
         for request in requests:
             check_length(load.model, num_frames, len(request.prompt_token_ids), request.sampling.max_tokens)
         sequences = [self._new_sequence(load, request) for request in requests]
@@ -342,7 +381,9 @@ class EngineCore:
                     and load.num_live < self.config.max_num_seqs
                     and self.ranks.are_up(load.ranks)
                 ]
-                sequence = self._order.pick(queues, now, pages.frames_used, pages.admits)
+                sequence = self._order.pick(
+                    queues, now, pages.frames_used, pages.admits, pages.is_capped, pages.is_floored
+                )
                 if sequence is None:
                     break
                 load = self.loads[sequence.request.model]

@@ -15,7 +15,9 @@ class ServedModel:
 
     max_context: asked limit of prompt plus output tokens; None means the model's own. frames_per_page: from
     `kv_pool/geometry.py`. weights_ranks: in the order in which their partial sums are added.
-    tokenizer: turns output ids into text; without one, outputs carry ids only.
+    kv_floor_bytes are kept for the model in its KV rank's pool, kv_ceiling_bytes are the most it may hold there; both
+    as it is first served, they may change later. tokenizer: turns output ids into text; without one, outputs carry ids
+    only.
     """
 
     name: str
@@ -27,6 +29,8 @@ class ServedModel:
     frame_bytes: int
     kv_rank: str = "kv0"
     kv_dtype: DType = "float32"
+    kv_floor_bytes: int = 0
+    kv_ceiling_bytes: int | None = None
     max_context: int | None = None
     tokenizer: Tokenizer | None = None
 

@@ -23,7 +23,7 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
             _model_stats(load, core.pages[load.model.kv_rank], parked_seqs[name], core.log.last_end_s(name))
             for name, load in core.loads.items()
         ),
-        pools=tuple(pages.stats(core.config.frame_bytes) for pages in core.pages.values()),
+        pools=tuple(pages.stats() for pages in core.pages.values()),
         lanes=tuple(lane.stats() for lane in core.dispatcher.lanes),
         num_steps=core.num_steps,
         num_replays=core.dispatcher.num_replays,
@@ -57,6 +57,9 @@ def _model_stats(load: ModelLoad, pages: KVRankPages, num_parked: int, last_end_
         num_refused=load.num_refused,
         num_preempted=load.num_preempted,
         num_finished={reason.value: count for reason, count in load.num_finished.items()},
+        frames_floor=pages.limits.floor(name),
+        frames_ceiling=pages.limits.ceilings.get(name),
+        frames_reach=pages.limits.reach(name),
         busy_since_s=_busy_since_s(load, last_end_s),
     )
 

@@ -50,12 +50,19 @@ class ModelStats:
     num_refused: int
     num_finished: dict[str, int]  # by FinishReason
     num_preempted: int = 0  # sequences that lost their KV with a rank, to be prefilled again
+    frames_floor: int = 0  # kept for the model
+    frames_ceiling: int | None = None  # the most it may hold; None: as much as the pool's limits leave
+    frames_reach: int = 0  # what one sequence could hold while the other models hold no more than their floors
     busy_since_s: float | None = None  # since when admitted sequences have waited for a step of the model to end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolStats:
-    """Frames of one KV rank; `used + reserved + free == budget` at every moment. Frame 0 is not counted."""
+    """Frames of one KV rank; `used + reserved + free == budget` at every moment. Frame 0 is not counted.
+
+    frames_limit: of the budget, those that all models together may hold now. frames_kept: of these, all floors.
+    is_settling: live sequences were promised more than limits set since allow, and are ending.
+    """
 
     kv_rank: str
     frame_bytes: int
@@ -63,6 +70,9 @@ class PoolStats:
     frames_used: int
     frames_reserved: int
     frames_free: int
+    frames_limit: int = 0
+    frames_kept: int = 0
+    is_settling: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
