@@ -4,7 +4,8 @@
 
 sse_tokens_per_s: tokens of 64 streams that come as fast as the server can send them, one event a token; client and
 server in a process each. server_ttft_overhead_ms: time from a request's first byte to its first token at the client,
-while the engine has that token at once and 100 other streams get 20 tokens a second each.
+while the engine has that token at once and 100 other streams get 20 tokens a second each, all at the same moment. The
+streams are read in one process, the requests made in another.
 soak_rss_growth_percent: of the process that grew most, in minutes of mixed traffic on the demo models
 (`benchmarks/server_soak.py`).
 """
@@ -16,24 +17,29 @@ import asyncio
 import json
 import multiprocessing
 import os
+import random
+import socket
 import time
 from multiprocessing.connection import Connection
 
 import psutil
-import uvicorn
 
 from benchmarks.report import Report
 from benchmarks.server_soak import run_soak
 from benchmarks.stub_engine import FAST, StubEngine
+from crosspool.config import ServerConfig
 from crosspool.demo.scenario import demo_model_dirs
 from crosspool.server.app import create_app
 from crosspool.server.catalogue import Catalogue, ModelFrontend
+from crosspool.server.run import listen, serve
 from crosspool.server.tokenizer import TextTokenizer
 
 NUM_FAST_STREAMS = 64
 NUM_PACED_STREAMS = 100
 PACED_TOKENS_PER_S = 20
 DATA = b"data: {"
+WARM_UP_PROBES = 50
+PROBE_PAUSE_S = 0.02  # at most, and random: probes have to meet every phase of the streams' pace
 SEED = 2026
 
 
@@ -46,13 +52,13 @@ def main() -> int:
     args = parser.parse_args()
     report = Report("server", hardware="cpu", config=vars(args), seed=SEED)
     mine, its = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(its,), daemon=True)
+    server = multiprocessing.get_context("spawn").Process(target=run_server, args=(its,), daemon=True)
     server.start()
     try:
         port = mine.recv()
         load_before = os.getloadavg()[0]
         tokens_per_s, cpu_us = asyncio.run(throughput(port, args.seconds, psutil.Process(server.pid)))
-        overhead_ms = asyncio.run(ttft_overhead(port, args.probes))
+        overhead_ms = ttft_overhead(port, args.probes)
         load = max(load_before, os.getloadavg()[0])
     finally:
         server.terminate()
@@ -80,22 +86,20 @@ def main() -> int:
     return 0
 
 
-def serve(port: Connection) -> None:
+def run_server(port: Connection) -> None:
     """The server in a process of its own, on a free port that it tells."""
     directory = demo_model_dirs()["austen"]
     tokenizer = TextTokenizer.from_directory(directory)
     frontends = [ModelFrontend(name=name, vocab_size=4096, tokenizer=tokenizer) for name in (FAST, "paced")]
-    app = create_app(StubEngine(1 / PACED_TOKENS_PER_S), Catalogue(frontends))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", access_log=False))
+    config = ServerConfig(port=0)
+    engine = StubEngine(1 / PACED_TOKENS_PER_S)
+    app = create_app(engine, Catalogue(frontends), config)
+    listener = listen(config)
 
-    async def run() -> None:
-        serving = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        port.send(server.servers[0].sockets[0].getsockname()[1])
-        await serving
+    async def load() -> None:
+        port.send(listener.getsockname()[1])
 
-    asyncio.run(run())
+    asyncio.run(serve(app, engine, load, listener, config))
 
 
 async def throughput(port: int, seconds: float, server: psutil.Process) -> tuple[float, float]:
@@ -123,27 +127,48 @@ async def throughput(port: int, seconds: float, server: psutil.Process) -> tuple
     return rate, cpu_us
 
 
-async def ttft_overhead(port: int, num_probes: int) -> list[float]:
-    """Milliseconds to the first token of requests that come one after another beside the paced streams."""
-    streams = [await _open(port, "paced", 900_000) for _ in range(NUM_PACED_STREAMS)]
-    tasks = [asyncio.create_task(_drain(reader)) for reader, _ in streams]
-    await asyncio.sleep(2.0)
-    times = []
-    for probe in range(num_probes + 50):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+def ttft_overhead(port: int, num_probes: int) -> list[float]:
+    """Milliseconds to the first token of requests that come one after another beside the paced streams.
+
+    The streams are read in a process of their own, since what that costs is not the server's.
+    """
+    mine, its = multiprocessing.Pipe()
+    reader = multiprocessing.get_context("spawn").Process(target=read_streams, args=(port, its), daemon=True)
+    reader.start()
+    try:
+        mine.recv()
+        times = [_probe(port) for _ in range(WARM_UP_PROBES + num_probes)]
+    finally:
+        reader.terminate()
+        reader.join(10)
+    return times[WARM_UP_PROBES:]
+
+
+def _probe(port: int) -> float:
+    """One request over a new connection, by hand: a client library would take longer than the server."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        request, received = _request(FAST, 1), b""
         started = time.perf_counter()
-        writer.write(_request(FAST, 1))
-        await reader.readuntil(DATA)
-        if probe >= 50:  # after warm-up
-            times.append(1000 * (time.perf_counter() - started))
-        writer.close()
-        await asyncio.sleep(0.005)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    for _, writer in streams:
-        writer.close()
-    return times
+        connection.sendall(request)
+        while DATA not in received:
+            received += connection.recv(1 << 16)
+        took_s = time.perf_counter() - started
+    time.sleep(PROBE_PAUSE_S * random.random())
+    return 1000 * took_s
+
+
+def read_streams(port: int, ready: Connection) -> None:
+    """The paced streams' clients, in a process of their own."""
+
+    async def read() -> None:
+        streams = [await _open(port, "paced", 900_000) for _ in range(NUM_PACED_STREAMS)]
+        tasks = [asyncio.create_task(_drain(reader)) for reader, _ in streams]
+        await asyncio.sleep(2.0)
+        ready.send(len(tasks))
+        await asyncio.gather(*tasks)
+
+    asyncio.run(read())
 
 
 async def _open(port: int, model: str, max_tokens: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 from crosspool.core import FinishReason
+from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.output import RequestOutput, Timings, Usage
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import EngineStats, ModelInfo
 from crosspool.engine.step_log import StepSpan
+from crosspool.server.engine_client import OutputStream
+
+if TYPE_CHECKING:
+    from crosspool.engine.engine import Engine
 
 WORDS = (" the", " sea", " was", " calm", " and", " the", " ship", " went", " on")
 FAST = "fast"
 
 
 class StubEngine:
-    """`EngineClient` of two models: `fast` gives a token at each turn of the event loop, `paced` one each `pace_s`."""
+    """`EngineClient` of two models: `fast` gives a token at each turn of the event loop, `paced` one each `pace_s`.
+
+    `paced` goes through the real `AsyncEngine`, from a thread of its own.
+    """
 
     def __init__(self, pace_s: float) -> None:
-        self._pace_s = pace_s
+        self._paced = AsyncEngine(cast("Engine", PacedEngine(pace_s)))
 
-    def generate(self, request: GenerationRequest) -> StubStream:
-        return StubStream(request, 0.0 if request.model == FAST else self._pace_s)
+    def generate(self, request: GenerationRequest) -> OutputStream:
+        return LoopStream(request) if request.model == FAST else self._paced.generate(request)
+
+    async def close(self, *, drain_s: float = 0.0) -> None:
+        """Nothing to stop: the thread ends with the process."""
 
     async def add_model(self, model: ServedModel) -> ModelInfo:
         raise NotImplementedError("the stub has its two models only")
@@ -66,41 +81,85 @@ class StubEngine:
         """It never fails."""
 
 
-class StubStream:
-    """Outputs of one request. The first token comes at once."""
+class LoopStream:
+    """Outputs of one request of `fast`: one at each turn of the event loop, the first at once."""
 
-    def __init__(self, request: GenerationRequest, pace_s: float) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
         self._request = request
-        self._pace_s = pace_s
         self._made = 0
-        self._arrival_s = self._due_s = time.monotonic()
+        self._arrival_s = time.monotonic()
 
-    def __aiter__(self) -> StubStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
+    async def take(self, timeout_s: float | None = None) -> list[RequestOutput] | None:
         if self._made == self._request.sampling.max_tokens:
-            raise StopAsyncIteration
-        await asyncio.sleep(max(0.0, self._due_s - time.monotonic()) if self._made else 0.0)
-        self._due_s += self._pace_s
+            return None
+        await asyncio.sleep(0)
         self._made += 1
-        now = time.monotonic()
-        is_last = self._made == self._request.sampling.max_tokens
-        return RequestOutput(
-            request_id=self._request.request_id,
-            index=0,
-            text=WORDS[self._made % len(WORDS)],
-            token_ids=(7,),
-            token_times_s=(now,),
-            logprobs=None,
-            usage=Usage(prompt_tokens=1, completion_tokens=self._made, cached_tokens=0),
-            timings=Timings(
-                arrival_s=self._arrival_s, scheduled_s=self._arrival_s, first_token_s=now, last_token_s=now
-            ),
-            finish_reason=FinishReason.LENGTH if is_last else None,
-            stop_reason=None,
-            error=None,
-        )
+        return [stub_output(self._request, self._made, self._arrival_s)]
 
     async def aclose(self) -> None:
         self._made = self._request.sampling.max_tokens
+
+
+class PacedEngine:
+    """The engine beneath `AsyncEngine`: a thread gives every request one token each `pace_s`, all at the same moment,
+    as a decode step of all of them would."""
+
+    def __init__(self, pace_s: float) -> None:
+        self._pace_s = pace_s
+        self._live: dict[str, PacedRequest] = {}
+        self._thread: threading.Thread | None = None
+
+    def submit(
+        self, request: GenerationRequest, take: Callable[[RequestOutput], None], flush: Callable[[], None]
+    ) -> None:
+        self._live[request.request_id] = PacedRequest(request, take, flush, time.monotonic())
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="paced engine", daemon=True)
+            self._thread.start()
+
+    def abort(self, request_id: str) -> bool:
+        return self._live.pop(request_id, None) is not None
+
+    def _run(self) -> None:
+        due_s = time.monotonic()
+        while True:
+            due_s += self._pace_s
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            flush = None
+            for asked in list(self._live.values()):
+                asked.made += 1
+                if asked.made == asked.request.sampling.max_tokens:
+                    self._live.pop(asked.request.request_id, None)
+                asked.take(stub_output(asked.request, asked.made, asked.arrival_s))
+                flush = asked.flush
+            if flush is not None:
+                flush()
+
+
+@dataclass(slots=True)
+class PacedRequest:
+    """A request that gets tokens, and where they go."""
+
+    request: GenerationRequest
+    take: Callable[[RequestOutput], None]
+    flush: Callable[[], None]
+    arrival_s: float
+    made: int = 0
+
+
+def stub_output(request: GenerationRequest, made: int, arrival_s: float) -> RequestOutput:
+    """The output with a request's token number `made`, from 1."""
+    now = time.monotonic()
+    return RequestOutput(
+        request_id=request.request_id,
+        index=0,
+        text=WORDS[made % len(WORDS)],
+        token_ids=(7,),
+        token_times_s=(now,),
+        logprobs=None,
+        usage=Usage(prompt_tokens=1, completion_tokens=made, cached_tokens=0),
+        timings=Timings(arrival_s=arrival_s, scheduled_s=arrival_s, first_token_s=now, last_token_s=now),
+        finish_reason=FinishReason.LENGTH if made == request.sampling.max_tokens else None,
+        stop_reason=None,
+        error=None,
+    )

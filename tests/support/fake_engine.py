@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -171,44 +170,49 @@ class FakeStream:
         self._produced = 0
         self._arrival_s = time.monotonic()
         self._first_s: float | None = None
-        self._pending: deque[RequestOutput] = deque()
+        self._due_s: float | None = None  # of the next token
         self._live = set(range(request.n))
 
-    def __aiter__(self) -> FakeStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if not self._pending:
-            if not self._live:
-                self._engine.running.pop(self.request.request_id, None)
-                raise StopAsyncIteration
-            try:
-                await asyncio.sleep(self._script.delay_s + (0 if self._produced else self._script.first_delay_s))
-            except asyncio.CancelledError:
-                await self.aclose()
-                raise
-            self._step()
-        output = self._pending.popleft()
-        if not self._live and not self._pending:
+    async def take(self, timeout_s: float | None = None) -> list[RequestOutput] | None:
+        if not self._live:
             self._engine.running.pop(self.request.request_id, None)
-        return output
+            return None
+        if self._due_s is None:
+            delay_s = self._script.delay_s + (0 if self._produced else self._script.first_delay_s)
+            self._due_s = time.monotonic() + delay_s
+        wait_s = self._due_s - time.monotonic()
+        try:
+            if timeout_s is not None and timeout_s < wait_s:
+                await asyncio.sleep(timeout_s)
+                return []
+            await asyncio.sleep(max(0.0, wait_s))
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        self._due_s = None
+        outputs = self._step()
+        if not self._live:
+            self._engine.running.pop(self.request.request_id, None)
+        return outputs
 
     async def aclose(self) -> None:
         if self._engine.running.pop(self.request.request_id, None) is not None:
             self._engine.aborted.append(self.request.request_id)
             self._count("abort")
 
-    def _step(self) -> None:
+    def _step(self) -> list[RequestOutput]:
         """One token for each live sequence."""
         now = time.monotonic()
         self._first_s = self._first_s or now
         self._produced += 1
+        outputs = []
         for index in sorted(self._live):
             reason = self._reason()
             if reason is not None:
                 self._live.discard(index)
                 self._count(str(reason))
-            self._pending.append(self._output(index, reason, now))
+            outputs.append(self._output(index, reason, now))
+        return outputs
 
     def _reason(self) -> FinishReason | None:
         script = self._script

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+WAKES_A_TURN = 4
+"""Readers woken in one turn of the event loop, so that a step of many sequences holds up nobody who just came."""
+
 
 class AsyncEngine:
     """Turns the engine thread's callbacks into streams; starts no task, so none is left behind."""
@@ -109,6 +112,22 @@ class RequestStream:
             self._ended = self._ended or self._unfinished == 0
         return output
 
+    async def take(self, timeout_s: float | None = None) -> list[RequestOutput] | None:
+        """Every output that is here, waiting for one; [] when `timeout_s` passes first, None after the last."""
+        outputs = self._mailbox.outputs
+        if not outputs:
+            if self._ended:
+                return None
+            try:
+                await self._mailbox.wait(timeout_s)
+            except asyncio.CancelledError:
+                self.abort()
+                raise
+        found = [outputs.popleft() for _ in range(len(outputs))]
+        self._unfinished -= sum(output.finish_reason is not None for output in found)
+        self._ended = self._ended or self._unfinished == 0
+        return found
+
     def abort(self) -> None:
         """End the request; the outputs that are already here stay readable."""
         if not self._ended:
@@ -148,8 +167,10 @@ class _PostOffice:
 
     def _wake_readers(self) -> None:
         self._is_woken = False  # before looking, so that what comes meanwhile wakes again
-        while self.filled:
+        for _ in range(min(WAKES_A_TURN, len(self.filled))):
             self.filled.popleft().wake()
+        if self.filled:
+            self.loop.call_soon(self._wake_readers)
 
 
 class _Mailbox:
@@ -171,14 +192,17 @@ class _Mailbox:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def wait(self) -> None:
-        """Return once `outputs` holds something (or after a spurious wake)."""
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Return once `outputs` holds something, `timeout_s` has passed, or after a spurious wake."""
         self._waiter = self._office.loop.create_future()
+        alarm = None if timeout_s is None else self._office.loop.call_later(timeout_s, self.wake)
         try:
             if not self.outputs:
                 await self._waiter
         finally:
             self._waiter = None
+            if alarm is not None:
+                alarm.cancel()
 
 
 async def _result(future: "Future[T]") -> T:

@@ -7,7 +7,6 @@ import secrets
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from crosspool.server.answer_formats import THINK_OPEN, AnswerFormat, Types
@@ -39,12 +38,24 @@ class AnswerPiece:
         return not (self.content or self.reasoning or self.calls)
 
 
-@cache
+_TEMPLATES: dict[tuple[AnswerFormat, bool], Any] = {}
+
+
+def has_template(form: AnswerFormat, with_calls: bool) -> bool:
+    """Whether `response_template` has been asked for it before and answers at once."""
+    return (form, with_calls) in _TEMPLATES
+
+
 def response_template(form: AnswerFormat, with_calls: bool) -> Any:
     """transformers' form of the marks. Imports transformers: not for the event loop the first time."""
-    from transformers.utils.chat_parsing.response_templates import load_response_template
+    found = _TEMPLATES.get((form, with_calls))
+    if found is None:
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
-    return load_response_template({"start_anchor": NO_ANCHOR, "fields": form.fields(with_calls=with_calls)})
+        fields = form.fields(with_calls=with_calls)
+        found = load_response_template({"start_anchor": NO_ANCHOR, "fields": fields})
+        _TEMPLATES[form, with_calls] = found
+    return found
 
 
 class AnswerParser:

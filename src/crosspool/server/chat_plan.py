@@ -7,7 +7,7 @@ from functools import partial
 
 from crosspool.core import TokenConstraint
 from crosspool.server.answer_formats import THINK_OPEN, AnswerFormat
-from crosspool.server.answer_parser import AnswerParser, response_template
+from crosspool.server.answer_parser import AnswerParser, has_template, response_template
 from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.choices import ChatShape
 from crosspool.server.errors import APIError, bad_request
@@ -61,7 +61,8 @@ async def chat_plan(body: ChatBody, model: ModelFrontend) -> ChatPlan:
     if form.is_plain and not use.given:
         return plan
     with_calls = bool(use.given)
-    await asyncio.to_thread(response_template, form, with_calls)
+    if not has_template(form, with_calls):
+        await asyncio.to_thread(response_template, form, with_calls)
     types = {tool["function"]["name"]: _properties(tool["function"]) for tool in use.given}
     parser = partial(AnswerParser, form, with_calls=with_calls, types=types, is_thinking=is_thinking)
     marks = str(form.fields(with_calls=with_calls)).replace("\\", "")

@@ -1,6 +1,6 @@
 """What the server needs of an engine. `engine.async_engine.AsyncEngine` is the real one; tests script a fake."""
 
-from typing import Protocol, Self
+from typing import Protocol
 
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
@@ -12,9 +12,9 @@ from crosspool.engine.step_log import StepSpan
 class OutputStream(Protocol):
     """Outputs of one accepted request; ends after the last of its n sequences. Left early, it must be closed."""
 
-    def __aiter__(self) -> Self: ...
-
-    async def __anext__(self) -> RequestOutput: ...
+    async def take(self, timeout_s: float | None = None) -> list[RequestOutput] | None:
+        """Every output that is here, waiting for one; [] when `timeout_s` passes first, None after the last."""
+        ...
 
     async def aclose(self) -> None:
         """Abort the request unless it has ended."""

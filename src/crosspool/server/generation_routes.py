@@ -16,7 +16,7 @@ from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.chat_plan import chat_plan
 from crosspool.server.choices import AnswerShape, CompletionShape, Json, usage_json
 from crosspool.server.errors import APIError, ErrorBody, bad_request
-from crosspool.server.outputs import OutputGroup, open_group
+from crosspool.server.outputs import open_group
 from crosspool.server.prompts import completion_prompts
 from crosspool.server.protocol import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody
 from crosspool.server.refusals import refuse_unsupported
@@ -112,26 +112,17 @@ async def answer(
         "model": model.name,
     }
     group = await open_group(state.engine, requests, state.metrics)
-    try:
-        if not body.stream:
-            return JSONResponse({**head, **await unless_left(request, _whole(group, shape, body))})
-        # A failure before the first token is a plain status. After this interval the headers go out all the same.
+    if body.stream:
         keep_alive_s = state.config.sse_keep_alive_s
-        first = await unless_left(request, group.next(timeout_s=keep_alive_s))
-    except BaseException:
-        await group.close()
-        raise
-    events = answer_events(group, first or [], shape, head, usage=body.include_usage, keep_alive_s=keep_alive_s)
-    return EventStream(events)
-
-
-async def _whole(group: OutputGroup, shape: AnswerShape, body: GenerationBody) -> Json:
+        return EventStream(answer_events(group, shape, head, usage=body.include_usage, keep_alive_s=keep_alive_s))
     outputs: dict[int, list[RequestOutput]] = {}
-    while (batch := await group.next()) is not None:
-        for index, output in batch:
-            outputs.setdefault(index, []).append(output)
+    for index, output in await unless_left(request, group.whole()):
+        outputs.setdefault(index, []).append(output)
     lasts = {index: found[-1] for index, found in outputs.items()}
-    return {
-        "choices": [shape.whole(index, outputs[index]) for index in sorted(outputs)],
-        "usage": usage_json(by_prompt(lasts, body.n)),
-    }
+    return JSONResponse(
+        {
+            **head,
+            "choices": [shape.whole(index, outputs[index]) for index in sorted(outputs)],
+            "usage": usage_json(by_prompt(lasts, body.n)),
+        }
+    )

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -35,7 +35,7 @@ async def stream(request: Request, interval: Annotated[float, Query(ge=0.2, le=6
     return EventStream(_events(request.app.state, interval))
 
 
-async def _events(state: State, interval_s: float) -> AsyncIterator[bytes]:
+async def _events(state: State, interval_s: float) -> AsyncGenerator[bytes, None]:
     since_s = state.engine.stats().now_s - interval_s
     while _is_open(state):
         seen = moment(state)

@@ -1,22 +1,21 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API over the same models."""
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
-from crosspool.server.chat_plan import chat_plan
+from crosspool.server.chat_answer import chat_answer
 from crosspool.server.choices import Json
 from crosspool.server.errors import APIError
-from crosspool.server.generation_routes import ERRORS, prepare
+from crosspool.server.generation_routes import ERRORS
 from crosspool.server.messages_answer import MessageBlocks, error_body, event, usage
 from crosspool.server.messages_body import CountBody, MessagesBody
-from crosspool.server.outputs import Indexed, OutputGroup, open_group
+from crosspool.server.outputs import OutputGroup
 from crosspool.server.prompts import chat_prompt
-from crosspool.server.sampling import generation_request
 from crosspool.server.stream import EventStream, unless_left
 from crosspool.server.tools import tool_use
 
@@ -54,32 +53,19 @@ class InputTokens(BaseModel):
 
 @router.post(PATH, summary="Answer a conversation (Anthropic)", responses=MESSAGE_ERRORS, response_model=None)
 async def messages(body: MessagesBody, request: Request) -> Response:
-    chat = body.chat()
-    model = prepare(chat, request)
-    plan = await unless_left(request, chat_plan(chat, model))
-    if plan.shows_marks:
-        chat = chat.model_copy(update={"skip_special_tokens": False})
-    state = request.app.state
     message_id = f"msg_{uuid.uuid4().hex}"
-    limit = state.engine.model(model.name).context_limit
-    asked = generation_request(
-        chat, model, plan.prompt, request_id=message_id, context_limit=limit, constraint=plan.constraint
-    )
-    blocks = MessageBlocks(plan.parser() if plan.parser is not None else None)
-    head: Json = {"id": message_id, "type": "message", "role": "assistant", "model": model.name}
-    group = await open_group(state.engine, [asked], state.metrics)
-    try:
-        if not body.stream:
-            await unless_left(request, _read(group, blocks))
-            reason, sequence = blocks.stop
-            found = {**head, "content": blocks.blocks, "stop_reason": reason, "stop_sequence": sequence}
-            return JSONResponse({**found, "usage": usage(blocks.last, len(plan.prompt))})
-        keep_alive_s = state.config.sse_keep_alive_s
-        first = await unless_left(request, group.next(timeout_s=keep_alive_s))
-    except BaseException:
-        await group.close()
-        raise
-    return EventStream(_events(group, first or [], blocks, head, len(plan.prompt), keep_alive_s))
+    answer = await chat_answer(body.chat(), request, message_id)
+    parser, num_tokens = answer.plan.parser, len(answer.plan.prompt)
+    blocks = MessageBlocks(parser() if parser is not None else None)
+    head: Json = {"id": message_id, "type": "message", "role": "assistant", "model": answer.model.name}
+    if body.stream:
+        keep_alive_s = request.app.state.config.sse_keep_alive_s
+        return EventStream(_events(answer.group, blocks, head, num_tokens, keep_alive_s))
+    for _, output in await unless_left(request, answer.group.whole()):
+        blocks.add(output)
+    reason, sequence = blocks.stop
+    found = {**head, "content": blocks.blocks, "stop_reason": reason, "stop_sequence": sequence}
+    return JSONResponse({**found, "usage": usage(blocks.last, num_tokens)})
 
 
 @router.post(f"{PATH}/count_tokens", summary="Tokens of a prompt (Anthropic)", responses=MESSAGE_ERRORS)
@@ -89,32 +75,27 @@ async def count_tokens(body: CountBody, request: Request) -> InputTokens:
     return InputTokens(input_tokens=len(await unless_left(request, chat_prompt(chat, model, tool_use(chat)))))
 
 
-async def _read(group: OutputGroup, blocks: MessageBlocks) -> None:
-    while (batch := await group.next()) is not None:
-        for _, output in batch:
-            blocks.add(output)
-
-
 async def _events(
-    group: OutputGroup, first: list[Indexed], blocks: MessageBlocks, head: Json, prompt_tokens: int, keep_alive_s: float
-) -> AsyncIterator[bytes]:
-    """The events of one answer. A failure is one error event. Closes the group however it ends."""
+    group: OutputGroup, blocks: MessageBlocks, head: Json, prompt_tokens: int, keep_alive_s: float
+) -> AsyncGenerator[bytes, None]:
+    """The events of one answer. A failure after the first is one error event. Closes the group however it ends."""
     opening = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage(None, prompt_tokens)}
     try:
-        yield event({"type": "message_start", "message": opening})
-        batch: list[Indexed] | None = first
-        while batch is not None:
-            found = [event(item) for _, output in batch for item in blocks.add(output)]
-            if found:
-                yield b"".join(found)
-            elif not batch:
-                yield PING
-            batch = await group.next(timeout_s=keep_alive_s)
-        reason, sequence = blocks.stop
-        delta = {"stop_reason": reason, "stop_sequence": sequence}
-        yield event({"type": "message_delta", "delta": delta, "usage": usage(blocks.last, prompt_tokens)})
-        yield event({"type": "message_stop"})
-    except APIError as error:
-        yield event(error_body(error))
+        batch = await group.next(timeout_s=keep_alive_s)
+        try:
+            yield event({"type": "message_start", "message": opening})
+            while batch is not None:
+                found = [event(item) for _, output in batch for item in blocks.add(output)]
+                if found:
+                    yield b"".join(found)
+                elif not batch:
+                    yield PING
+                batch = await group.next(timeout_s=keep_alive_s)
+            reason, sequence = blocks.stop
+            delta = {"stop_reason": reason, "stop_sequence": sequence}
+            yield event({"type": "message_delta", "delta": delta, "usage": usage(blocks.last, prompt_tokens)})
+            yield event({"type": "message_stop"})
+        except APIError as error:
+            yield event(error_body(error))
     finally:
         await group.close()

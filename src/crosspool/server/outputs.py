@@ -1,6 +1,5 @@
 """The outputs of the engine requests that answer one HTTP request, merged in the order they come."""
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,6 +10,7 @@ from crosspool.errors import CrossPoolError
 from crosspool.server.context import current
 from crosspool.server.engine_client import EngineClient, OutputStream
 from crosspool.server.errors import APIError, bad_request, from_engine
+from crosspool.server.merged_streams import MergedStreams
 from crosspool.server.metrics import RequestMetrics, SequenceObserver
 
 Indexed = tuple[int, RequestOutput]
@@ -22,61 +22,58 @@ class OutputGroup:
 
     def __init__(self, streams: Sequence[OutputStream], num_choices: int, observer: SequenceObserver) -> None:
         self._streams = streams
+        self._merged = MergedStreams(streams) if len(streams) > 1 else None
         self._observer = observer
         self.num_choices = num_choices
-        self._ready: list[Indexed] = []
-        self._failure: BaseException | None = None
-        self._wake = asyncio.Event()
-        self._running = len(streams)
-        self._pumps = [
-            asyncio.create_task(self._pump(prompt, stream), name="output pump") for prompt, stream in enumerate(streams)
-        ]
+        self._failure: APIError | None = None
 
     async def next(self, timeout_s: float | None = None) -> list[Indexed] | None:
         """Every output that is here, waiting for one; None after the last; [] when `timeout_s` passes first.
 
         Raises APIError when a sequence ended with an error.
         """
-        if not self._ready and self._failure is None and self._running:
-            if timeout_s is None:
-                await self._wake.wait()
-            else:
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        await self._wake.wait()
-                except TimeoutError:
-                    return []
-        self._wake.clear()
-        ready, self._ready = self._ready, []
-        if ready:
-            return ready
         if self._failure is not None:
             raise self._failure
-        return None if not self._running else []
+        try:
+            if self._merged is None:
+                outputs = await self._streams[0].take(timeout_s)
+                found = None if outputs is None else self._seen(0, outputs)
+            else:
+                parts = await self._merged.take(timeout_s)
+                found = None if parts is None else [item for part in parts for item in self._seen(*part)]
+        except CrossPoolError as error:
+            raise from_engine(error) from error
+        if not found and self._failure is not None:
+            raise self._failure
+        return found
+
+    async def whole(self) -> list[Indexed]:
+        """Every output there will be; the group is closed then. Raises as `next` does."""
+        found: list[Indexed] = []
+        try:
+            while (batch := await self.next()) is not None:
+                found += batch
+        finally:
+            await self.close()
+        return found
 
     async def close(self) -> None:
         """Abort what still runs. Nothing of the group is left afterwards."""
-        for pump in self._pumps:
-            pump.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        if self._merged is not None:
+            await self._merged.close()
         for stream in self._streams:
             await stream.aclose()
 
-    async def _pump(self, prompt: int, stream: OutputStream) -> None:
-        try:
-            async for output in stream:
-                self._observer.observe(prompt, output)
-                if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                    raise _failure(output)
-                self._ready.append((prompt * self.num_choices + output.index, output))
-                self._wake.set()
-        except CrossPoolError as error:
-            self._failure = from_engine(error)
-        except APIError as error:
-            self._failure = error
-        finally:
-            self._running -= 1
-            self._wake.set()
+    def _seen(self, prompt: int, outputs: Sequence[RequestOutput]) -> list[Indexed]:
+        """The outputs by choice, up to the first that tells of a failure, which the next call raises."""
+        found: list[Indexed] = []
+        for output in outputs:
+            self._observer.observe(prompt, output)
+            if self._failure is None and output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                self._failure = _failure(output)
+            if self._failure is None:
+                found.append((prompt * self.num_choices + output.index, output))
+        return found
 
 
 async def open_group(
@@ -87,9 +84,10 @@ async def open_group(
     Raises APIError with the engine's refusal.
     """
     streams: list[OutputStream] = []
+    key = current("key")
     try:
         for request in requests:
-            streams.append(engine.generate(replace(request, key=current("key"))))
+            streams.append(engine.generate(replace(request, key=key) if key else request))
     except (CrossPoolError, ValueError) as error:
         for stream in streams:
             await stream.aclose()

@@ -2,19 +2,18 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from crosspool.server.chat_plan import chat_plan
+from crosspool.server.chat_answer import chat_answer
 from crosspool.server.choices import Json
 from crosspool.server.errors import APIError
-from crosspool.server.generation_routes import ERRORS, prepare
-from crosspool.server.outputs import Indexed, OutputGroup, open_group
+from crosspool.server.generation_routes import ERRORS
+from crosspool.server.outputs import OutputGroup
 from crosspool.server.responses_answer import ResponseItems, event, usage
 from crosspool.server.responses_body import ResponsesBody
-from crosspool.server.sampling import generation_request
 from crosspool.server.stream import KEEP_ALIVE, EventStream, unless_left
 
 router = APIRouter(tags=["responses"])
@@ -22,52 +21,32 @@ router = APIRouter(tags=["responses"])
 
 @router.post("/v1/responses", summary="Answer, as output items", responses=ERRORS, response_model=None)
 async def responses(body: ResponsesBody, request: Request) -> Response:
-    chat = body.chat()
-    model = prepare(chat, request)
-    plan = await unless_left(request, chat_plan(chat, model))
-    if plan.shows_marks:
-        chat = chat.model_copy(update={"skip_special_tokens": False})
-    state = request.app.state
     response_id = f"resp_{uuid.uuid4().hex}"
-    limit = state.engine.model(model.name).context_limit
-    asked = generation_request(
-        chat, model, plan.prompt, request_id=response_id, context_limit=limit, constraint=plan.constraint
-    )
-    items = ResponseItems(plan.parser() if plan.parser is not None else None)
+    answer = await chat_answer(body.chat(), request, response_id)
+    parser, sampling = answer.plan.parser, answer.asked.sampling
+    items = ResponseItems(parser() if parser is not None else None)
     head: Json = {
         "id": response_id,
         "object": "response",
         "created_at": int(time.time()),
-        "model": model.name,
+        "model": answer.model.name,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": None,
         "store": False,
-        "temperature": asked.sampling.temperature,
+        "temperature": sampling.temperature,
         "text": body.text or {"format": {"type": "text"}},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools,
-        "top_p": asked.sampling.top_p,
+        "top_p": sampling.top_p,
     }
-    group = await open_group(state.engine, [asked], state.metrics)
-    try:
-        if not body.stream:
-            await unless_left(request, _read(group, items))
-            return JSONResponse(_response(head, items))
-        keep_alive_s = state.config.sse_keep_alive_s
-        first = await unless_left(request, group.next(timeout_s=keep_alive_s))
-    except BaseException:
-        await group.close()
-        raise
-    return EventStream(_events(group, first or [], items, head, keep_alive_s))
-
-
-async def _read(group: OutputGroup, items: ResponseItems) -> None:
-    while (batch := await group.next()) is not None:
-        for _, output in batch:
-            items.add(output)
+    if body.stream:
+        return EventStream(_events(answer.group, items, head, request.app.state.config.sse_keep_alive_s))
+    for _, output in await unless_left(request, answer.group.whole()):
+        items.add(output)
+    return JSONResponse(_response(head, items))
 
 
 def _response(head: Json, items: ResponseItems, *, error: APIError | None = None) -> Json:
@@ -84,8 +63,8 @@ def _response(head: Json, items: ResponseItems, *, error: APIError | None = None
 
 
 async def _events(
-    group: OutputGroup, first: list[Indexed], items: ResponseItems, head: Json, keep_alive_s: float
-) -> AsyncIterator[bytes]:
+    group: OutputGroup, items: ResponseItems, head: Json, keep_alive_s: float
+) -> AsyncGenerator[bytes, None]:
     """The events of one answer; the last one holds all of it. Closes the group however it ends."""
     number = 0
 
@@ -96,19 +75,20 @@ async def _events(
 
     opening = {**head, "status": "in_progress", "error": None, "incomplete_details": None, "output": [], "usage": None}
     try:
-        yield numbered({"type": "response.created", "response": opening})
-        yield numbered({"type": "response.in_progress", "response": opening})
-        batch: list[Indexed] | None = first
-        while batch is not None:
-            found = [numbered(item) for _, output in batch for item in items.add(output)]
-            if found:
-                yield b"".join(found)
-            elif not batch:
-                yield KEEP_ALIVE
-            batch = await group.next(timeout_s=keep_alive_s)
-        whole = _response(head, items)
-        yield numbered({"type": f"response.{whole['status']}", "response": whole})
-    except APIError as error:
-        yield numbered({"type": "response.failed", "response": _response(head, items, error=error)})
+        batch = await group.next(timeout_s=keep_alive_s)
+        try:
+            yield numbered({"type": "response.created", "response": opening})
+            yield numbered({"type": "response.in_progress", "response": opening})
+            while batch is not None:
+                found = [numbered(item) for _, output in batch for item in items.add(output)]
+                if found:
+                    yield b"".join(found)
+                elif not batch:
+                    yield KEEP_ALIVE
+                batch = await group.next(timeout_s=keep_alive_s)
+            whole = _response(head, items)
+            yield numbered({"type": f"response.{whole['status']}", "response": whole})
+        except APIError as error:
+            yield numbered({"type": "response.failed", "response": _response(head, items, error=error)})
     finally:
         await group.close()

@@ -6,6 +6,7 @@ skips the wait.
 """
 
 import asyncio
+import gc
 import logging
 import socket
 import ssl
@@ -109,6 +110,7 @@ async def serve(
         await asyncio.wait({serving, loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()
+            settle_memory()
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         app.state.draining = True
         if server.stop_asked.is_set():
@@ -122,6 +124,12 @@ async def serve(
         await engine.close()
         server.should_exit = True
         await serving
+
+
+def settle_memory() -> None:
+    """Take what is loaded out of the garbage collector's sight: a full collection of it would hold up every stream."""
+    gc.collect()
+    gc.freeze()
 
 
 async def _drain(engine: ClosableEngine, hurry: asyncio.Event, timeout_s: float) -> None:

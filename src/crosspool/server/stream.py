@@ -7,7 +7,9 @@ comment lines at an interval keep proxies from cutting the connection.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -17,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from crosspool.engine.output import RequestOutput
 from crosspool.server.choices import AnswerShape, Json, usage_json
 from crosspool.server.errors import APIError
-from crosspool.server.outputs import Indexed, OutputGroup
+from crosspool.server.outputs import OutputGroup
 
 T = TypeVar("T")
 
@@ -31,34 +33,39 @@ class ClientLeft(Exception):
 
 
 class EventStream(Response):
-    """Sends events as they come. When the client leaves, the events are closed at once, even while waiting for one."""
+    """Sends events as they come. When the client leaves, the events are closed at once, even while waiting for one.
+
+    What the events raise before the first of them is raised to the caller, so that it can still be a plain status.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[bytes], headers: dict[str, str] | None = None) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None) -> None:
         super().__init__(headers={**HEADERS, **(headers or {})})
         del self.headers["content-length"]
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await race(self._send(send), left(receive))
-        except ClientLeft:
-            return
+        with suppress(ClientLeft):
+            await race(self._send(send), partial(left, receive))
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        async with aclosing(self._events) as events:
+            first = await anext(events, b"")
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def answer_events(
-    group: OutputGroup, first: list[Indexed], shape: AnswerShape, head: Json, *, usage: bool, keep_alive_s: float
-) -> AsyncIterator[bytes]:
-    """The events of one answer. `first` was taken from the group already; `head` is what every piece repeats.
+    group: OutputGroup, shape: AnswerShape, head: Json, *, usage: bool, keep_alive_s: float
+) -> AsyncGenerator[bytes, None]:
+    """The events of one answer; `head` is what every piece repeats.
 
-    Closes the group however it ends, a client that leaves included.
+    A failure before the first token and within `keep_alive_s` is raised, a later one is an event. Closes the group
+    however it ends, a client that leaves included.
     """
     opened: set[int] = set()
     lasts: dict[int, RequestOutput] = {}
@@ -66,25 +73,26 @@ async def answer_events(
         head = {**head, "usage": None}
     start = b"data: " + _encode(head)[:-1] + b',"choices":['  # the same in every piece, so written once
     try:
-        batch: list[Indexed] | None = first
-        while batch is not None:
-            events: list[bytes] = []
-            for index, output in batch:
-                choices = [shape.piece(index, output)]
-                if index not in opened:
-                    opened.add(index)
-                    choices.insert(0, shape.opening(index))
-                events += [start + _encode(choice) + b"]}\n\n" for choice in choices if choice is not None]
-                lasts[index] = output
-            if not opened:
-                yield KEEP_ALIVE
-            elif events:
-                yield b"".join(events)
-            batch = await group.next(timeout_s=None if opened else keep_alive_s)
-        if usage:
-            yield _data({**head, "choices": [], "usage": usage_json(by_prompt(lasts, group.num_choices))})
-    except APIError as error:
-        yield _data(error.body())
+        batch = await group.next(timeout_s=keep_alive_s)
+        try:
+            while batch is not None:
+                events: list[bytes] = []
+                for index, output in batch:
+                    choices = [shape.piece(index, output)]
+                    if index not in opened:
+                        opened.add(index)
+                        choices.insert(0, shape.opening(index))
+                    events += [start + _encode(choice) + b"]}\n\n" for choice in choices if choice is not None]
+                    lasts[index] = output
+                if not opened:
+                    yield KEEP_ALIVE
+                elif events:
+                    yield b"".join(events)
+                batch = await group.next(timeout_s=None if opened else keep_alive_s)
+            if usage:
+                yield _data({**head, "choices": [], "usage": usage_json(by_prompt(lasts, group.num_choices))})
+        except APIError as error:
+            yield _data(error.body())
     finally:
         await group.close()
     yield DONE
@@ -100,21 +108,40 @@ def by_prompt(lasts: dict[int, RequestOutput], num_choices: int) -> list[list[Re
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the client leaves. Raises ClientLeft then."""
-    return await race(work, left(request.receive))
+    return await race(work, partial(left, request.receive))
 
 
-async def race(work: Coroutine[Any, Any, T], alarm: Coroutine[Any, Any, None]) -> T:
-    """The result of `work`; when `alarm` raises first, `work` is cancelled and the alarm raised. No task is left."""
-    tasks = (asyncio.create_task(work, name="answer"), asyncio.create_task(alarm, name="alarm"))
+async def race(work: Coroutine[Any, Any, T], make_alarm: Callable[[], Coroutine[Any, Any, None]]) -> T:
+    """The result of `work`; when the alarm raises first, `work` is cancelled and the alarm raised. No task is left.
+
+    `work` runs in the caller's task, and the alarm is made only once `work` waits for something: one that never waits
+    costs no turn of the event loop. NOTE: the caller's task is cancelled to end `work`, as `asyncio.timeout` does.
+    """
+    worker = asyncio.current_task()
+    assert worker is not None, "a coroutine runs in a task"
+    watch: asyncio.Task[None] | None = None
+
+    def start() -> None:
+        nonlocal watch
+        watch = asyncio.create_task(make_alarm(), name="alarm")
+        watch.add_done_callback(ring)
+
+    def ring(_: asyncio.Task[None]) -> None:
+        worker.cancel()
+
+    starting = asyncio.get_running_loop().call_soon(start)
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            tasks[1].result()
-        return await tasks[0]
+        return await work
+    except asyncio.CancelledError:
+        if watch is not None and watch.done() and worker.uncancel() == 0:
+            watch.result()
+        raise
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        starting.cancel()
+        if watch is not None:
+            watch.remove_done_callback(ring)
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
 
 
 async def left(receive: Receive) -> None:
