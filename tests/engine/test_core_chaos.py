@@ -38,7 +38,9 @@ def add_at_random(drive: Drive, rng: random.Random) -> None:
             drive.cluster.poison[ids[0]] = rng.choice(("prefill", "decode"))
 
 
-def chaos(seed: int, *, admission: str, fail_rate: float, num_losses: int, timeout_s: float, num_frames: int) -> Drive:
+def chaos(
+    seed: int, *, admission: str, fail_rate: float, num_losses: int, timeout_s: float, num_frames: int, is_ahead: bool
+) -> Drive:
     rng = random.Random(seed)
     config = a_config(
         num_frames,
@@ -52,7 +54,7 @@ def chaos(seed: int, *, admission: str, fail_rate: float, num_losses: int, timeo
         recovery_timeout_s=timeout_s,
         forecast_quantile=0.5,
     )
-    drive = Drive(config, MODELS, seed=seed, fail_rate=fail_rate)
+    drive = Drive(config, MODELS, seed=seed, fail_rate=fail_rate, is_ahead=is_ahead)
     for name in "pqrs":  # so that a forecast has outputs to go by, and goes wrong
         for length in rng.choices(range(1, 8), k=40):
             drive.core._estimate.record(name, length)
@@ -80,12 +82,19 @@ def chaos(seed: int, *, admission: str, fail_rate: float, num_losses: int, timeo
     fail_rate=st.sampled_from([0.0, 0.05]),
     num_losses=st.integers(0, 4),
     num_frames=st.sampled_from([40, 64, 200]),
+    is_ahead=st.booleans(),
 )
 def test_every_accepted_request_ends_with_the_tokens_of_an_undisturbed_run(
-    seed, admission, fail_rate, num_losses, num_frames
+    seed, admission, fail_rate, num_losses, num_frames, is_ahead
 ):
     drive = chaos(
-        seed, admission=admission, fail_rate=fail_rate, num_losses=num_losses, timeout_s=60.0, num_frames=num_frames
+        seed,
+        admission=admission,
+        fail_rate=fail_rate,
+        num_losses=num_losses,
+        timeout_s=60.0,
+        num_frames=num_frames,
+        is_ahead=is_ahead,
     )
     drive.check_all_ended()
     for sequence_id, end in drive.ends.items():
@@ -99,16 +108,37 @@ def test_every_accepted_request_ends_with_the_tokens_of_an_undisturbed_run(
 
 @pytest.mark.fuzz
 @settings(max_examples=settings.default.max_examples // 2)
-@given(seed=st.integers(0, 10**6), timeout_s=st.sampled_from([0.0, 0.01, 0.3]), num_losses=st.integers(1, 5))
-def test_with_a_short_recovery_bound_every_request_still_ends_and_pages_return(seed, timeout_s, num_losses):
-    drive = chaos(seed, admission="reserve", fail_rate=0.02, num_losses=num_losses, timeout_s=timeout_s, num_frames=64)
+@given(
+    seed=st.integers(0, 10**6),
+    timeout_s=st.sampled_from([0.0, 0.01, 0.3]),
+    num_losses=st.integers(1, 5),
+    is_ahead=st.booleans(),
+)
+def test_with_a_short_recovery_bound_every_request_still_ends_and_pages_return(seed, timeout_s, num_losses, is_ahead):
+    drive = chaos(
+        seed,
+        admission="reserve",
+        fail_rate=0.02,
+        num_losses=num_losses,
+        timeout_s=timeout_s,
+        num_frames=64,
+        is_ahead=is_ahead,
+    )
     drive.check_all_ended()
 
 
 def test_a_forecast_that_is_too_low_stalls_and_never_deadlocks():
     """The chaos above must reach the case it is there for: sequences that outgrow what was set aside for them."""
     drives = [
-        chaos(seed, admission="forecast", fail_rate=0.0, num_losses=0, timeout_s=60.0, num_frames=40)
+        chaos(
+            seed,
+            admission="forecast",
+            fail_rate=0.0,
+            num_losses=0,
+            timeout_s=60.0,
+            num_frames=40,
+            is_ahead=seed % 2 == 0,
+        )
         for seed in range(25)
     ]
     for drive in drives:

@@ -57,7 +57,10 @@ def state(core: EngineCore) -> tuple:
         for load in core.loads.values()
         for s in load.unended()
     ]
-    lanes = [(lane.step, lane.started_s, [s.sequence_id for s in lane.sequences]) for lane in core.dispatcher.lanes]
+    lanes = [
+        (lane.step, lane.present and lane.present.started_s, [s.sequence_id for s in lane.sequences])
+        for lane in core.dispatcher.lanes
+    ]
     turns = [core.dispatcher._turns["decode"].ready(set(core.loads))]
     return core.stats(2.0), sequences, lanes, turns
 

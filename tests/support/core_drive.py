@@ -66,12 +66,20 @@ class Drive:
     """Core, cluster and the time they share."""
 
     def __init__(
-        self, config: EngineConfig, models: Sequence[ServedModel], *, seed: int = 0, fail_rate: float = 0.0
+        self,
+        config: EngineConfig,
+        models: Sequence[ServedModel],
+        *,
+        seed: int = 0,
+        fail_rate: float = 0.0,
+        is_ahead: bool = False,
     ) -> None:
         self.core = EngineCore(config)
         for model in models:
             self.core.add_model(model)
         self.cluster = SimulatedCluster(models, num_frames=config.num_frames, seed=seed, fail_rate=fail_rate)
+        self.is_ahead = is_ahead  # steps are handed out behind running ones, as the engine does
+        self.num_ahead = 0
         self.now = 0.0
         self.requests: dict[int, Request] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -130,6 +138,10 @@ class Drive:
             self.cluster.forget(rank, ids)
         for step in self.core.schedule(self.now):
             self.cluster.submit(step, self.now)
+        if self.is_ahead:
+            for step in self.core.schedule_ahead(self.now):
+                self.cluster.submit(step, self.now)
+                self.num_ahead += 1
         self.check()
 
     def next_moment(self) -> float | None:

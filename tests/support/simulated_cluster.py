@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from crosspool.cluster.base import Event, RankLost, RankReady, StepDone, StepFailed
 from crosspool.core import SampledToken
 from crosspool.engine.served_model import ServedModel
-from crosspool.scheduler.step import NewSequence, StepDescriptor, StepResult
+from crosspool.scheduler.step import NewSequence, StepDescriptor, StepResult, StepRow
 
 VOCAB_SIZE = 64
 
@@ -40,6 +40,7 @@ class _Known:
 
     new: NewSequence
     pages: list[tuple[int, ...]] = field(default_factory=list)
+    num_pages: int = 0  # those of steps that ended well
     num_cached: int = 0
     tokens: list[int] = field(default_factory=list)
 
@@ -54,6 +55,7 @@ class SimulatedCluster:
         self.rng = random.Random(seed)
         self.down: set[str] = set()
         self.running: dict[int, StepDescriptor] = {}
+        self.behind: dict[int, StepDescriptor] = {}  # handed out behind the running one of the lane
         self.dead: set[int] = set()  # lanes whose step's KV rank was lost: its end is still to be told
         self.known: dict[str, dict[int, _Known]] = {}
         self.last_seq: dict[int, int] = {}
@@ -65,13 +67,28 @@ class SimulatedCluster:
 
     def submit(self, step: StepDescriptor, now: float) -> None:
         header = step.header
-        assert header.lane not in self.running, f"lane {header.lane} got a step before its last one ended"
         assert header.step_seq > self.last_seq.get(header.lane, 0), "a step number was used again"
         self.last_seq[header.lane] = header.step_seq
         self._check(step)
-        self.running[header.lane] = step
         self.steps.append(step)
-        needs = (header.kv_rank, *self.models[header.model].weights_ranks)
+        running = self.running.get(header.lane)
+        if running is None:
+            self.running[header.lane] = step
+            self._begin(step, now)
+            return
+        assert header.lane not in self.behind, f"lane {header.lane} got a third step"
+        assert running.header.kv_rank == header.kv_rank, "steps of two KV ranks have no order in one lane"
+        assert header.lane not in self.dead, "a step behind one that nobody waits for"
+        self.behind[header.lane] = step
+        if any(rank in self.down for rank in self._needs(step)):  # as if it were handed out alone
+            self._after(0.0, now, _failed(step, (), "a rank is away"))
+
+    def _needs(self, step: StepDescriptor) -> tuple[str, ...]:
+        return (step.header.kv_rank, *self.models[step.header.model].weights_ranks)
+
+    def _begin(self, step: StepDescriptor, now: float) -> None:
+        """Decide how the step will end, and when."""
+        header, needs = step.header, self._needs(step)
         down = tuple(rank for rank in needs if rank in self.down)
         duration_s = self.durations.get(header.model) or self.rng.uniform(0.001, 0.02)
         culprit = next((r.sequence_id for r in step.rows if self.poison.get(r.sequence_id) == header.phase), None)
@@ -80,15 +97,13 @@ class SimulatedCluster:
             fatal = StepFailed(lane=header.lane, step_seq=header.step_seq, waiting_on=(), error=error, fatal=True)
             self._after(duration_s, now, fatal)
         elif down or self.rng.random() < self.fail_rate:
-            waiting_on = down or (needs[-1],)
-            failed = StepFailed(lane=header.lane, step_seq=header.step_seq, waiting_on=waiting_on, error="no flag came")
-            self._after(duration_s, now, failed)
+            self._after(duration_s, now, _failed(step, down or (needs[-1],), "no flag came"))
         else:
             self._after(duration_s, now, StepDone(result=self._result(step)))
 
     def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None:
         for sequence_id in sequence_ids:
-            for step in (step for lane, step in self.running.items() if lane not in self.dead):
+            for step in self._alive():
                 assert all(row.sequence_id != sequence_id for row in step.rows), "forgotten under a running step"
             self.known.get(kv_rank, {}).pop(sequence_id, None)
 
@@ -98,13 +113,14 @@ class SimulatedCluster:
         self.known.pop(rank, None)
         self._after(0.0, now, RankLost(rank=rank, reason="killed"))
         for lane, step in self.running.items():
-            header = step.header
-            if rank == header.kv_rank:
+            if rank == step.header.kv_rank:
                 self.dead.add(lane)
-            if rank == header.kv_rank or rank in self.models[header.model].weights_ranks:
-                failed = StepFailed(lane=lane, step_seq=header.step_seq, waiting_on=(rank,), error=f"{rank} is silent")
+            if rank in self._needs(step):
                 self._events = [entry for entry in self._events if not _ends(entry[2], lane)]
-                self._after(self.rng.uniform(0.0, 0.01), now, failed)
+                delay_s = self.rng.uniform(0.0, 0.01)
+                self._after(delay_s, now, _failed(step, (rank,), f"{rank} is silent"))
+            elif lane in self.behind and rank in self._needs(self.behind[lane]):
+                self._after(self.rng.uniform(0.0, 0.01), now, _failed(self.behind[lane], (rank,), f"{rank} is silent"))
         heapq.heapify(self._events)
         if back_in_s is not None:
             self._after(back_in_s, now, RankReady(rank=rank, seconds=back_in_s))
@@ -127,11 +143,37 @@ class SimulatedCluster:
             if isinstance(event, StepDone):
                 step = self.running.pop(event.result.lane)
                 self._commit(step, event.result)
+                self._promote(step.header.lane, now)
             if isinstance(event, StepFailed):
-                self.running.pop(event.lane)
-                self.dead.discard(event.lane)
+                events += self._take_out(event)
+                continue
             events.append(event)
         return events
+
+    def _promote(self, lane: int, now: float) -> None:
+        """The step behind one that ended well runs now, unless its end has been decided already."""
+        step = self.behind.pop(lane, None)
+        if step is not None:
+            self.running[lane] = step
+            if not any(_ends(entry[2], lane) for entry in self._events):
+                self._begin(step, now)
+
+    def _take_out(self, event: StepFailed) -> list[Event]:
+        """A failed step, and with it the one behind it: that does not run and fails right after."""
+        lane = event.lane
+        behind = self.behind.pop(lane, None)
+        if behind is not None and behind.header.step_seq == event.step_seq:
+            return [event]
+        self.running.pop(lane)
+        self.dead.discard(lane)
+        self._events = [entry for entry in self._events if not _ends(entry[2], lane)]
+        heapq.heapify(self._events)
+        return [event] if behind is None else [event, _failed(behind, (), "the step before it failed")]
+
+    def _alive(self) -> list[StepDescriptor]:
+        """Steps in flight whose KV rank has not been lost under them."""
+        steps = [*self.running.items(), *self.behind.items()]
+        return [step for lane, step in steps if lane not in self.dead]
 
     def _after(self, delay_s: float, now: float, event: Event) -> None:
         self._count += 1
@@ -142,8 +184,10 @@ class SimulatedCluster:
         header, model = step.header, self.models[step.header.model]
         assert header.num_tokens == sum(row.num_new_tokens for row in step.rows) > 0
         assert len({row.sequence_id for row in step.rows}) == len(step.rows)
-        alive = [other for lane, other in self.running.items() if lane not in self.dead]
-        busy = {row.sequence_id for other in alive for row in other.rows}
+        before = {}  # rows of the step that this one comes behind
+        if header.lane in self.running:
+            before = {row.sequence_id: row for row in self.running[header.lane].rows}
+        busy = {row.sequence_id for other in self._alive() for row in other.rows} - before.keys()
         known = self.known.setdefault(header.kv_rank, {})
         joining = {new.sequence_id: new for new in step.joining}
         for row in step.rows:
@@ -151,7 +195,9 @@ class SimulatedCluster:
             if row.sequence_id in joining:
                 known[row.sequence_id] = _Known(joining[row.sequence_id])
             sequence = known[row.sequence_id]
-            assert row.num_cached_tokens == sequence.num_cached, "a step starts where the last one did not end"
+            ahead = before.get(row.sequence_id)
+            start = sequence.num_cached + (ahead.num_new_tokens if ahead is not None else 0)
+            assert row.num_cached_tokens == start, "a step starts where the last one did not end"
             assert (row.token_ids is None) == (header.phase == "decode")
             if row.token_ids is None:
                 assert row.num_new_tokens == 1
@@ -161,7 +207,9 @@ class SimulatedCluster:
                 end = row.num_cached_tokens + row.num_new_tokens
                 assert row.token_ids == tokens[row.num_cached_tokens : end]
                 assert row.sample == (end == len(tokens))
-            assert row.first_new_page <= len(sequence.pages)
+            told = sequence.num_pages if ahead is None else max(sequence.num_pages, _num_pages(ahead))
+            assert row.first_new_page <= told, "pages are missing that only a step that failed had"
+            assert max(told, _num_pages(row)) * model.page_tokens >= row.num_cached_tokens + row.num_new_tokens
             sequence.pages[row.first_new_page :] = row.new_pages
             needed = row.num_cached_tokens + row.num_new_tokens
             assert len(sequence.pages) * model.page_tokens >= needed, "a step without its pages"
@@ -191,7 +239,19 @@ class SimulatedCluster:
         known = self.known.get(step.header.kv_rank, {})
         for row in step.rows:
             if row.sequence_id in known:
-                known[row.sequence_id].num_cached += row.num_new_tokens
+                sequence = known[row.sequence_id]
+                sequence.num_cached = row.num_cached_tokens + row.num_new_tokens
+                sequence.num_pages = max(sequence.num_pages, _num_pages(row))
+
+
+def _num_pages(row: StepRow) -> int:
+    """Pages of the sequence, with those that the row brings."""
+    return row.first_new_page + len(row.new_pages)
+
+
+def _failed(step: StepDescriptor, waiting_on: tuple[str, ...], error: str) -> StepFailed:
+    header = step.header
+    return StepFailed(lane=header.lane, step_seq=header.step_seq, waiting_on=waiting_on, error=error)
 
 
 def _ends(event: Event, lane: int) -> bool:

@@ -87,13 +87,16 @@ def prefill_row(chunk: Chunk) -> StepRow:
     )
 
 
-def decode_row(sequence: Sequence) -> StepRow:
-    """The row of a sequence whose newest token the KV worker has sampled itself."""
+def decode_row(sequence: Sequence, num_ahead: int = 0) -> StepRow:
+    """The row of a sequence whose newest token the KV worker has sampled itself.
+
+    num_ahead: steps in flight that come before this one, each of which gives the sequence a token.
+    """
     first_new_page, new_pages = sequence.table.take_unsent()
     return StepRow(
         sequence_id=sequence.sequence_id,
         token_ids=None,
-        num_cached_tokens=sequence.num_cached_tokens,
+        num_cached_tokens=sequence.num_cached_tokens + num_ahead,
         num_new_tokens=1,
         first_new_page=first_new_page,
         new_pages=new_pages,

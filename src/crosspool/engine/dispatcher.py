@@ -1,4 +1,8 @@
-"""Dispatcher: fills idle lanes with replays of parked steps, decode batches and prefill chunks."""
+"""Dispatcher: fills lanes with replays of parked steps, decode batches and prefill chunks.
+
+A lane's next decode step is handed out while its present one runs (`fill_ahead`), so that ranks need not wait for the
+engine between two steps. It holds a row for each sequence that is sure to go on unless its very next token ends it.
+"""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
@@ -6,7 +10,7 @@ from dataclasses import replace
 
 from crosspool.engine.batcher import Turns, decode_row, make_step, prefill_chunks, prefill_row
 from crosspool.engine.config import EngineConfig
-from crosspool.engine.lanes import Lane, ParkedStep, Trouble, rows_of
+from crosspool.engine.lanes import Flight, Lane, ParkedStep, Trouble, rows_of
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.pages import KVRankPages
 from crosspool.engine.ranks import RankHealth
@@ -58,19 +62,45 @@ class Dispatcher:
                     steps.append(step)
         return steps
 
-    def ended(self, lane: int, step_seq: int) -> Lane | None:
-        """The lane whose present step has that number, for its caller to finish.
+    def fill_ahead(self, now: float) -> list[StepDescriptor]:
+        """A step behind each running decode step that has none yet.
 
-        None if nobody waits for the step: its number is another one's, or its sequences have left (then the lane is
-        made idle here).
+        Up to as many models as lanes keep their lanes; of more, the one whose turn is next goes behind the step that
+        runs longest. Parked steps come first: while there are any, lanes run empty.
+        """
+        if self.parked:
+            return []
+        decode = [lane for lane in self.lanes if lane.phase == "decode"]
+        open_ = [(lane.present.started_s, lane) for lane in decode if lane.present is not None and lane.queued is None]
+        if not open_:
+            return []
+        names = [name for name, load in self._loads.items() if load.decoding and self._ranks.are_up(load.ranks)]
+        next_step = self._same_again if len(names) <= len(decode) else self._next_turn
+        steps = (next_step(lane, now) for _, lane in sorted(open_, key=lambda entry: entry[0]))
+        return [step for step in steps if step is not None]
+
+    def ended(self, lane: int, step_seq: int, now: float) -> Flight | None:
+        """Take the lane's running step out if it has that number; the step behind it runs now.
+
+        None if nobody waits for the step: its number is another one's, or its sequences have left.
+        """
+        found = self.lanes[lane].present
+        if found is None or found.step.header.step_seq != step_seq:
+            return None
+        self.lanes[lane].finish(now)
+        return None if found.is_abandoned else found
+
+    def failed(self, lane: int, step_seq: int, now: float) -> tuple[Flight | None, tuple[Sequence, ...]]:
+        """`ended` for a step that failed, and the sequences of the step behind it, which does not run either.
+
+        Where the step behind the running one fails by itself it is simply taken back.
         """
         found = self.lanes[lane]
-        if found.step is None or found.step.header.step_seq != step_seq:
-            return None
-        if found.is_abandoned:
-            found.finish()
-            return None
-        return found
+        if found.queued is not None and found.queued.step.header.step_seq == step_seq:
+            return None, found.withdraw()
+        is_present = found.present is not None and found.present.step.header.step_seq == step_seq
+        flight = self.ended(lane, step_seq, now)
+        return flight, found.cancel() if is_present else ()
 
     def park(self, step: StepDescriptor, sequences: tuple[Sequence, ...], trouble: Trouble, now: float) -> None:
         """Keep a failed step, without the rows of sequences that have ended, until it can be replayed."""
@@ -95,7 +125,7 @@ class Dispatcher:
         part, members = rows_of(step, sequences, kept)
         self.parked.append(ParkedStep(part, members, self._ranks_of(step), trouble, not_before_s))
         for sequence in members:
-            sequence.in_step = True
+            sequence.num_steps += 1
 
     def _ranks_of(self, step: StepDescriptor) -> frozenset[str]:
         return frozenset(self._loads[step.header.model].ranks)
@@ -109,9 +139,9 @@ class Dispatcher:
 
     def kv_rank_lost(self, kv_rank: str) -> None:
         """The rank's sequences leave their steps."""
-        for lane in self.lanes:
-            if lane.step is not None and lane.step.header.kv_rank == kv_rank:
-                lane.abandon()
+        for flight in self._flights():
+            if flight.step.header.kv_rank == kv_rank:
+                flight.abandon()
         self.parked = [parked for parked in self.parked if parked.step.header.kv_rank != kv_rank]
 
     def _replay(self, parked: ParkedStep, now: float) -> StepDescriptor | None:
@@ -128,13 +158,63 @@ class Dispatcher:
         """The next model's whole decode batch: all its decoding sequences that have a slot for one more token."""
         for name in self._turns["decode"].ready({name for name, load in self._loads.items() if load.decoding}):
             load = self._loads[name]
-            if self._has_decode_step(name) or not self._ranks.are_up(load.ranks):
+            if self._num_decode_steps(name) or not self._ranks.are_up(load.ranks):
                 continue
-            pages = self._pages[load.model.kv_rank]
-            batch = [sequence for sequence in load.decoding.values() if pages.ensure_slot(sequence)]
-            self.num_stalls += len(load.decoding) - len(batch)
-            if batch:
-                return self._start(lane, load, batch, [decode_row(sequence) for sequence in batch], now)
+            step = self._decode_batch(lane, load, now)
+            if step is not None:
+                return step
+        return None
+
+    def _decode_batch(self, lane: Lane, load: ModelLoad, now: float) -> StepDescriptor | None:
+        pages = self._pages[load.model.kv_rank]
+        batch = [sequence for sequence in load.decoding.values() if pages.ensure_slot(sequence)]
+        self.num_stalls += len(load.decoding) - len(batch)
+        if not batch:
+            return None
+        return self._start(lane, load, batch, [decode_row(sequence) for sequence in batch], now)
+
+    def _same_again(self, lane: Lane, now: float) -> StepDescriptor | None:
+        """The decode step after the running one of the same model: one token further for every sequence in that.
+
+        None where the next row of a sequence cannot be known yet (its grammar has to see the token first), and where a
+        sequence would have to wait for a page.
+        """
+        assert lane.step is not None
+        name = lane.step.header.model
+        load = self._loads.get(name)
+        if load is None or not self._ranks.are_up(load.ranks) or self._num_decode_steps(name) != 1:
+            return None
+        pages = self._pages[load.model.kv_rank]
+        batch = []
+        for sequence in load.decoding.values():
+            if sequence.in_step:
+                if sequence.request.constraint is not None:
+                    return None
+                if sequence.num_generated_tokens + 1 >= sequence.request.sampling.max_tokens:
+                    continue  # the running step gives its last token
+            if not pages.ensure_slot_ahead(sequence):
+                return None
+            batch.append(sequence)
+        if not batch:
+            return None
+        return self._start(lane, load, batch, [decode_row(sequence, sequence.num_steps) for sequence in batch], now)
+
+    def _next_turn(self, lane: Lane, now: float) -> StepDescriptor | None:
+        """The decode step of the model whose turn comes next, behind another model's step.
+
+        Steps behind one another have the same KV rank, which alone tells in which order they end; where the next model
+        has another one the lane is left to become idle, so that it takes it.
+        """
+        assert lane.step is not None
+        for name in self._turns["decode"].ready({name for name, load in self._loads.items() if load.decoding}):
+            load = self._loads[name]
+            if self._num_decode_steps(name) or not self._ranks.are_up(load.ranks):
+                continue
+            if load.model.kv_rank != lane.step.header.kv_rank:
+                return None
+            step = self._decode_batch(lane, load, now)
+            if step is not None:
+                return step
         return None
 
     def _prefill_step(self, lane: Lane, now: float) -> StepDescriptor | None:
@@ -173,7 +253,10 @@ class Dispatcher:
         lane.start(step, tuple(batch), now)
         return step
 
-    def _has_decode_step(self, name: str) -> bool:
-        """Whether a decode step of the model is in flight or parked: its decode requests share one lane."""
-        steps = [lane.step for lane in self.lanes] + [parked.step for parked in self.parked]
-        return any(s is not None and s.header.model == name and s.header.phase == "decode" for s in steps)
+    def _flights(self) -> list[Flight]:
+        return [flight for lane in self.lanes for flight in lane.flights()]
+
+    def _num_decode_steps(self, name: str) -> int:
+        """Decode steps of the model that are in flight or parked: its decode requests share one lane."""
+        steps = [flight.step for flight in self._flights()] + [parked.step for parked in self.parked]
+        return sum(step.header.model == name and step.header.phase == "decode" for step in steps)

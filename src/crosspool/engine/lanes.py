@@ -30,57 +30,117 @@ class Trouble:
 
 
 @dataclass(slots=True)
-class Lane:
-    """One lane: idle, or running `step`. `step_seq` starts at 1 and is never reused.
+class Flight:
+    """One step that a lane carries, with the sequences of its rows.
 
-    is_abandoned: the step's KV rank was lost and its sequences have left; the lane stays taken until the step's end
-    is told, as the contract of `Cluster.submit` asks.
+    is_abandoned: nobody waits for its outcome and its sequences have left; it stays until its end is told, as the
+    contract of `Cluster.submit` asks.
+    """
+
+    step: StepDescriptor
+    sequences: tuple[Sequence, ...]
+    started_s: float
+    trouble: Trouble | None = None
+    is_abandoned: bool = False
+
+    def abandon(self) -> None:
+        """Let the sequences go; what the step does is of no interest any more."""
+        self.leave()
+        self.sequences, self.is_abandoned = (), True
+
+    def take_back(self) -> None:
+        """Let the sequences go as if the step had never been handed out."""
+        for row, sequence in zip(self.step.rows, self.sequences, strict=not self.is_abandoned):
+            if row.new_pages:
+                sequence.table.resend_from(row.first_new_page)
+        self.abandon()
+
+    def leave(self) -> None:
+        for sequence in self.sequences:
+            sequence.num_steps -= 1
+
+
+@dataclass(slots=True)
+class Lane:
+    """One lane: idle, or running `present`; `queued` was handed out behind it and runs next.
+
+    `step_seq` starts at 1 and is never reused.
     """
 
     index: int
     phase: Phase
     step_seq: int = 0
-    step: StepDescriptor | None = None
-    sequences: tuple[Sequence, ...] = ()
-    started_s: float = 0.0
-    trouble: Trouble | None = None
-    is_abandoned: bool = False
+    present: Flight | None = None
+    queued: Flight | None = None
+
+    @property
+    def step(self) -> StepDescriptor | None:
+        """The running step."""
+        return None if self.present is None else self.present.step
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Those of the running step."""
+        return () if self.present is None else self.present.sequences
+
+    def flights(self) -> list[Flight]:
+        """The running step and the one behind it, as far as there are such."""
+        return [flight for flight in (self.present, self.queued) if flight is not None]
 
     def next_seq(self) -> int:
         self.step_seq += 1
         return self.step_seq
 
-    def start(self, step: StepDescriptor, sequences: tuple[Sequence, ...], now: float) -> None:
-        assert self.step is None, f"lane {self.index} already runs step {self.step_seq}"
+    def start(self, step: StepDescriptor, sequences: tuple[Sequence, ...], now: float) -> Flight:
+        """Take a step: the running one of an idle lane, else the one behind it."""
+        assert self.queued is None, f"lane {self.index} already has step {self.step_seq} behind its running one"
         assert step.header.step_seq == self.step_seq
-        self.step, self.sequences, self.started_s = step, sequences, now
+        flight = Flight(step, sequences, now)
+        if self.present is None:
+            self.present = flight
+        else:
+            self.queued = flight
         for sequence in sequences:
-            sequence.in_step = True
+            sequence.num_steps += 1
+        return flight
 
-    def finish(self) -> tuple[StepDescriptor, tuple[Sequence, ...]]:
-        """Make the lane idle; its sequences are in no step any more."""
-        assert self.step is not None
-        step, sequences = self.step, self.sequences
-        self.abandon()
-        self.step, self.trouble, self.is_abandoned = None, None, False
-        return step, sequences
+    def finish(self, now: float) -> Flight:
+        """The running step has ended and its sequences leave it; the one behind it runs now."""
+        ended = self.present
+        assert ended is not None
+        ended.leave()
+        self.present, self.queued = self.queued, None
+        if self.present is not None:
+            self.present.started_s = now
+        return ended
 
-    def abandon(self) -> None:
-        """Let the sequences go; what the step does is of no interest any more."""
-        for sequence in self.sequences:
-            sequence.in_step = False
-        self.sequences, self.is_abandoned = (), True
+    def withdraw(self) -> tuple[Sequence, ...]:
+        """The step behind the running one will not run: its rows are to be made anew. Gives its sequences."""
+        assert self.queued is not None
+        sequences = self.queued.sequences
+        self.queued.take_back()
+        self.queued = None
+        return sequences
+
+    def cancel(self) -> tuple[Sequence, ...]:
+        """The step that was behind a failed one will not run: as `withdraw`, but its end is still to be told."""
+        if self.present is None:
+            return ()
+        sequences = self.present.sequences
+        self.present.take_back()
+        return sequences
 
     def stats(self) -> LaneStats:
-        header = None if self.step is None else self.step.header
+        flight = self.present
+        header = None if flight is None else flight.step.header
         return LaneStats(
             lane=self.index,
             phase=self.phase,
             state="idle" if header is None else "running",
             model=None if header is None else header.model,
-            step_seq=self.step_seq,
+            step_seq=self.step_seq if header is None else header.step_seq,
             num_seqs=len(self.sequences),
-            since_s=None if header is None else self.started_s,
+            since_s=None if flight is None else flight.started_s,
         )
 
 
@@ -100,13 +160,14 @@ class ParkedStep:
     def drop(self, sequence: Sequence) -> None:
         """Leave one sequence's row out of the replay."""
         self.step, self.sequences = rows_of(self.step, self.sequences, [s for s in self.sequences if s is not sequence])
-        sequence.in_step = False
+        sequence.num_steps -= 1
 
     def replay_in(self, lane: Lane, now: float) -> StepDescriptor:
         """Start the same rows in an idle lane."""
         moved = replace(self.step, header=replace(self.step.header, lane=lane.index)).replayed(lane.next_seq())
-        lane.start(moved, self.sequences, now)
-        lane.trouble = self.trouble
+        for sequence in self.sequences:
+            sequence.num_steps -= 1
+        lane.start(moved, self.sequences, now).trouble = self.trouble
         return moved
 
 

@@ -84,15 +84,26 @@ class KVRankPages:
     def ensure_slot(self, sequence: Sequence) -> bool:
         """Give the sequence a slot for one token more than it has written; False if it has to wait for a page."""
         num_tokens = sequence.num_cached_tokens + 1
-        missing = sequence.table.num_missing(num_tokens)
-        if missing == 0:
+        if sequence.table.num_missing(num_tokens) == 0:
             return True
-        model = self._models[sequence.request.model]
-        expected = frames_for(model, self._expected_tokens(sequence))
-        if not self.budget.grow(sequence.sequence_id, missing * model.frames_per_page, expected):
+        if not self._grow(sequence, num_tokens):
             self.stalled.add(sequence.sequence_id)
             return False
         self.stalled.discard(sequence.sequence_id)
+        return True
+
+    def ensure_slot_ahead(self, sequence: Sequence) -> bool:
+        """As `ensure_slot` with one slot more for each step in flight; a sequence that lacks a page then waits not."""
+        num_tokens = sequence.num_cached_tokens + sequence.num_steps + 1
+        return sequence.table.num_missing(num_tokens) == 0 or self._grow(sequence, num_tokens)
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Pages for `num_tokens` tokens, if the budget grants them."""
+        model = self._models[sequence.request.model]
+        missing = sequence.table.num_missing(num_tokens)
+        expected = frames_for(model, self._expected_tokens(sequence))
+        if not self.budget.grow(sequence.sequence_id, missing * model.frames_per_page, expected):
+            return False
         self._extend(sequence, num_tokens)
         return True
 

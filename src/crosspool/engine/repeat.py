@@ -21,6 +21,7 @@ def num_repeats(core: EngineCore, lane: int) -> int:
     lanes = core.dispatcher.lanes
     running = lanes[lane]
     assert running.step is not None, f"lane {lane} is idle"
+    assert running.queued is None, f"lane {lane} has its next step already; it cannot be repeated"
     if running.phase != "decode" or core.dispatcher.parked:
         return 1
     if any(other.step is None for other in lanes[:lane] if other.phase == "decode"):
@@ -52,8 +53,9 @@ def repeat_step(core: EngineCore, lane: int, count: int, token_id: int, now: flo
     """
     assert 0 < count < num_repeats(core, lane), f"lane {lane} cannot repeat its step {count} times"
     running = core.dispatcher.lanes[lane]
-    step = running.step
-    assert step is not None
+    flight = running.present
+    assert flight is not None
+    step = flight.step
     load = core.loads[step.header.model]
     for sequence in running.sequences:
         sequence.num_cached_tokens += count
@@ -62,9 +64,9 @@ def repeat_step(core: EngineCore, lane: int, count: int, token_id: int, now: flo
     load.generated_tokens += count * len(running.sequences)
     core.num_steps += count
     core.last_step_s = now
-    core.log.add(step.header, running.started_s, now, 0.0)
+    core.log.add(step.header, flight.started_s, now, 0.0)
     core.dispatcher.take_turn(load.model.name, "decode")
     running.step_seq += count
-    running.started_s = now
+    flight.started_s = now
     header = replace(step.header, step_seq=running.step_seq)
-    running.step = replace(step, header=header, rows=tuple(map(decode_row, running.sequences)), joining=())
+    flight.step = replace(step, header=header, rows=tuple(map(decode_row, running.sequences)), joining=())

@@ -4,6 +4,7 @@ Time is an argument. The engine thread and the simulator drive it the same way:
 
     core.on_event(event, now); core.on_time(now)      # outcomes and deadlines in, updates of sequences out
     core.schedule(now)                                # steps out, one for each lane that is free and has work
+    core.schedule_ahead(now)                          # steps out that may wait behind running ones
     core.take_forgotten()                             # sequences whose state the KV workers can drop
     core.next_deadline(now)                           # when to call on_time again if nothing happens
 """
@@ -258,18 +259,18 @@ class EngineCore:
         return min((moment for moment in moments if moment is not None), default=None)
 
     def _step_done(self, result: StepResult, now: float) -> list[SequenceUpdate]:
-        lane = self.dispatcher.ended(result.lane, result.step_seq)
-        if lane is None:
+        flight = self.dispatcher.ended(result.lane, result.step_seq, now)
+        if flight is None:
             return []
-        step, sequences = lane.finish()
+        step, sequences = flight.step, flight.sequences
         self.num_steps += 1
         self.last_step_s = now
-        self.log.add(step.header, lane.started_s, now, result.attention_s)
+        self.log.add(step.header, flight.started_s, now, result.attention_s)
         sampled = {token.sequence_id: token for token in result.sampled}
         updates = []
         for row, sequence in zip(step.rows, sequences, strict=True):
             if sequence.state is SequenceState.ENDED:
-                self._release(sequence)
+                self._release_unused(sequence)
                 continue
             sequence.num_cached_tokens += row.num_new_tokens
             if row.sample:
@@ -295,17 +296,17 @@ class EngineCore:
         return self._update(sequence, now, token=token, finish_reason=reason)
 
     def _step_failed(self, event: StepFailed, now: float) -> list[SequenceUpdate]:
-        lane = self.dispatcher.ended(event.lane, event.step_seq)
-        if lane is None:
+        flight, behind = self.dispatcher.failed(event.lane, event.step_seq, now)
+        for sequence in dict.fromkeys((*(() if flight is None else flight.sequences), *behind)):
+            if sequence.state is SequenceState.ENDED:
+                self._release_unused(sequence)
+        if flight is None:
             return []
-        trouble = lane.trouble or Trouble(now, 0, event.error)
+        trouble = flight.trouble or Trouble(now, 0, event.error)
         trouble.num_failures += 1
         trouble.error = event.error
-        step, sequences = lane.finish()
+        step, sequences = flight.step, flight.sequences
         alive = [sequence for sequence in sequences if sequence.state is not SequenceState.ENDED]
-        for sequence in sequences:
-            if sequence.state is SequenceState.ENDED:
-                self._release(sequence)
         if event.fatal:
             if len(sequences) == 1:
                 return self._fail_all(alive, StepError(event.error), now)
@@ -363,6 +364,12 @@ class EngineCore:
         self._admit(now)
         return self.dispatcher.fill(now)
 
+    def schedule_ahead(self, now: float) -> list[StepDescriptor]:
+        """Steps to hand to the cluster behind running ones, after those of `schedule`. Optional: a driver whose ranks
+        need not wait for it gains nothing by it.
+        """
+        return self.dispatcher.fill_ahead(now)
+
     def take_forgotten(self) -> dict[str, list[int]]:
         """By KV rank: sequences that ended since the last call and that the rank was told of."""
         forgotten, self._forgotten = self._forgotten, {}
@@ -408,6 +415,11 @@ class EngineCore:
         if sequence.in_step:
             self.pages[load.model.kv_rank].stop_growing(sequence)
         else:
+            self._release(sequence)
+
+    def _release_unused(self, sequence: Sequence) -> None:
+        """`_release` an ended sequence unless the step behind the one that it has left uses its pages."""
+        if not sequence.in_step:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:

@@ -22,7 +22,7 @@ class SequenceState(StrEnum):
 class Sequence:
     """One sequence. Owned and changed by the engine's core alone.
 
-    num_cached_tokens: slots written. in_step: a step that is in flight or parked has a row of it.
+    num_cached_tokens: slots written. num_steps: steps that are in flight or parked and have a row of it.
     joined: the KV worker knows it. num_losses: KV ranks lost under it since its last token.
     """
 
@@ -31,11 +31,15 @@ class Sequence:
     table: BlockTable
     state: SequenceState = SequenceState.QUEUED
     num_cached_tokens: int = 0
-    in_step: bool = False
+    num_steps: int = 0
     joined: bool = False
     blocked_since_s: float | None = None  # since when it is the first of its queue and lacks pages
     scheduled_s: float | None = None
     num_losses: int = 0
+
+    @property
+    def in_step(self) -> bool:
+        return self.num_steps > 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -89,7 +93,8 @@ class Sequence:
         """Back to its queue: its KV is lost, its tokens stay."""
         self.state = SequenceState.QUEUED
         self.num_cached_tokens = 0
-        self.in_step = self.joined = False
+        self.num_steps = 0
+        self.joined = False
         self.blocked_since_s = None
 
     def end_after(self, token_id: int) -> FinishReason | None:

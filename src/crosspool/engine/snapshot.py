@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def snapshot(core: "EngineCore", now: float) -> EngineStats:
     """Everything at `now`. Copies; later changes of the core do not show in it."""
-    busy = [lane.started_s for lane in core.dispatcher.lanes if lane.step is not None]
+    busy = [lane.present.started_s for lane in core.dispatcher.lanes if lane.present is not None]
     busy += [parked.trouble.first_failed_s for parked in core.dispatcher.parked]
     parked_seqs = dict.fromkeys(core.loads, 0)
     for parked in core.dispatcher.parked:

@@ -25,6 +25,10 @@ class BlockTable:
         self._num_sent = len(self.pages)
         return first, tuple(self.pages[first:])
 
+    def resend_from(self, index: int) -> None:
+        """The KV worker has not taken in pages from `index` on: the next row carries them again."""
+        self._num_sent = min(self._num_sent, index)
+
     def clear(self) -> list[Page]:
         """Empty the table and return its pages, for the pool."""
         pages, self.pages, self._num_sent = self.pages, [], 0
