@@ -230,6 +230,29 @@ def ps(
 
 
 @app.command()
+def limits(
+    model: Annotated[str | None, typer.Argument(help="a served name, for --floor and --ceiling")] = None,
+    floor: Annotated[str | None, typer.Option(help="kept for MODEL whatever others ask for, such as 1GiB")] = None,
+    ceiling: Annotated[str | None, typer.Option(help="the most MODEL may hold, or none")] = None,
+    budget: Annotated[str | None, typer.Option(help="what all models may hold in each KV rank's pool")] = None,
+    base_url: BaseUrl = LOCAL,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--admin-api-key", "--api-key", help="the server's admin key", envvar="CROSSPOOL_ADMIN_API_KEY"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
+) -> None:
+    """Show what models may hold in the KV pool of a running server, or change it. Live requests are not touched."""
+    from rich.console import Console
+
+    from crosspool.commands.http import ServerClient
+    from crosspool.commands.limits import run
+
+    client = ServerClient(base_url, api_key)
+    run(client, model, floor=floor, ceiling=ceiling, budget=budget, as_json=as_json, console=Console())
+
+
+@app.command()
 def top(
     base_url: BaseUrl = LOCAL,
     api_key: ClientKey = None,

@@ -46,12 +46,20 @@ class ModelConfig:
     max_model_len: int | None = None  # tokens of prompt + output; None: the model's own limit
     chat_template: str | None = None  # a file that replaces the model's own template
     page_tokens: int | None = None  # None: chosen so that frames are filled
+    kv_floor_bytes: int = 0  # of the KV pool, kept for this model
+    kv_ceiling_bytes: int | None = None  # the most it may hold of the KV pool; None: what the pool has
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len is {self.max_model_len} for {self.source}; it must be at least 2")
         if self.page_tokens is not None and self.page_tokens < 1:
             raise ValueError(f"page_tokens is {self.page_tokens} for {self.source}; it must be at least 1")
+        if self.kv_floor_bytes < 0:
+            raise ValueError(f"kv_floor is {self.kv_floor_bytes} for {self.source}; it must not be negative")
+        if self.kv_ceiling_bytes is not None and self.kv_ceiling_bytes < max(1, self.kv_floor_bytes):
+            raise ValueError(
+                f"kv_ceiling is {self.kv_ceiling_bytes} for {self.source}; it must be above 0 and its kv_floor or more"
+            )
 
     @property
     def served_name(self) -> str:

@@ -50,6 +50,13 @@ class ModelSettings(BaseModel):
     max_model_len: int | None = Field(None, description="tokens of prompt + output; default: the model's own limit")
     chat_template: str | None = Field(None, description="a file with a Jinja chat template instead of the model's own")
     page_tokens: int | None = Field(None, description="tokens of one KV page; default: chosen to fill frames")
+    kv_floor: Size = Field(0, description="part of the KV pool that is kept for this model")
+    kv_ceiling: Size | None = Field(None, description="the most it may hold of the KV pool; default: what there is")
+
+    @field_validator("kv_floor", "kv_ceiling")
+    @classmethod
+    def _bytes(cls, value: str | int | None) -> int | None:
+        return None if value is None else parse_size(value)
 
 
 class Settings(BaseSettings):
@@ -211,6 +218,8 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             max_model_len=model.max_model_len,
             chat_template=model.chat_template,
             page_tokens=model.page_tokens,
+            kv_floor_bytes=parse_size(model.kv_floor),
+            kv_ceiling_bytes=None if model.kv_ceiling is None else parse_size(model.kv_ceiling),
         )
         for model in settings.models
     )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from crosspool.core import FinishReason, TokenLogprob
+from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.output import RequestOutput, Timings, TokenLogprobs, Usage
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.served_model import ServedModel
@@ -53,6 +54,8 @@ class FakeEngine:
         self.loaded = asyncio.Event()  # cleared by a test, it holds up loads
         self.loaded.set()
         self.load_error: CrossPoolError | None = None
+        self.limit_changes: list[LimitChange] = []
+        self.limit_error: Exception | None = None
 
     def generate(self, request: GenerationRequest) -> FakeStream:
         script = self.scripts.get(request.model)
@@ -85,6 +88,11 @@ class FakeEngine:
         while drain and any(stream.request.model == name for stream in self.running.values()):
             await asyncio.sleep(0.01)
         del self.scripts[name], self.states[name]
+
+    def set_limits(self, change: LimitChange) -> None:
+        if self.limit_error is not None:
+            raise self.limit_error
+        self.limit_changes.append(change)
 
     def models(self) -> list[ModelInfo]:
         return [self.model(name) for name in self.scripts]

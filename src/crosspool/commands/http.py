@@ -1,4 +1,4 @@
-"""A small HTTP client of a running server, on the standard library: for `chat`, `ps` and `top`."""
+"""A small HTTP client of a running server, on the standard library: for `chat`, `limits`, `ps` and `top`."""
 
 import http.client
 import json
@@ -26,6 +26,10 @@ class ServerClient:
         with self._open(path, None, TIMEOUT_S) as response:
             return json.load(response)
 
+    def patch(self, path: str, body: dict[str, Any]) -> Any:
+        with self._open(path, json.dumps(body).encode(), TIMEOUT_S, "PATCH") as response:
+            return json.load(response)
+
     def post_events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Data of the server-sent events that answer `body`, until `[DONE]`. An error event is raised."""
         with self._open(path, json.dumps({**body, "stream": True}).encode(), STREAM_TIMEOUT_S) as response:
@@ -40,8 +44,8 @@ class ServerClient:
                     raise CrossPoolError(str(event["error"]["message"]))
                 yield event
 
-    def _open(self, path: str, data: bytes | None, timeout_s: float) -> Any:
-        request = urllib.request.Request(self._base_url + path, data=data, headers=self._headers)
+    def _open(self, path: str, data: bytes | None, timeout_s: float, method: str | None = None) -> Any:
+        request = urllib.request.Request(self._base_url + path, data=data, headers=self._headers, method=method)
         try:
             return urllib.request.urlopen(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:

@@ -1,4 +1,4 @@
-"""From a plan to the configuration of `crosspool serve`: budget, pages, ranks, lanes, context limits as planned."""
+"""From a plan to the configuration of `crosspool serve`: budget, limits, pages, ranks, lanes, contexts as planned."""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,7 @@ from crosspool.planner.plan import GroupPlan, Plan
 
 
 def serve_settings(plan: Plan, group: GroupPlan) -> dict[str, Any]:
-    """Settings that serve one group as planned. Raises ValueError, with the remedy, for what serve cannot run.
-
-    Floors and ceilings are not settings of serve; the budget is shared without them.
-    """
+    """Settings that serve one group as planned. Raises ValueError, with the remedy, for what serve cannot run."""
     if unknown := [model.name for model in group.models if not model.servable]:
         raise ValueError(f"{group.name}: {unknown[0]} is planned by numbers, no family here serves it; plan without it")
     if len(group.kv_ranks) > 1:
@@ -28,6 +25,8 @@ def serve_settings(plan: Plan, group: GroupPlan) -> dict[str, Any]:
                 "name": model.name,
                 "page_tokens": model.page_tokens,
                 "max_model_len": model.longest_context_tokens,
+                "kv_floor": model.floor_pages * model.frames_per_page * plan.frame_bytes,
+                "kv_ceiling": model.ceiling_pages * model.frames_per_page * plan.frame_bytes,
             }
             for model in group.models
         ],

@@ -18,6 +18,7 @@ from crosspool.server import (
     admin_routes,
     generation_routes,
     health,
+    limits_routes,
     live_routes,
     messages_routes,
     models_routes,
@@ -79,6 +80,7 @@ def create_app(
         live_routes,
         ui_routes,
         admin_routes,
+        limits_routes,
     ):
         app.include_router(routes.router)
     for kind, handler in HANDLERS.items():

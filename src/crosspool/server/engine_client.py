@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.served_model import ServedModel
@@ -31,6 +32,10 @@ class EngineClient(Protocol):
     async def add_model(self, model: ServedModel) -> ModelInfo: ...
 
     async def remove_model(self, name: str, *, drain: bool = True) -> None: ...
+
+    def set_limits(self, change: LimitChange) -> None:
+        """Change what models may hold in the KV pool, at once. UnknownModelError, or ValueError for what cannot be."""
+        ...
 
     def models(self) -> list[ModelInfo]: ...
 

@@ -23,7 +23,7 @@ class ReplicatedPages(KVRankPages):
 
     def __init__(self, model: ServedModel, replicas: Items[Items[PageBudget]], estimate: OutputEstimate) -> None:
         largest = max(min(budget.num_frames for budget in replica) for replica in replicas)
-        super().__init__(model.kv_rank, max(2, largest + 1), estimate)
+        super().__init__(model.kv_rank, max(2, largest + 1), model.frame_bytes, estimate)
         self.add_model(model)
         self._model = model
         self._replicas = replicas
