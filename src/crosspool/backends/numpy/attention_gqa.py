@@ -40,15 +40,21 @@ class GQAAttention:
             self._norms = (RMSNorm(q_norm, norm_eps), RMSNorm(_reorder(weights["k_norm"], order), norm_eps))
         self._o = transposed(weights["o"])
         self._o_bias = weights["o_bias"] if spec.o_bias else None
-        self._sinks = weights["sinks"].reshape(spec.num_kv_heads, -1) if spec.sinks else None
+        self.sinks = weights["sinks"].reshape(spec.num_kv_heads, -1) if spec.sinks else None
 
     @property
     def nbytes(self) -> int:
-        arrays = (self._qkv, self._qkv_bias, self._o, self._o_bias, self._sinks, *self._norms)
+        arrays = (self._qkv, self._qkv_bias, self._o, self._o_bias, self.sinks, *self._norms)
         return sum(array.nbytes for array in arrays if array is not None)
 
     def __call__(self, x: FloatArray, turns: ComplexArray, cache: LayerCache, slots: StepSlots) -> FloatArray:
         """(num_tokens, hidden) attention output of the normed `x`; the tokens' K and V are written to the cache."""
+        query, rows = self.project(x, turns)
+        cache.write(rows, slots)
+        return self.output(attend(query, cache, slots, self.spec.sliding_window, self.sinks))
+
+    def project(self, x: FloatArray, turns: ComplexArray) -> tuple[FloatArray, FloatArray]:
+        """Queries (num_tokens, kv_heads, group, head_dim) and cache rows (num_tokens, row) of the normed `x`."""
         spec = self.spec
         num_tokens = len(x)
         qkv = np.dot(x, self._qkv)
@@ -62,10 +68,12 @@ class GQAAttention:
             for norm, part in zip(self._norms, np.split(qkv[:, :qk_width], [self._q_width], axis=1), strict=True):
                 norm(part, out=part)
         rotate(heads[..., : spec.rope.dim], turns)
-        cache.write(qkv[:, self._q_width :], slots)
         query = heads[:, : spec.num_heads].reshape(num_tokens, spec.num_kv_heads, -1, spec.head_dim)
-        attended = attend(query, cache, slots, spec.sliding_window, self._sinks)
-        output: FloatArray = np.dot(attended.reshape(num_tokens, -1), self._o)
+        return query, qkv[:, self._q_width :]
+
+    def output(self, attended: FloatArray) -> FloatArray:
+        """(num_tokens, hidden) from attended values (num_tokens, kv_heads, group, head_dim)."""
+        output: FloatArray = np.dot(attended.reshape(len(attended), -1), self._o)
         if self._o_bias is not None:
             output += self._o_bias
         return output

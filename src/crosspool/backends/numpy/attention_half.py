@@ -48,7 +48,7 @@ class AttentionHalf:
                 self._attention.append(MLAAttention(attention, weights))
         self._ropes = [layer.attention.rope for layer in spec.layers]
         self._rotary = {rope: RotaryTable(rope) for rope in dict.fromkeys(self._ropes)}
-        self._caches = layer_caches(arena, geometry, spec)
+        self.caches = layer_caches(arena, geometry, spec)
         norms = (self._final_norm, *self._input_norms, *self._post_attention_norms)
         attention_bytes = sum(attention.nbytes for attention in self._attention)
         self.nbytes = (
@@ -70,8 +70,20 @@ class AttentionHalf:
         self, layer: int, hidden: FloatArray, turns: dict[RopeSpec, ComplexArray], slots: StepSlots
     ) -> FloatArray:
         """Add the layer's attention to `hidden` in place; what its FFN takes: the normed rows (num_tokens, hidden)."""
-        x = self._input_norms[layer](hidden)
-        hidden += self._attention[layer](x, turns[self._ropes[layer]], self._caches[layer], slots)
+        x = self.attention_input(layer, hidden)
+        hidden += self.attention(layer)(x, self.layer_turns(layer, turns), self.caches[layer], slots)
+        return self.ffn_input(layer, hidden)
+
+    def attention_input(self, layer: int, hidden: FloatArray) -> FloatArray:
+        return self._input_norms[layer](hidden)
+
+    def attention(self, layer: int) -> GQAAttention | MLAAttention:
+        return self._attention[layer]
+
+    def layer_turns(self, layer: int, turns: dict[RopeSpec, ComplexArray]) -> ComplexArray:
+        return turns[self._ropes[layer]]
+
+    def ffn_input(self, layer: int, hidden: FloatArray) -> FloatArray:
         return self._post_attention_norms[layer](hidden)
 
     def logits(self, hidden: FloatArray) -> FloatArray:

@@ -53,6 +53,24 @@ class MLAAttention:
 
     def __call__(self, x: FloatArray, turns: ComplexArray, cache: LayerCache, slots: StepSlots) -> FloatArray:
         """(num_tokens, hidden) attention output of the normed `x`; the tokens' latents are written to the cache."""
+        query, rows = self._project(x, turns)
+        cache.write(rows, slots)
+        if slots.is_decode:
+            return self.output(attend(self._absorb(query), cache, slots))
+        parts = [self._attend_row(query[slot_row.start : slot_row.stop], cache, slot_row) for slot_row in slots.rows]
+        return self._output(np.concatenate(parts))
+
+    def project(self, x: FloatArray, turns: ComplexArray) -> tuple[FloatArray, FloatArray]:
+        """Queries (num_tokens, 1, heads, row) as they are scored against cache rows, and rows (num_tokens, row)."""
+        query, rows = self._project(x, turns)
+        return self._absorb(query), rows
+
+    def output(self, attended: FloatArray) -> FloatArray:
+        """(num_tokens, hidden) from attended latents (num_tokens, 1, heads, lora)."""
+        return self._output(self._up_values(attended))
+
+    def _project(self, x: FloatArray, turns: ComplexArray) -> tuple[FloatArray, FloatArray]:
+        """Queries (num_tokens, heads, nope + rope) and cache rows."""
         spec = self.spec
         lora = spec.kv_lora_rank
         down = np.dot(x, self._down)
@@ -65,15 +83,11 @@ class MLAAttention:
         rotate(query[..., spec.qk_nope_head_dim :], turns)
         self._kv_a_norm(row[:, :lora], out=row[:, :lora])
         rotate(row[:, None, lora:], turns)
-        cache.write(row, slots)
-        if slots.is_decode:
-            attended = self._up_values(attend(self._absorb(query), cache, slots))
-        else:
-            parts = [
-                self._attend_row(query[slot_row.start : slot_row.stop], cache, slot_row) for slot_row in slots.rows
-            ]
-            attended = np.concatenate(parts)
-        output: FloatArray = np.dot(attended.reshape(len(x), -1), self._o)
+        return query, row
+
+    def _output(self, attended: FloatArray) -> FloatArray:
+        """(num_tokens, hidden) from attended values (num_tokens, heads, v)."""
+        output: FloatArray = np.dot(attended.reshape(len(attended), -1), self._o)
         if self._o_bias is not None:
             output += self._o_bias
         return output

@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crosspool.backends.numpy.kv_cache import RowSlots
+from crosspool.backends.numpy.page_reader import PageReader
 from crosspool.backends.numpy.philox import UniformStream
 from crosspool.backends.numpy.sampler import SamplingRow
 from crosspool.core import SampledToken
@@ -15,14 +16,18 @@ IntArray = npt.NDArray[np.int64]
 class Sequence:
     """One sequence. Everything is addressed by position, so that running the same row twice changes nothing."""
 
-    def __init__(self, new: NewSequence, model: str, frames_per_page: int, vocab_size: int) -> None:
+    def __init__(
+        self, new: NewSequence, model: str, frames_per_page: int, vocab_size: int, pages: PageReader | None = None
+    ) -> None:
+        """`pages` says what frame numbers mean on this rank; without it there is but one."""
         self.model = model
         self.sampling = new.sampling
         self.token_ids = [*new.prompt_token_ids, *new.output_token_ids]
         self._sequence_id = new.sequence_id
         self._num_prompt_tokens = len(new.prompt_token_ids)
         self._uniform = UniformStream(new.sampling.seed)
-        self._table: IntArray = np.zeros((frames_per_page, 0), dtype=np.int64)
+        self._pages = pages or PageReader(model=model, frames_per_page=frames_per_page)
+        self._table = self._pages.empty()
         if self.token_ids and not (min(self.token_ids) >= 0 and max(self.token_ids) < vocab_size):
             wrong = next(token for token in self.token_ids if not 0 <= token < vocab_size)
             raise ValueError(f"token id {wrong} is not in the vocabulary of {model}; ids lie in 0..{vocab_size - 1}")
@@ -31,17 +36,11 @@ class Sequence:
         """(frames_per_page, pages) with the row's new pages written in; the sequence's own is left as it is."""
         if not row.new_pages:
             return self._table
-        frames_per_page = len(self._table)
-        for page in row.new_pages:
-            if len(page) != frames_per_page or min(page) < 1:
-                raise ValueError(
-                    f"page {page} of sequence {self._sequence_id}: a page of {self.model} is {frames_per_page} frames, "
-                    "and frame 0 is reserved"
-                )
+        entries = self._pages.entries(row.new_pages, self._sequence_id)
         end = row.first_new_page + len(row.new_pages)
-        table = np.zeros((frames_per_page, max(end, self._table.shape[1])), dtype=np.int64)
+        table = np.zeros((len(self._table), max(end, self._table.shape[1])), dtype=np.int64)
         table[:, : self._table.shape[1]] = self._table
-        table[:, row.first_new_page : end] = np.array(row.new_pages, dtype=np.int64).T
+        table[:, row.first_new_page : end] = entries
         return table
 
     def tokens_to_run(self, row: StepRow) -> tuple[int, ...] | list[int]:

@@ -1,0 +1,56 @@
+"""StepRows: the rows of one step as a KV rank sees them, with their sequences, block tables and slots."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from crosspool.backends.numpy.kv_cache import StepSlots
+from crosspool.backends.numpy.sequences import Sequence, row_slots
+from crosspool.core import SampledToken
+from crosspool.scheduler.step import StepDescriptor
+
+IntArray = npt.NDArray[np.int64]
+
+
+class StepRows:
+    """Nothing of a step is visible to other steps before `commit`.
+
+    Raises ValueError for rows that do not fit what the rank knows: unknown sequences, missing pages.
+    """
+
+    def __init__(self, step: StepDescriptor, sequences: Mapping[int, Sequence], page_tokens: int) -> None:
+        self.rows = step.rows
+        self.sequences: list[Sequence] = []
+        self._tables: list[IntArray] = []
+        slots = []
+        num_tokens = 0
+        for row in step.rows:
+            sequence = sequences.get(row.sequence_id)
+            if sequence is None:
+                raise ValueError(f"sequence {row.sequence_id} is not known here; send it in the step's `joining`")
+            table = sequence.block_table(row)
+            self.sequences.append(sequence)
+            self._tables.append(table)
+            slots.append(row_slots(row, table, num_tokens, page_tokens))
+            num_tokens += row.num_new_tokens
+        if num_tokens != step.header.num_tokens or not num_tokens:
+            raise ValueError(f"the step's rows hold {num_tokens} tokens, its header says {step.header.num_tokens}")
+        self.slots = StepSlots.of(slots, page_tokens)
+
+    def token_ids(self) -> IntArray:
+        """(num_tokens,) the tokens to run. Raises ValueError where a row has fewer or more of them than it says."""
+        token_ids: list[int] = []
+        for row, sequence in zip(self.rows, self.sequences, strict=True):
+            tokens = sequence.tokens_to_run(row)
+            if len(tokens) != row.num_new_tokens:
+                raise ValueError(
+                    f"sequence {row.sequence_id} has {len(tokens)} tokens to run, its row says {row.num_new_tokens}"
+                )
+            token_ids += tokens
+        return np.array(token_ids, dtype=np.int64)
+
+    def commit(self, tokens: Mapping[int, SampledToken]) -> None:
+        """Make the step's outcome visible: its block tables, and the sampled tokens by row."""
+        for idx, (sequence, row, table) in enumerate(zip(self.sequences, self.rows, self._tables, strict=True)):
+            sequence.commit(row, table, tokens.get(idx))
