@@ -98,5 +98,6 @@ class Request:
     arrival_s: float = 0.0
     deadline_s: float | None = None  # on the clock of arrival_s; past it, a queued request is dropped
     key: str = ""  # whose it is: API keys take turns in a model's queue
+    cache_salt: str | None = None  # requests share cached prefixes only with those of the same salt
     output_token_ids: list[int] = field(default_factory=list)
     constraint: TokenConstraint | None = None

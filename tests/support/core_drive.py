@@ -90,7 +90,7 @@ class Drive:
     def add(
         self,
         model: str,
-        prompt: int = 5,
+        prompt: int | Sequence[int] = 5,
         max_tokens: int = 5,
         *,
         n: int = 1,
@@ -99,14 +99,17 @@ class Drive:
         priority: int = 0,
         deadline_s: float | None = None,
         key: str = "",
+        cache_salt: str | None = None,
     ) -> list[int]:
-        """Add a request of `n` sequences; each one's seed tells it apart."""
+        """Add a request of `n` sequences; each one's seed tells it apart. prompt: its tokens, or how many."""
         first = len(self.requests)
+        if isinstance(prompt, int):
+            prompt = [(first + position) % VOCAB_SIZE for position in range(prompt)]
         requests = [
             Request(
                 request_id=f"r{first}",
                 model=model,
-                prompt_token_ids=[(first + position) % VOCAB_SIZE for position in range(prompt)],
+                prompt_token_ids=list(prompt),
                 sampling=SamplingParams(
                     max_tokens=max_tokens, min_tokens=min_tokens, seed=first + index, stop_token_ids=tuple(stops)
                 ),
@@ -114,6 +117,7 @@ class Drive:
                 arrival_s=self.now,
                 deadline_s=deadline_s,
                 key=key,
+                cache_salt=cache_salt,
             )
             for index in range(n)
         ]
@@ -164,12 +168,14 @@ class Drive:
         stats = self.core.stats(self.now)
         for pool in stats.pools:
             pages = self.core.pages[pool.kv_rank]
-            assert min(pool.frames_used, pool.frames_reserved, pool.frames_free) >= 0
-            assert pool.frames_used + pool.frames_reserved + pool.frames_free == pool.frames_budget
-            assert pool.frames_used == pages.pool.budget - pages.pool.num_free
+            parts = (pool.frames_used, pool.frames_reserved, pool.frames_reusable, pool.frames_free)
+            assert min(parts) >= 0
+            assert sum(parts) == pool.frames_budget
+            reusable = 0 if pages.prefix is None else pages.prefix.num_reusable
+            assert pool.frames_used == pages.pool.budget - pages.pool.num_free - reusable
             models = [m for m in stats.models if self.core.loads[m.name].model.kv_rank == pool.kv_rank]
             assert sum(model.frames_used for model in models) == pool.frames_used
-            assert can_all_end(pages.pool.num_free, pages.budget.claims.values())
+            assert can_all_end(pages.pool.num_free + reusable, pages.budget.claims.values())
         for model in stats.models:
             assert model.num_queued <= self.core.config.max_queue + model.num_accepted * self.core.ranks.num_lost
             assert model.num_prefilling + model.num_decoding <= self.core.config.max_num_seqs
@@ -184,7 +190,8 @@ class Drive:
             if end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and sequence_id not in self.cut:
                 assert got == want
         for pages in self.core.pages.values():
-            assert pages.pool.num_free == pages.pool.budget
+            reusable = 0 if pages.prefix is None else pages.prefix.num_reusable
+            assert pages.pool.num_free + reusable == pages.pool.budget
             assert not pages.budget.claims
             assert not pages.stalled
         assert all(load.is_idle for load in self.core.loads.values())

@@ -81,7 +81,7 @@ class Deployment:
     async def until_free(self) -> None:
         for _ in range(200):
             pools = self.engine.stats().pools
-            if all(pool.frames_free == pool.frames_budget for pool in pools):
+            if all(pool.frames_free + pool.frames_reusable == pool.frames_budget for pool in pools):
                 return
             await asyncio.sleep(0.01)
         raise AssertionError(f"pages did not return: {pools}")

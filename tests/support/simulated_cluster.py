@@ -15,6 +15,7 @@ from crosspool.cluster.base import Event, RankLost, RankReady, StepDone, StepFai
 from crosspool.core import SampledToken
 from crosspool.engine.served_model import ServedModel
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepResult, StepRow
+from tests.support.frame_contents import FrameContents, Marks
 
 VOCAB_SIZE = 64
 
@@ -43,6 +44,15 @@ class _Known:
     num_pages: int = 0  # those of steps that ended well
     num_cached: int = 0
     tokens: list[int] = field(default_factory=list)
+    marks: Marks = field(default_factory=lambda: Marks(""))
+
+    def marks_to(self, stop: int) -> list[int]:
+        """Marks of its slots up to `stop`."""
+        told = (*self.new.prompt_token_ids, *self.new.output_token_ids)
+        for position in range(len(self.marks.marks), stop):
+            sampled = token_at(self.new.sampling.seed, position)
+            self.marks.extend([told[position] if position < len(told) else sampled])
+        return self.marks.marks
 
 
 class SimulatedCluster:
@@ -64,6 +74,7 @@ class SimulatedCluster:
         self.durations: dict[str, float] = {}  # by model; random where a model has none
         self._events: list[tuple[float, int, Event]] = []
         self._count = 0
+        self._contents = FrameContents()
 
     def submit(self, step: StepDescriptor, now: float) -> None:
         header = step.header
@@ -111,6 +122,7 @@ class SimulatedCluster:
         """A rank dies; steps that need it fail, and it comes back after `back_in_s`."""
         self.down.add(rank)
         self.known.pop(rank, None)
+        self._contents.lose(rank)
         self._after(0.0, now, RankLost(rank=rank, reason="killed"))
         for lane, step in self.running.items():
             if rank == step.header.kv_rank:
@@ -193,7 +205,8 @@ class SimulatedCluster:
         for row in step.rows:
             assert row.sequence_id not in busy, "a sequence is in two steps at once"
             if row.sequence_id in joining:
-                known[row.sequence_id] = _Known(joining[row.sequence_id])
+                known[row.sequence_id] = _Known(joining[row.sequence_id], marks=Marks(header.model))
+                known[row.sequence_id].num_cached = row.num_cached_tokens  # in pages that others have filled
             sequence = known[row.sequence_id]
             ahead = before.get(row.sequence_id)
             start = sequence.num_cached + (ahead.num_new_tokens if ahead is not None else 0)
@@ -214,15 +227,49 @@ class SimulatedCluster:
             needed = row.num_cached_tokens + row.num_new_tokens
             assert len(sequence.pages) * model.page_tokens >= needed, "a step without its pages"
             assert all(len(page) == model.frames_per_page for page in sequence.pages)
+            self._check_contents(step, row, sequence, all_pages=row.sequence_id in joining)
         self.check_frames(header.kv_rank)
+        for row in step.rows:
+            self._spoil(step, row, known[row.sequence_id])
+
+    def _check_contents(self, step: StepDescriptor, row: StepRow, sequence: _Known, *, all_pages: bool) -> None:
+        """Slots that the row attends to hold its sequence's tokens: on all its pages, or on one of them in turns."""
+        page_tokens = self.models[step.header.model].page_tokens
+        marks = sequence.marks_to(sequence.num_cached)[: sequence.num_cached]
+        num_pages = -(-sequence.num_cached // page_tokens)
+        for page in range(num_pages) if all_pages else [step.header.step_seq % max(1, num_pages)]:
+            part = marks[page * page_tokens : (page + 1) * page_tokens]
+            if part:
+                self._contents.check(step.header.kv_rank, step.header.model, sequence.pages[page], part)
+
+    def _spoil(self, step: StepDescriptor, row: StepRow, sequence: _Known) -> None:
+        """What the row writes into is its sequence's alone, and nobody's to read before the step has ended well."""
+        header = step.header
+        others = [known for key, known in self.known[header.kv_rank].items() if key != row.sequence_id]
+        for page, slots, _ in self._written(step, row):
+            self._contents.spoil(header.kv_rank, header.model, sequence.pages[page], slots)
+            assert all(sequence.pages[page] not in other.pages for other in others), "a step writes into a shared page"
+
+    def _written(self, step: StepDescriptor, row: StepRow) -> list[tuple[int, range, slice]]:
+        """The pages a row writes into: index, slots, and which positions these are."""
+        page_tokens = self.models[step.header.model].page_tokens
+        stop = row.num_cached_tokens + row.num_new_tokens
+        found, start = [], row.num_cached_tokens
+        while start < stop:
+            page, slot = divmod(start, page_tokens)
+            end = min(stop, (page + 1) * page_tokens)
+            found.append((page, range(slot, slot + end - start), slice(start, end)))
+            start = end
+        return found
 
     def check_frames(self, kv_rank: str) -> None:
-        """No frame has two owners among the sequences that live on the rank, and none is frame 0."""
-        owners: dict[int, int] = {}
-        for sequence_id, sequence in self.known.get(kv_rank, {}).items():
-            for frame in (frame for page in sequence.pages for frame in page):
-                assert 0 < frame < self.num_frames
-                assert owners.setdefault(frame, sequence_id) == sequence_id, f"frame {frame} is owned twice"
+        """No frame is in two pages of the sequences that live on the rank, and none is frame 0."""
+        owners: dict[int, tuple[tuple[int, ...], int]] = {}
+        for sequence in self.known.get(kv_rank, {}).values():
+            for index, page in enumerate(sequence.pages):
+                for frame in page:
+                    assert 0 < frame < self.num_frames
+                    assert owners.setdefault(frame, (page, index)) == (page, index), f"frame {frame} is owned twice"
 
     def _result(self, step: StepDescriptor) -> StepResult:
         known = self.known[step.header.kv_rank]
@@ -240,6 +287,10 @@ class SimulatedCluster:
         for row in step.rows:
             if row.sequence_id in known:
                 sequence = known[row.sequence_id]
+                for page, slots, span in self._written(step, row):
+                    marks = sequence.marks_to(span.stop)[span]
+                    where = (step.header.kv_rank, step.header.model, sequence.pages[page], slots)
+                    self._contents.write(*where, marks)
                 sequence.num_cached = row.num_cached_tokens + row.num_new_tokens
                 sequence.num_pages = max(sequence.num_pages, _num_pages(row))
 

@@ -49,7 +49,7 @@ def a_group(costs: dict[str, LinearCost], num_frames=4096, order="priority", **c
         )
         for name, cost in costs.items()
     ]
-    settings = {"max_num_batched_tokens": 64, "max_queue": 1000, **config}
+    settings = {"max_num_batched_tokens": 64, "max_queue": 1000, "prefix_caching": False, **config}
     return SimulatedGroup(
         name="g0", layout="crosspool", models=tuple(models), config=a_config(num_frames, **settings), order=order
     )

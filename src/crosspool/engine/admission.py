@@ -21,12 +21,17 @@ from crosspool.units import ceil_div
 
 @dataclass(slots=True)
 class Claim:
-    """Frames of one live sequence of `model`: in its block table, expected at its end, and the most it may reach."""
+    """Frames of one live sequence of `model`: in its block table, expected at its end, and the most it may reach.
+
+    Frames that several sequences use are in a claim of their own, which `is_shared`: they come back with the last of
+    these sequences. Here they never do, which errs on the safe side and spares the question of who is the last.
+    """
 
     held: int
     expected: int
     most: int
     model: str = ""
+    is_shared: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.held <= self.expected <= self.most, f"{self} does not ascend"
@@ -35,6 +40,16 @@ class Claim:
     def left(self) -> int:
         """The most it may still ask for."""
         return self.most - self.held
+
+    @property
+    def gives_back(self) -> int:
+        """Frames that are free once it ends."""
+        return 0 if self.is_shared else self.held
+
+    def changed(self, num_frames: int) -> "Claim":
+        """The claim with `num_frames` more in its block table, or fewer, and as much left to grow."""
+        changed = (self.held + num_frames, self.expected + num_frames, self.most + num_frames)
+        return Claim(*changed, self.model, self.is_shared)
 
 
 def can_all_end(num_free: int, claims: Iterable[Claim]) -> bool:
@@ -45,7 +60,7 @@ def can_all_end(num_free: int, claims: Iterable[Claim]) -> bool:
     for claim in sorted(claims, key=lambda claim: claim.left):
         if claim.left > num_free:
             return False
-        num_free += claim.held
+        num_free += claim.gives_back
     return True
 
 
@@ -73,7 +88,7 @@ def can_all_end_within(limits: PoolLimits, claims: Iterable[Claim]) -> bool:
                 has = held[model]
                 if queue[-1].left > min(common + max(0, floor - has), ceiling - has):
                     break
-                held[model] -= queue.pop().held
+                held[model] -= queue.pop().gives_back
                 common += max(has, floor) - max(held[model], floor)
             if not queue:
                 del waiting[model]
@@ -95,6 +110,7 @@ class PageBudget:
         self.limits = PoolLimits(budget=num_frames) if limits is None else limits
         self.claims: dict[int, Claim] = {}
         self.is_settling = False
+        self._shared: dict[str, int] = {}  # by model: the id of its shared claim, below every sequence's
 
     @property
     def num_held(self) -> int:
@@ -123,6 +139,12 @@ class PageBudget:
         if not within_budget and not (self.is_floored(claim) and sum(expected.values()) <= self.limits.budget):
             return False
         return self._is_possible([*self.claims.values(), claim])
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether all live sequences can end: what every change but an end has to leave true."""
+        claims = list(self.claims.values())
+        return self._is_possible(claims) if self.is_settling else self._is_safe(claims)
 
     def is_capped(self, claim: Claim) -> bool:
         """Whether the ceiling of its model keeps a new sequence out, however much is free."""
@@ -179,6 +201,20 @@ class PageBudget:
         """The sequence has ended; it holds its frames until the step in flight that uses them ends."""
         claim = self.claims[sequence_id]
         self.claims[sequence_id] = Claim(claim.held, claim.held, claim.held, claim.model)
+        self._settle()
+
+    def share(self, sequence_id: int, num_frames: int) -> None:
+        """Others use `num_frames` of a sequence's frames too from now on; less than 0: it has them alone again."""
+        claim = self.claims[sequence_id]
+        self.claims[sequence_id] = claim.changed(-num_frames)
+        shared_id = self._shared.setdefault(claim.model, -1 - len(self._shared))
+        shared = self.claims.pop(shared_id, Claim(0, 0, 0, claim.model, is_shared=True)).changed(num_frames)
+        if shared.held:
+            self.claims[shared_id] = shared
+
+    def give_up(self, sequence_id: int, num_frames: int) -> None:
+        """The sequence needs so many frames less: it uses those of others instead."""
+        self.claims[sequence_id] = self.claims[sequence_id].changed(-num_frames)
         self._settle()
 
     def close(self, sequence_id: int) -> None:

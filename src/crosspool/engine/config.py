@@ -29,6 +29,7 @@ class EngineConfig:
     bypass_window: int = 8  # queued requests behind one that lacks pages that are tried before it has aged
     default_deadline_s: float | None = None  # longest time in the queue, for requests without a deadline
     recovery_timeout_s: float = 60.0  # how long a request waits for a lost rank; 0: an error at once
+    prefix_caching: bool = True  # pages of ended sequences serve later ones with the same first tokens
     seed: int | None = None  # of requests without one; None: a fresh one for each
 
     def __post_init__(self) -> None:

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
-from crosspool.engine.batcher import Turns, decode_row, make_step, prefill_chunks, prefill_row
+from crosspool.engine.batcher import Chunk, Turns, decode_row, make_step, prefill_chunks, prefill_row
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.lanes import Flight, Lane, ParkedStep, Trouble, rows_of
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.pages import KVRankPages
 from crosspool.engine.ranks import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
+from crosspool.engine.shared_prefill import shared_chunks
 from crosspool.scheduler.step import NewSequence, Phase, StepDescriptor, StepRow
 
 
@@ -223,12 +224,25 @@ class Dispatcher:
             load = self._loads[name]
             if not self._ranks.are_up(load.ranks):
                 continue
-            waiting = [sequence for sequence in load.prefilling.values() if not sequence.in_step]
-            chunks = prefill_chunks(waiting, self._max_num_batched_tokens)
+            chunks = self._chunks(load)
             if chunks:
                 batch = [chunk.sequence for chunk in chunks]
                 return self._start(lane, load, batch, [prefill_row(chunk) for chunk in chunks], now)
         return None
+
+    def _chunks(self, load: ModelLoad) -> list[Chunk]:
+        """What the model's next prefill step runs."""
+        waiting = [sequence for sequence in load.prefilling.values() if not sequence.in_step]
+        prefix = self._pages[load.model.kv_rank].prefix
+        if prefix is None:
+            return prefill_chunks(waiting, self._max_num_batched_tokens)
+        running = [
+            Chunk(sequence, row.num_new_tokens)
+            for lane in self.lanes
+            if lane.phase == "prefill" and lane.step is not None and lane.step.header.model == load.model.name
+            for row, sequence in zip(lane.step.rows, lane.sequences, strict=False)
+        ]
+        return shared_chunks(prefix, waiting, running, self._max_num_batched_tokens)
 
     def _start(
         self, lane: Lane, load: ModelLoad, batch: Items[Sequence], rows: Items[StepRow], now: float
@@ -237,6 +251,7 @@ class Dispatcher:
         joining: list[NewSequence] = []
         for sequence in batch:
             if not sequence.joined:
+                self._pages[load.model.kv_rank].started(sequence)
                 sequence.joined = True
                 joining.append(sequence.introduction())
             if sequence.scheduled_s is None:

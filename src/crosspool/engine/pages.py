@@ -1,22 +1,37 @@
 """KVRankPages: one KV rank's pool and budget, and what sequences take from them."""
 
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+
 from crosspool.engine.admission import Claim, PageBudget, frames_for
 from crosspool.engine.forecast import OutputEstimate
 from crosspool.engine.limit_change import LimitChange, changed_limits, first_limits
+from crosspool.engine.prefix_pages import PrefixPages
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import PoolStats
 from crosspool.kv_pool.limits import PoolLimits, PoolSize, check_limits
 from crosspool.kv_pool.pool import KVPool
+from crosspool.kv_pool.prefix_cache import CachedPage
 
 
 class KVRankPages:
     """Admits sequences, grows their block tables and takes their pages back.
 
-    The budget decides and the pool hands out: what the budget grants, the pool has.
+    The budget decides and the pool hands out: what the budget grants, the pool has, if need be once pages that nobody
+    uses any more are evicted. prefix: None where prefixes are not cached.
     """
 
-    def __init__(self, kv_rank: str, num_frames: int, frame_bytes: int, estimate: OutputEstimate) -> None:
+    def __init__(
+        self,
+        kv_rank: str,
+        num_frames: int,
+        frame_bytes: int,
+        estimate: OutputEstimate,
+        *,
+        caches_prefixes: bool = False,
+    ) -> None:
         self.kv_rank = kv_rank
         self.frame_bytes = frame_bytes
         self.pool = KVPool(num_frames)
@@ -24,15 +39,20 @@ class KVRankPages:
         self.estimate = estimate
         self.stalled: set[int] = set()  # sequences that wait for a page; nothing is admitted meanwhile
         self._models: dict[str, ServedModel] = {}
+        self.prefix = PrefixPages(self.pool, self.budget, self._models) if caches_prefixes else None
 
     def add_model(self, model: ServedModel) -> None:
         """Serve the model within its limits. Raises ValueError where they cannot be held beside those of the others."""
         limits = self.limits_with(model)
         self.pool.add_model(model.name, model.frames_per_page)
         self._models[model.name] = model
+        if self.prefix is not None:
+            self.prefix.add_model(model.name)
         self.budget.set_limits(limits)
 
     def remove_model(self, name: str) -> None:
+        if self.prefix is not None:
+            self.prefix.remove_model(name)
         self.pool.remove_model(name)
         del self._models[name]
         self.budget.set_limits(self.budget.limits.without(name))
@@ -56,6 +76,8 @@ class KVRankPages:
     def set_limits(self, limits: PoolLimits) -> None:
         """Hold what is admitted from now on to limits that have been checked; nothing live is touched."""
         self.budget.set_limits(limits)
+        if self.prefix is not None:
+            self.prefix.hold_to_limits()
 
     def _size(self, *more: ServedModel) -> PoolSize:
         models = [*self._models.values(), *more]
@@ -66,20 +88,39 @@ class KVRankPages:
         )
 
     def admits(self, sequence: Sequence) -> bool:
-        return self.budget.admits(self._claim(sequence))
+        with self._asked(sequence) as claim:
+            return self.budget.admits(claim)
 
     def is_capped(self, sequence: Sequence) -> bool:
         """Whether its model's ceiling keeps it out, however much is free."""
-        return self.budget.is_capped(self._claim(sequence))
+        with self._asked(sequence) as claim:
+            return self.budget.is_capped(claim)
 
     def is_floored(self, sequence: Sequence) -> bool:
         """Whether what is kept for its model holds it."""
-        return self.budget.is_floored(self._claim(sequence))
+        with self._asked(sequence) as claim:
+            return self.budget.is_floored(claim)
 
     def admit(self, sequence: Sequence) -> None:
-        """Claim what the sequence needs and give it the pages of all tokens it has."""
-        self.budget.open(sequence.sequence_id, self._claim(sequence))
+        """Claim what the sequence needs and give it the pages of all tokens it has: cached ones first."""
+        if self.prefix is None:
+            self.budget.open(sequence.sequence_id, self._claim(sequence))
+        else:
+            found = self.prefix.find(sequence)
+            self.prefix.lend(found)
+            self.budget.open(sequence.sequence_id, self._claim(sequence, found))
+            sequence.table.extend(tuple(self.prefix.take(sequence, found)))
         self._extend(sequence, sequence.num_tokens)
+
+    def started(self, sequence: Sequence) -> None:
+        """The sequence's first step is about to be handed out: its KV worker gets to know its pages."""
+        if self.prefix is not None:
+            self.prefix.started(sequence)
+
+    def step_ended(self, sequence: Sequence) -> None:
+        """A step has written slots of the sequence: `num_cached_tokens` of them are whole."""
+        if self.prefix is not None:
+            self.prefix.note_filled(sequence)
 
     def ensure_slot(self, sequence: Sequence) -> bool:
         """Give the sequence a slot for one token more than it has written; False if it has to wait for a page."""
@@ -101,7 +142,8 @@ class KVRankPages:
         """Pages for `num_tokens` tokens, if the budget grants them."""
         model = self._models[sequence.request.model]
         missing = sequence.table.num_missing(num_tokens)
-        expected = frames_for(model, self._expected_tokens(sequence))
+        shared = frames_for(model, sequence.max_tokens) - self.budget.claims[sequence.sequence_id].most
+        expected = frames_for(model, self._expected_tokens(sequence)) - shared
         if not self.budget.grow(sequence.sequence_id, missing * model.frames_per_page, expected):
             return False
         self._extend(sequence, num_tokens)
@@ -113,27 +155,40 @@ class KVRankPages:
 
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's pages back. No step in flight may use them."""
-        self.pool.free(sequence.request.model, sequence.table.clear())
         self.budget.close(sequence.sequence_id)
+        pages = sequence.table.clear()
+        if self.prefix is not None:
+            pages = self.prefix.leave(sequence, pages)
+        self.pool.free(sequence.request.model, pages)
         self.stalled.discard(sequence.sequence_id)
 
+    def memory_lost(self) -> None:
+        """The rank's memory is gone, and its sequences have been released: nothing can be used again."""
+        if self.prefix is not None:
+            self.prefix.drop_unused()
+
     def frames_used(self, model: str) -> int:
-        return self.pool.used(model)
+        """Frames in block tables of the model, each once."""
+        reusable = 0 if self.prefix is None else self.prefix.frames_reusable(model)
+        return self.pool.used(model) - reusable
 
     @property
     def num_held(self) -> int:
         """Frames in block tables, of all models."""
-        return self.pool.budget - self.pool.num_free
+        return self.budget.num_held
 
     def stats(self) -> PoolStats:
         used, reserved = self.budget.num_held, self.budget.num_reserved
+        unpromised = self.pool.budget - used - reserved
+        reusable = 0 if self.prefix is None else min(unpromised, self.prefix.num_reusable)
         return PoolStats(
             kv_rank=self.kv_rank,
             frame_bytes=self.frame_bytes,
             frames_budget=self.pool.budget,
             frames_used=used,
             frames_reserved=reserved,
-            frames_free=self.pool.budget - used - reserved,
+            frames_reusable=reusable,
+            frames_free=unpromised - reusable,
             frames_limit=self.limits.budget,
             frames_kept=self.limits.kept,
             is_settling=self.budget.is_settling,
@@ -144,12 +199,27 @@ class KVRankPages:
         claims = (self.budget.claims[sequence_id] for sequence_id in sequence_ids)
         return sum(claim.expected - claim.held for claim in claims)
 
-    def _claim(self, sequence: Sequence) -> Claim:
+    @contextmanager
+    def _asked(self, sequence: Sequence) -> Iterator[Claim]:
+        """What a queued sequence would claim; meanwhile, what it would share with others counts as shared."""
+        if self.prefix is None:
+            yield self._claim(sequence)
+            return
+        found = self.prefix.find(sequence)
+        self.prefix.lend(found)
+        try:
+            yield self._claim(sequence, found)
+        finally:
+            self.prefix.lend(found, sign=-1)
+
+    def _claim(self, sequence: Sequence, found: Items[CachedPage] = ()) -> Claim:
+        """What a new sequence holds alone, if it uses the cached pages `found`."""
         model = self._models[sequence.request.model]
+        in_use = 0 if self.prefix is None else self.prefix.frames_in_use(found)
         return Claim(
-            held=frames_for(model, sequence.num_tokens),
-            expected=frames_for(model, self._expected_tokens(sequence)),
-            most=frames_for(model, sequence.max_tokens),
+            held=frames_for(model, sequence.num_tokens) - in_use,
+            expected=frames_for(model, self._expected_tokens(sequence)) - in_use,
+            most=frames_for(model, sequence.max_tokens) - in_use,
             model=model.name,
         )
 
@@ -159,6 +229,9 @@ class KVRankPages:
         return sequence.num_prompt_tokens + max(expected, num_generated)
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> None:
-        pages = self.pool.allocate(sequence.request.model, sequence.table.num_missing(num_tokens))
+        name, missing = sequence.request.model, sequence.table.num_missing(num_tokens)
+        if self.prefix is not None:
+            self.prefix.make_room(name, missing * self._models[name].frames_per_page)
+        pages = self.pool.allocate(name, missing)
         assert pages is not None, f"the budget of {self.kv_rank} granted pages that its pool does not have"
         sequence.table.extend(pages)

@@ -76,7 +76,10 @@ class EngineCore:
         return context_limit(model, limits.reach(model.name))
 
     def _new_pages(self, kv_rank: str) -> KVRankPages:
-        return KVRankPages(kv_rank, self.config.num_frames, self.config.frame_bytes, self._estimate)
+        config = self.config
+        return KVRankPages(
+            kv_rank, config.num_frames, config.frame_bytes, self._estimate, caches_prefixes=config.prefix_caching
+        )
 
     def set_limits(self, change: LimitChange) -> None:
         """Change what models may hold in the KV pool, at once and as a whole; `refuse_unfitting` comes next.
@@ -273,6 +276,7 @@ class EngineCore:
                 self._release_unused(sequence)
                 continue
             sequence.num_cached_tokens += row.num_new_tokens
+            self.pages[step.header.kv_rank].step_ended(sequence)
             if row.sample:
                 updates.append(self._accept_token(sequence, sampled[row.sequence_id], now))
         return updates
@@ -350,6 +354,7 @@ class EngineCore:
                     times = f"{sequence.num_losses} times in a row without a token"
                     error = WorkerLostError(f"rank {rank} was lost under this request {times}; last: {reason}")
                     updates.append(self._fail(sequence, error, now))
+        self.pages[rank].memory_lost()
         self._forgotten.pop(rank, None)
         return updates
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from crosspool.core import FinishReason, Request, SampledToken
+from crosspool.engine.sequence_prefix import SequencePrefix
 from crosspool.errors import CrossPoolError
 from crosspool.kv_pool.block_table import BlockTable
 from crosspool.scheduler.step import NewSequence
@@ -24,6 +25,7 @@ class Sequence:
 
     num_cached_tokens: slots written. num_steps: steps that are in flight or parked and have a row of it.
     joined: the KV worker knows it. num_losses: KV ranks lost under it since its last token.
+    num_reused_tokens: of its prompt, those that pages of others held when it started. prefix: its part in the cache.
     """
 
     sequence_id: int
@@ -36,6 +38,8 @@ class Sequence:
     blocked_since_s: float | None = None  # since when it is the first of its queue and lacks pages
     scheduled_s: float | None = None
     num_losses: int = 0
+    num_reused_tokens: int = 0
+    prefix: SequencePrefix | None = None
 
     @property
     def in_step(self) -> bool:
@@ -72,13 +76,15 @@ class Sequence:
 
     def uncached(self, count: int) -> tuple[int, ...]:
         """The next `count` token ids to prefill."""
-        start, prompt = self.num_cached_tokens, self.request.prompt_token_ids
-        head = prompt[start : start + count]
-        rest = count - len(head)
-        if rest == 0:
-            return tuple(head)
-        offset = max(0, start - len(prompt))
-        return (*head, *self.request.output_token_ids[offset : offset + rest])
+        return self.token_ids(self.num_cached_tokens, self.num_cached_tokens + count)
+
+    def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
+        """Token ids at positions [start, stop), of prompt and output."""
+        prompt, output = self.request.prompt_token_ids, self.request.output_token_ids
+        head = tuple(prompt[start:stop])
+        if stop <= len(prompt):
+            return head
+        return (*head, *output[max(0, start - len(prompt)) : stop - len(prompt)])
 
     def introduction(self) -> NewSequence:
         """What the KV worker must know of it before its first row."""

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.pages import KVRankPages
+from crosspool.engine.prefix_pages import PrefixCounts
 from crosspool.engine.stats import EngineStats, ModelStats
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
 def _model_stats(load: ModelLoad, pages: KVRankPages, num_parked: int, last_end_s: float | None) -> ModelStats:
     name, width = load.model.name, load.model.frames_per_page
     frames_used = pages.frames_used(name)
+    prefix = pages.prefix
+    frames_reusable = 0 if prefix is None else prefix.frames_reusable(name)
+    counts = PrefixCounts() if prefix is None else prefix.counts[name]
     frames_reserved = pages.frames_reserved([*load.prefilling, *load.decoding, *load.lingering])
     return ModelStats(
         name=name,
@@ -55,6 +59,11 @@ def _model_stats(load: ModelLoad, pages: KVRankPages, num_parked: int, last_end_
         generated_tokens=load.generated_tokens,
         num_accepted=load.num_accepted,
         num_refused=load.num_refused,
+        pages_reusable=frames_reusable // width,
+        frames_reusable=frames_reusable,
+        prefix_queries=counts.queries,
+        prefix_hits=counts.hits,
+        prefix_evictions=counts.evictions,
         num_preempted=load.num_preempted,
         num_finished={reason.value: count for reason, count in load.num_finished.items()},
         frames_floor=pages.limits.floor(name),

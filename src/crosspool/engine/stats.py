@@ -49,6 +49,11 @@ class ModelStats:
     num_accepted: int
     num_refused: int
     num_finished: dict[str, int]  # by FinishReason
+    pages_reusable: int = 0  # cached pages that no sequence uses
+    frames_reusable: int = 0
+    prefix_queries: int = 0  # tokens of started requests that were looked for in the prefix cache
+    prefix_hits: int = 0  # of them, those that were found and not computed again
+    prefix_evictions: int = 0  # pages
     num_preempted: int = 0  # sequences that lost their KV with a rank, to be prefilled again
     frames_floor: int = 0  # kept for the model
     frames_ceiling: int | None = None  # the most it may hold; None: as much as the pool's limits leave
@@ -58,10 +63,12 @@ class ModelStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolStats:
-    """Frames of one KV rank; `used + reserved + free == budget` at every moment. Frame 0 is not counted.
+    """Frames of one KV rank; `used + reserved + reusable + free == budget` at every moment. Frame 0 is not counted.
 
-    frames_limit: of the budget, those that all models together may hold now. frames_kept: of these, all floors.
-    is_settling: live sequences were promised more than limits set since allow, and are ending.
+    used: in block tables, those of several sequences once. reusable: in cached pages that nobody uses, as far as nobody
+    was promised their frames: admission takes them like free ones. frames_limit: of the budget, those that all models
+    together may hold now. frames_kept: of these, all floors. is_settling: live sequences were promised more than limits
+    set since allow, and are ending.
     """
 
     kv_rank: str
@@ -70,6 +77,7 @@ class PoolStats:
     frames_used: int
     frames_reserved: int
     frames_free: int
+    frames_reusable: int = 0
     frames_limit: int = 0
     frames_kept: int = 0
     is_settling: bool = False

@@ -29,6 +29,13 @@ class BlockTable:
         """The KV worker has not taken in pages from `index` on: the next row carries them again."""
         self._num_sent = min(self._num_sent, index)
 
+    def replace(self, index: int, pages: list[Page]) -> list[Page]:
+        """Put `pages` in the place of those from `index` on, which are returned. No row may have carried them."""
+        assert self._num_sent <= index, f"page {index} has been sent; it cannot be another one any more"
+        stop = index + len(pages)
+        old, self.pages[index:stop] = self.pages[index:stop], pages
+        return old
+
     def clear(self) -> list[Page]:
         """Empty the table and return its pages, for the pool."""
         pages, self.pages, self._num_sent = self.pages, [], 0

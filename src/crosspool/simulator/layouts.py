@@ -67,6 +67,7 @@ def _config(plan_input: PlanInput, num_frames: int, max_queue: int, num_decode: 
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_queue=max_queue,
         admission=plan_input.admission,
+        prefix_caching=False,  # a workload has lengths, not tokens: all its prompts would look alike
     )
 
 

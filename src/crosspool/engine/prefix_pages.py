@@ -1,0 +1,202 @@
+"""PrefixPages: full pages that sequences of one KV rank have in common, and those that ended ones leave behind."""
+
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from crosspool.engine.admission import PageBudget
+from crosspool.engine.sequence import Sequence
+from crosspool.engine.sequence_prefix import SequencePrefix
+from crosspool.engine.served_model import ServedModel
+from crosspool.kv_pool.pool import KVPool, Page
+from crosspool.kv_pool.prefix_cache import CachedPage, PrefixCache
+from crosspool.kv_pool.prefix_chain import PrefixChain
+
+
+@dataclass(slots=True)
+class PrefixCounts:
+    """Of one model since it was added. queries, hits: tokens of started requests, and those of them found here."""
+
+    queries: int = 0
+    hits: int = 0
+    evictions: int = 0  # pages
+
+
+class PrefixPages:
+    """Between the cache, which knows tokens and users of pages, and the pool and the budget, which count frames.
+
+    A page is shared only when it is full, so nobody ever writes into a page that two sequences have. A page with one
+    user is in that sequence's claim, one with several is in the shared claim, and one without any is in none: what
+    admission takes for free frames are the pool's free ones and the reusable pages, each once.
+    """
+
+    def __init__(self, pool: KVPool, budget: PageBudget, models: Mapping[str, ServedModel]) -> None:
+        self.cache = PrefixCache()
+        self.counts: dict[str, PrefixCounts] = {}
+        self._pool = pool
+        self._budget = budget
+        self._models = models
+
+    def add_model(self, name: str) -> None:
+        self.cache.add_model(name)
+        self.counts[name] = PrefixCounts()
+
+    def remove_model(self, name: str) -> None:
+        self._pool.free(name, self.cache.remove_model(name))
+        del self.counts[name]
+
+    def drop_unused(self) -> None:
+        """Forget every page that nobody uses: its tokens are not there any more, or are not to be found any more."""
+        for name in self.counts:
+            self._pool.free(name, self.cache.clear(name))
+
+    def frames_reusable(self, model: str) -> int:
+        return self.cache.num_reusable(model) * self._models[model].frames_per_page
+
+    @property
+    def num_reusable(self) -> int:
+        """Frames of all models' reusable pages."""
+        return sum(map(self.frames_reusable, self.counts))
+
+    def find(self, sequence: Sequence) -> list[CachedPage]:
+        """Pages that hold what comes next of the sequence's tokens. Its last token is never among them: it has to run
+        for the next one to be drawn.
+        """
+        prefix, model = self._prefix(sequence), self._models[sequence.request.model]
+        last = (sequence.num_tokens - 1) // model.page_tokens
+        keys = prefix.chain.reach(last, sequence.token_ids)
+        return self.cache.match(model.name, keys[len(prefix.filled) : last])
+
+    def lend(self, found: Items[CachedPage], sign: int = 1) -> None:
+        """Count pages that one sequence has alone as shared: another is to use them too. `sign` -1 takes it back."""
+        for owner, count in Counter(next(iter(page.users)) for page in found if len(page.users) == 1).items():
+            self._budget.share(owner, sign * count * self._width(found))
+
+    def frames_in_use(self, found: Items[CachedPage]) -> int:
+        """Frames of these pages that others hold: whoever uses the pages too needs so many less of its own."""
+        return sum(bool(page.users) for page in found) * self._width(found)
+
+    def take(self, sequence: Sequence, found: Items[CachedPage]) -> list[Page]:
+        """The sequence uses `found`, whose tokens it need not run; their pages, for its block table."""
+        for page in found:
+            self.cache.join(page, sequence.sequence_id)
+        filled = self._prefix(sequence).filled
+        filled.extend(found)
+        sequence.num_cached_tokens = len(filled) * sequence.table.page_tokens
+        return [page.page for page in found]
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Before its first step: use pages that others have filled since it was admitted, in place of its own."""
+        found = self.find(sequence)
+        if not found:
+            return
+        key, num_frames = sequence.sequence_id, self.frames_in_use(found)
+        self.lend(found)
+        self._budget.give_up(key, num_frames)
+        if not self._budget.is_safe:
+            self._budget.give_up(key, -num_frames)
+            self.lend(found, sign=-1)
+            return
+        start = len(self._prefix(sequence).filled)
+        own = sequence.table.replace(start, self.take(sequence, found))
+        self._pool.free(sequence.request.model, own)
+
+    def next_key(self, sequence: Sequence) -> bytes | None:
+        """The key of the first page that a sequence which has not started lacks; None if it has to run that itself."""
+        page = sequence.num_cached_tokens // sequence.table.page_tokens
+        last = (sequence.num_tokens - 1) // sequence.table.page_tokens
+        return self._prefix(sequence).chain.reach(last, sequence.token_ids)[page] if page < last else None
+
+    def key_at(self, sequence: Sequence, page: int) -> bytes | None:
+        """The key of one page of the tokens that the sequence has; None if they do not fill it."""
+        if page >= sequence.num_tokens // sequence.table.page_tokens:
+            return None
+        return self._prefix(sequence).chain.reach(page + 1, sequence.token_ids)[page]
+
+    def started(self, sequence: Sequence) -> None:
+        """Its first step has been handed out: from now on its pages are its KV worker's too."""
+        if sequence.scheduled_s is None:
+            sequence.num_reused_tokens = sequence.num_cached_tokens
+            counts = self.counts[sequence.request.model]
+            counts.queries += sequence.num_tokens
+            counts.hits += sequence.num_cached_tokens
+
+    def note_filled(self, sequence: Sequence) -> None:
+        """A step has ended well: the pages that it filled can be found from now on."""
+        num_full = sequence.num_cached_tokens // sequence.table.page_tokens
+        prefix = self._prefix(sequence)
+        for page in range(len(prefix.filled), num_full):
+            key = prefix.chain.reach(page + 1, sequence.token_ids)[page]
+            model, pages = sequence.request.model, sequence.table.pages
+            prefix.filled.append(self.cache.insert(model, key, pages[page], sequence.sequence_id))
+
+    def leave(self, sequence: Sequence, pages: Items[Page]) -> list[Page]:
+        """An ended sequence leaves its block table; gives those of `pages` that are of no use to others.
+
+        Its budget's claim is closed already.
+        """
+        prefix, model = self._prefix(sequence), sequence.request.model
+        free = list(pages[len(prefix.filled) :])
+        for index in reversed(range(len(prefix.filled))):  # so that the first page is the youngest
+            cached = prefix.filled[index]
+            if cached is not None:
+                self._leave(cached, sequence.sequence_id)
+            elif (twin := self.cache.get(model, prefix.chain.keys[index])) is not None:
+                self.cache.touch(twin)
+                free.append(pages[index])
+            else:
+                self.cache.insert(model, prefix.chain.keys[index], pages[index], None)
+        prefix.filled.clear()
+        return free
+
+    def make_room(self, model: str, num_frames: int) -> None:
+        """Evict reusable pages, oldest first, until the model can get the `num_frames` that it was granted.
+
+        Live sequences may be beyond limits that were set below what they hold; reusable pages never add to that.
+        """
+        limits, pool = self._budget.limits, self._pool
+        while pool.used(model) + num_frames > limits.ceiling(model) and self._evict(self.cache.oldest([model])):
+            pass
+        withheld = pool.budget - limits.budget
+        while pool.num_free < withheld + num_frames and self._evict(
+            self.cache.oldest(self._over_floor(model)) or self.cache.oldest(self.counts)
+        ):
+            pass
+        assert pool.num_free >= num_frames, f"{num_frames} frames were granted to {model} that nobody can give"
+
+    def hold_to_limits(self) -> None:
+        """Evict what limits that were just set leave no place for."""
+        for model in self.counts:
+            self.make_room(model, 0)
+
+    def _evict(self, cached: CachedPage | None) -> bool:
+        if cached is None:
+            return False
+        self._pool.free(cached.model, [self.cache.evict(cached)])
+        self.counts[cached.model].evictions += 1
+        return True
+
+    def _over_floor(self, model: str) -> list[str]:
+        """`model` itself, and those that keep their floor if they lose a page."""
+        limits, used = self._budget.limits, self._pool.used
+        return [
+            name
+            for name in self.counts
+            if name == model or used(name) - self._models[name].frames_per_page >= limits.floor(name)
+        ]
+
+    def _leave(self, cached: CachedPage, sequence_id: int) -> None:
+        self.cache.leave(cached, sequence_id)
+        if len(cached.users) == 1:
+            self._budget.share(next(iter(cached.users)), -self._models[cached.model].frames_per_page)
+
+    def _prefix(self, sequence: Sequence) -> SequencePrefix:
+        if sequence.prefix is None:
+            request = sequence.request
+            chain = PrefixChain(request.model, request.cache_salt, sequence.table.page_tokens)
+            sequence.prefix = SequencePrefix(chain)
+        return sequence.prefix
+
+    def _width(self, found: Items[CachedPage]) -> int:
+        return self._models[found[0].model].frames_per_page if found else 0

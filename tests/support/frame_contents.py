@@ -1,0 +1,53 @@
+"""What the slots of a simulated KV rank's frames hold: enough to tell a page with other tokens from the right one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Page = tuple[int, ...]
+
+
+@dataclass
+class Marks:
+    """A sequence's slots as attention would have them: each mark depends on every token up to it, and on the model."""
+
+    model: str
+    marks: list[int] = field(default_factory=list)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            self.marks.append(hash((self.marks[-1] if self.marks else self.model, token_id)))
+
+
+class FrameContents:
+    """Frame to its marks by slot. A frame that another model or another place of a page writes into loses the rest."""
+
+    def __init__(self) -> None:
+        self._frames: dict[tuple[str, int], tuple[tuple[str, int], dict[int, int]]] = {}
+
+    def spoil(self, kv_rank: str, model: str, page: Page, slots: range) -> None:
+        """A step is about to write these slots: nobody may rely on them before it has ended well."""
+        self._write(kv_rank, model, page, {slot: 0 for slot in slots})
+
+    def write(self, kv_rank: str, model: str, page: Page, slots: range, marks: Sequence[int]) -> None:
+        self._write(kv_rank, model, page, dict(zip(slots, marks, strict=True)))
+
+    def _write(self, kv_rank: str, model: str, page: Page, marks: dict[int, int]) -> None:
+        for place, frame in enumerate(page):
+            whose, slots = self._frames.get((kv_rank, frame), (None, {}))
+            if whose != (model, place):
+                slots = {}
+                self._frames[kv_rank, frame] = ((model, place), slots)
+            slots.update(marks)
+
+    def check(self, kv_rank: str, model: str, page: Page, marks: Sequence[int]) -> None:
+        """The page's first slots hold `marks`, in each of its frames."""
+        for place, frame in enumerate(page):
+            whose, slots = self._frames.get((kv_rank, frame), (None, {}))
+            assert whose == (model, place), f"frame {frame} of {kv_rank} holds KV of {whose}, not of {model}"
+            for slot, mark in enumerate(marks):
+                assert slots.get(slot) == mark, f"slot {slot} of frame {frame} of {kv_rank} holds other tokens' KV"
+
+    def lose(self, kv_rank: str) -> None:
+        self._frames = {key: value for key, value in self._frames.items() if key[0] != kv_rank}
