@@ -152,6 +152,9 @@ inline int atomic_add(int* address, int value) { int old = *address; *address +=
 inline void device_fence() {}
 inline u64 atomic_add(u64* address, u64 value) { u64 old = *address; *address += value; return old; }
 inline u64 load_acquire_device(const u64* p) { return *static_cast<const volatile u64*>(p); }
+inline u64 load_relaxed_device(const u64* p) { return *static_cast<const volatile u64*>(p); }
+inline void store_relaxed_device(u64* p, u64 v) { *static_cast<volatile u64*>(p) = v; }
+inline void add_release_device(u64* p, u64 v) { *p += v; }
 inline void spin() { emulator::yield(); }
 inline void check_aligned(const void* p, unsigned bytes) {
   if (reinterpret_cast<u64>(p) % bytes) { fprintf(stderr, "misaligned %u-byte access\n", bytes); abort(); }
@@ -167,8 +170,8 @@ inline float4 load_float4_l2(const float* p) { return load_as<float4>(p); }
 inline u32 warp_max_u32(u32 v) {
   return emulator::exchange(v, [](auto get) { u32 m = 0; for (int i = 0; i < 32; ++i) m = get(i) > m ? get(i) : m; return m; });
 }
-inline u32 warp_min_u32(u32 v) {
-  return emulator::exchange(v, [](auto get) { u32 m = ~0u; for (int i = 0; i < 32; ++i) m = get(i) < m ? get(i) : m; return m; });
+inline int first_lane(bool v) {
+  return emulator::exchange(v, [](auto get) { int lane = 0; while (!get(lane)) ++lane; return lane; });
 }
 inline void prefetch_l2(const void*) {}
 inline float exp2_fast(float x) { return exp2f(x); }

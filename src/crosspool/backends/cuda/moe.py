@@ -153,7 +153,8 @@ def _launch_fused(
     params = FusedParams(
         route=router_params(weights, x, routing, arrival),
         moe=moe,
-        barrier=address(routing.barrier),
+        meetings=address(routing.meetings),
+        logits=address(routing.logit_words),
         rows=router_rows(weights),
         work_bytes=work_bytes,
     )

@@ -133,7 +133,8 @@ class FusedParams(ctypes.Structure):
     _fields_ = [
         ("route", RouterParams),
         ("moe", MoeParams),
-        ("barrier", _P),
+        ("meetings", _P),
+        ("logits", _P),
         ("rows", _I),
         ("work_bytes", _I),
     ]

@@ -26,7 +26,8 @@ class Routing:
 
     logits: torch.Tensor  # (tokens, experts + 1) fp32, flat use
     ticket: torch.Tensor  # (1) int32, zero between launches
-    barrier: torch.Tensor  # (1) int64: arrivals at the barriers of kernels that hold the whole device
+    meetings: torch.Tensor  # (1) int64: arrivals of the blocks of kernels that hold the whole device
+    logit_words: torch.Tensor  # (tokens, experts + 1) int64, flat use: the fused kernel's logits with their epoch
     shared_scale: torch.Tensor  # (tokens) fp32
     topk_ids: torch.Tensor  # (tokens * top_k) int32
     topk_weights: torch.Tensor  # (tokens * top_k) fp32
@@ -48,6 +49,7 @@ class Routing:
             floats(max_tokens * (max_experts + 1)),
             ints(1),
             torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros(max_tokens * (max_experts + 1), dtype=torch.int64, device=device),
             floats(max_tokens),
             ints(pairs),
             floats(pairs),

@@ -41,6 +41,13 @@ DEVICE u64 load_acquire_device(const u64* p) {
   asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
+DEVICE u64 load_relaxed_device(const u64* p) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void store_relaxed_device(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+DEVICE void add_release_device(u64* p, u64 v) { asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE void spin() {}
 
 // Weights are read once: keep them out of L1.
@@ -56,9 +63,10 @@ DEVICE float4 load_float4(const float* p) { return *reinterpret_cast<const float
 // Data another block wrote during this kernel: past L1.
 DEVICE float load_float_l2(const float* p) { return __ldcg(p); }
 DEVICE float4 load_float4_l2(const float* p) { return __ldcg(reinterpret_cast<const float4*>(p)); }
-// The largest or smallest value of a warp's lanes.
+// The largest value of a warp's lanes.
 DEVICE u32 warp_max_u32(u32 v) { return __reduce_max_sync(~0u, v); }
-DEVICE u32 warp_min_u32(u32 v) { return __reduce_min_sync(~0u, v); }
+// The lowest lane where `v` is true, which it is for at least one.
+DEVICE int first_lane(bool v) { return __ffs(__ballot_sync(~0u, v)) - 1; }
 DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
@@ -149,14 +157,27 @@ DEVICE float block_sum(float v, float* scratch, int threads) {
   return total;
 }
 
-// All blocks of the grid meet; every one of them must be resident. `counter` only grows, so nothing is reset.
-DEVICE void grid_barrier(u64* counter) {
-  block_sync();
-  if (threadIdx.x == 0) {
-    device_fence();
-    const u64 blocks = gridDim.x, target = (atomic_add(counter, static_cast<u64>(1)) / blocks + 1) * blocks;
-    while (load_acquire_device(counter) < target) spin();
-    device_fence();
+// Where all blocks of a grid meet; every one of them must be resident. The counter only grows, by gridDim.x a meeting, so
+// nothing is reset. Made before this block's first meeting of the launch: until then the counter cannot pass it.
+struct GridMeeting {
+  u64* counter;
+  u64 target;  // of the next meeting
+
+  DEVICE explicit GridMeeting(u64* counter)
+      : counter(counter), target((load_relaxed_device(counter) / gridDim.x + 1) * gridDim.x) {}
+  // A number that no other launch on this counter has, never zero.
+  DEVICE u32 epoch() const { return static_cast<u32>(target / gridDim.x); }
+  // What this block wrote so far is there for all once `wait` returns; all its threads are behind a block_sync.
+  DEVICE void arrive() {
+    if (threadIdx.x == 0) {
+      device_fence();
+      add_release_device(counter, 1);
+    }
   }
-  block_sync();
-}
+  DEVICE void wait() {
+    if (threadIdx.x == 0)
+      while (load_acquire_device(counter) < target) spin();
+    block_sync();
+    target += gridDim.x;
+  }
+};

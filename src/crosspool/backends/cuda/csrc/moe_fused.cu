@@ -1,6 +1,7 @@
-// The FFN of few tokens as one kernel that holds the whole device: router, gate and up, down, with two barriers over the
-// grid between them. The stream of weights hardly pauses: shared experts' tiles are on their way before the router has
-// ended, and each block's part of the down projection before the last activation is there.
+// The FFN of few tokens as one kernel that holds the whole device: router, gate and up, down. Every block chooses experts
+// for itself once it finds all logits, which carry the launch's epoch; before down all blocks meet. The stream of weights
+// hardly pauses: shared experts' tiles are on their way before the router has ended, and each block's part of the down
+// projection before the last activation is there.
 //
 // NOTE: blocks wait for each other, so all of them must be resident: the launch is cooperative, one block a
 // multiprocessor.
@@ -10,7 +11,8 @@
 struct FusedParams {
   RouterParams route;
   MoeParams moe;
-  u64* barrier;    // grows for ever, by gridDim.x a barrier; every launch on it has the same grid
+  u64* meetings;   // arrivals of blocks; every launch on it has the same grid
+  u64* logits;     // (tokens, rows): value below, epoch above
   int rows;        // of the router
   int work_bytes;  // scratch between the streams and the lists
 };
@@ -23,16 +25,19 @@ KERNEL(moe_fused, FusedParams, MOE_THREADS, 1) {
   const Lists lists(m, unique + 1);
   const RouterSmem router = router_smem(work);
   UpStep up(m, dynamic_smem(), lists, reinterpret_cast<float*>(work));
-  up.load_shared();
 
   int row = blockIdx.x;
-  {
-    const RouterRow first(p.route, min_int(row, p.rows - 1));
-    grid_wait_for(p.route.arrival);
-    if (row < p.rows) first.logits(p.route, row, p.rows, router.sums);
-  }
-  for (row += gridDim.x; row < p.rows; row += gridDim.x) RouterRow(p.route, row).logits(p.route, row, p.rows, router.sums);
-  grid_barrier(p.barrier);
+  const RouterRow first(p.route, min_int(row, p.rows - 1));
+  if (p.route.arrival.flags.count > 0) up.load_shared();  // there is time; else routing comes first
+  grid_wait_for(p.route.arrival);
+  GridMeeting meeting(p.meetings);
+  const u32 epoch = meeting.epoch();
+  const auto put = [&](int t, float logit) {
+    store_relaxed_device(p.logits + t * p.rows + row, LogitWords::word(logit, epoch));
+  };
+  if (row < p.rows) first.logits(p.route, row, router.sums, put);
+  for (row += gridDim.x; row < p.rows; row += gridDim.x) RouterRow(p.route, row).logits(p.route, row, router.sums, put);
+  up.load_shared();
 
   RouterParams local = p.route;  // every block chooses for itself
   local.topk_ids = lists.tokens;  // in the meantime
@@ -41,7 +46,7 @@ KERNEL(moe_fused, FusedParams, MOE_THREADS, 1) {
   local.unique_ids = lists.ids;
   local.unique_offsets = lists.offsets;
   local.expert_pairs = lists.pairs;
-  choose_all(local, p.rows, router);
+  choose_all(local, router, [&](int t) { return LogitWords{p.logits + t * p.rows, epoch}; });
   block_sync();
   for (int i = threadIdx.x; i < m.tokens * m.top_k; i += MOE_THREADS) {
     lists.tokens[i] = lists.pairs[i] / m.top_k;
@@ -52,10 +57,11 @@ KERNEL(moe_fused, FusedParams, MOE_THREADS, 1) {
   up.run(*unique);
 
   block_sync();  // the scratch changes hands
+  meeting.arrive();
   DownStep down(m, dynamic_smem(), lists, weights, reinterpret_cast<float*>(work), *unique);
   const int row_tiles = ceil_div(m.hidden, TILE_ROWS);
   if (static_cast<int>(blockIdx.x) < row_tiles) down.begin(blockIdx.x);
-  grid_barrier(p.barrier);
+  meeting.wait();
   for (int tile = blockIdx.x; tile < row_tiles; tile += gridDim.x) {
     if (tile != static_cast<int>(blockIdx.x)) down.begin(tile);
     down.run();

@@ -21,6 +21,7 @@ constexpr int DOWN_STAGES = MOE_STAGES, DOWN_CHUNKS = 4;  // a warp's unit: 128 
 constexpr int UP_K = MOE_WARPS * UP_CHUNKS * 32;       // 1,024 elements of k a stage of the block
 constexpr int DOWN_K = DOWN_CHUNKS * 32;               // 128: each warp has its own units
 constexpr int MAX_GROUPS = 4;                    // groups of 8 tokens
+constexpr int FIRST_AHEAD = 4;                   // units whose activations a warp has in registers
 constexpr int OUT_STRIDE = 20;                   // floats a token takes in a warp's sums
 constexpr int STREAM_BYTES = MOE_STAGES * 32768;  // of either step
 
@@ -212,6 +213,11 @@ struct UpStep {
   }
 };
 
+// Which unit: DOWN_K elements of k, the `part`th of an expert; unique -1: of the shared one.
+struct DownCursor {
+  int unit, unique, part;
+};
+
 // DOWN_K elements of k of one expert (or of the shared one), for this block's sixteen rows of the output.
 struct DownUnit {
   const u16 *low_row, *high_row;  // this lane's
@@ -235,7 +241,8 @@ struct DownStep {
   const float* weights;  // (tokens * top_k)
   float* sums;           // MOE_WARPS * tokens * OUT_STRIDE
   int warp, g, q, k_lane, shared_units, parts, units;
-  int row0 = 0, ahead = 0, loaded = 0;
+  int row0 = 0, loaded = 0;
+  DownCursor ahead{};
   i64 low = 0, high = 0;  // this lane's two rows
 
   DEVICE DownStep(const MoeParams& p, u8* smem, const Lists& lists, const float* weights, float* sums, int unique)
@@ -243,13 +250,23 @@ struct DownStep {
         g(threadIdx.x % 32 / 4), q(threadIdx.x % 4), k_lane(q * 8), shared_units(ceil_div(p.shared_width, DOWN_K)),
         parts(ceil_div(p.width, DOWN_K)), units(shared_units + unique * parts) {}
 
-  DEVICE DownUnit unit_at(int unit) const {
+  // A warp's first unit, and the one after `c`.
+  DEVICE DownCursor start() const { return settle(DownCursor{warp, -1, warp}); }
+  DEVICE DownCursor after(DownCursor c) const {
+    c.unit += MOE_WARPS, c.part += MOE_WARPS;
+    return settle(c);
+  }
+  DEVICE DownCursor settle(DownCursor c) const {
+    if (c.unique < 0 && c.part >= shared_units) c.unique = 0, c.part -= shared_units;
+    if (c.unique >= 0 && parts > 0)
+      while (c.part >= parts) ++c.unique, c.part -= parts;
+    return c;
+  }
+  DEVICE DownUnit unit_at(const DownCursor& c) const {
     DownUnit u;
     const u16* weight = p.shared_down;
-    u.unique = -1, u.k0 = unit * DOWN_K, u.width = p.shared_width, u.begin = 0, u.count = p.tokens;
-    if (unit >= shared_units) {
-      u.unique = (unit - shared_units) / parts;
-      u.k0 = (unit - shared_units - u.unique * parts) * DOWN_K;
+    u.unique = c.unique, u.k0 = c.part * DOWN_K, u.width = p.shared_width, u.begin = 0, u.count = p.tokens;
+    if (c.unique >= 0) {
       u.width = p.width;
       u.begin = lists.offsets[u.unique];
       u.count = lists.offsets[u.unique + 1] - u.begin;
@@ -260,19 +277,19 @@ struct DownStep {
     return u;
   }
   DEVICE void load() {
-    if (ahead < units) {
+    if (ahead.unit < units) {
       const DownUnit u = unit_at(ahead);
       stream.copy(loaded % DOWN_STAGES, u.low_row, u.high_row, u.k0 + k_lane, u.width);
     }
     copy_async_commit();
-    ahead += MOE_WARPS;
+    ahead = after(ahead);
     ++loaded;
   }
   // Start on a row tile: weights alone, the activations need not be there yet.
   DEVICE void begin(int row_tile) {
     row0 = row_tile * TILE_ROWS;
     low = min_int(row0 + g, p.hidden - 1), high = min_int(row0 + g + 8, p.hidden - 1);
-    ahead = warp, loaded = 0;
+    ahead = start(), loaded = 0;
     float* out = sums + warp * p.tokens * OUT_STRIDE;
     for (int i = threadIdx.x % 32; i < p.tokens * OUT_STRIDE; i += 32) out[i] = 0.0f;
     warp_sync();
@@ -280,9 +297,11 @@ struct DownStep {
   }
   DEVICE void run() {
     float* out = sums + warp * p.tokens * OUT_STRIDE;
-    uint4 first[DOWN_CHUNKS], next_first[DOWN_CHUNKS];  // the first group's columns, of this unit and the next
-    auto load_first = [&](const DownUnit& u, uint4 (&to)[DOWN_CHUNKS]) {
-      const u16* column = down_column(p, lists, u, g);
+    uint4 first[FIRST_AHEAD][DOWN_CHUNKS];  // the first group's columns, of this unit and the next ones
+    auto load_first = [&](const DownCursor& c, uint4 (&to)[DOWN_CHUNKS]) {
+      const bool is_there = c.unit < units;
+      const DownUnit u = is_there ? unit_at(c) : DownUnit{};
+      const u16* column = is_there ? down_column(p, lists, u, g) : nullptr;
   #pragma unroll
       for (int c = 0; c < DOWN_CHUNKS; ++c) {
         const int k = u.k0 + k_lane + c * 32;
@@ -290,12 +309,13 @@ struct DownStep {
         if (column != nullptr && k < u.width) to[c] = load16(column + k);
       }
     };
-    DownUnit u{};
-    if (warp < units) load_first(u = unit_at(warp), first);
+    DownCursor at = start(), peek = at;
+  #pragma unroll
+    for (int n = 0; n < FIRST_AHEAD - 1; ++n, peek = after(peek)) load_first(peek, first[n]);
     int stage = 0;
-    for (int unit = warp; unit < units; unit += MOE_WARPS) {
-      DownUnit next = u;
-      if (unit + MOE_WARPS < units) load_first(next = unit_at(unit + MOE_WARPS), next_first);
+    for (; at.unit < units; at = after(at), peek = after(peek)) {
+      load_first(peek, first[FIRST_AHEAD - 1]);
+      const DownUnit u = unit_at(at);
       load();
       copy_async_wait<DOWN_STAGES - 1>();
       for (int n0 = 0; n0 < u.count; n0 += TILE_COLS) {
@@ -304,26 +324,26 @@ struct DownStep {
   #pragma unroll
           for (int c = 0; c < DOWN_CHUNKS; ++c) {
             const int k = u.k0 + k_lane + c * 32;
-            first[c] = uint4{0, 0, 0, 0};
-            if (column != nullptr && k < u.width) first[c] = load16(column + k);
+            first[0][c] = uint4{0, 0, 0, 0};
+            if (column != nullptr && k < u.width) first[0][c] = load16(column + k);
           }
         }
         float acc[2][4] = {};  // two shorter chains
   #pragma unroll
         for (int c = 0; c < DOWN_CHUNKS; ++c) {
           const uint4 w_low = stream.low(stage, c), w_high = stream.high(stage, c);
-          mma_bf16(acc[0], w_low.x, w_high.x, w_low.y, w_high.y, first[c].x, first[c].y);
-          mma_bf16(acc[1], w_low.z, w_high.z, w_low.w, w_high.w, first[c].z, first[c].w);
+          mma_bf16(acc[0], w_low.x, w_high.x, w_low.y, w_high.y, first[0][c].x, first[0][c].y);
+          mma_bf16(acc[1], w_low.z, w_high.z, w_low.w, w_high.w, first[0][c].z, first[0][c].w);
         }
   #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          const int at = n0 + 2 * q + c;
-          if (at >= u.count) continue;
+          const int column = n0 + 2 * q + c;
+          if (column >= u.count) continue;
           const bool is_shared = u.unique < 0;
-          const int token = is_shared ? at : lists.tokens[u.begin + at];
+          const int token = is_shared ? column : lists.tokens[u.begin + column];
           float w = 1.0f, low_sum = acc[0][c] + acc[1][c], high_sum = acc[0][c + 2] + acc[1][c + 2];
-          if (!is_shared) w = weights[lists.pairs[u.begin + at]];
-          else if (p.shared_scale != nullptr) w = load_float_l2(p.shared_scale + at);
+          if (!is_shared) w = weights[lists.pairs[u.begin + column]];
+          else if (p.shared_scale != nullptr) w = load_float_l2(p.shared_scale + column);
           if (!is_shared && u.k0 == 0 && p.down_bias != nullptr) {
             const u16* bias = p.down_bias + static_cast<i64>(lists.ids[u.unique]) * p.hidden;
             low_sum += bf16_value(bias[low]);
@@ -335,9 +355,10 @@ struct DownStep {
         warp_sync();
       }
       if (++stage == DOWN_STAGES) stage = 0;
-      u = next;
   #pragma unroll
-      for (int c = 0; c < DOWN_CHUNKS; ++c) first[c] = next_first[c];
+      for (int n = 1; n < FIRST_AHEAD; ++n)
+  #pragma unroll
+        for (int c = 0; c < DOWN_CHUNKS; ++c) first[n - 1][c] = first[n][c];
     }
     block_sync();
     for (int i = threadIdx.x; i < p.tokens * TILE_ROWS; i += MOE_THREADS) {

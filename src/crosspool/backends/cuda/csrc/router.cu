@@ -6,15 +6,16 @@ KERNEL(route, RouterParams, ROUTER_THREADS, 1) {
   const int rows = gridDim.x, row = blockIdx.x;
   const RouterRow weight(p, row);
   grid_wait_for(p.arrival);
-  weight.logits(p, row, rows, s.sums);
+  weight.logits(p, row, s.sums, [&](int t, float logit) { p.logits[t * rows + row] = logit; });
   if (threadIdx.x == 0) {
+    device_fence();
     *s.last = atomic_add(p.ticket, 1) == rows - 1;
     device_fence();
   }
   block_sync();
   if (!*s.last) return;
   if (threadIdx.x == 0) *p.ticket = 0;
-  choose_all(p, rows, s);
+  choose_all(p, s, [&](int t) { return LogitRow{p.logits + t * rows}; });
 }
 
 // The lists alone, where ids and weights came from elsewhere (a router on the attention side).

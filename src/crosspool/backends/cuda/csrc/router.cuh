@@ -38,10 +38,10 @@ DEVICE u32 orderable(float v) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// The id of the best `v` of the warp, the lowest among equals. A lane without a candidate passes id ~0.
-DEVICE int warp_best(float v, u32 id) {
-  const u32 key = id == ~0u ? 0 : orderable(v), best = warp_max_u32(key);
-  return static_cast<int>(warp_min_u32(key == best ? id : ~0u));
+// The lane with the best `v`, the lowest among equals. A lane without a candidate passes false.
+DEVICE int best_lane(float v, bool is_candidate) {
+  const u32 key = is_candidate ? orderable(v) : 0;
+  return first_lane(key == warp_max_u32(key));
 }
 
 // Experts outside the best groups get -inf. `choice`: this warp's scores in shared memory.
@@ -58,25 +58,67 @@ DEVICE void mask_groups(const RouterParams& p, float* choice) {
   }
   bool kept = false;
   for (int round = 0; round < p.topk_groups; ++round) {
-    if (lane == warp_best(mine, kept || lane >= p.num_groups ? ~0u : lane)) kept = true;
+    if (lane == best_lane(mine, !kept && lane < p.num_groups)) kept = true;
   }
   if (lane < p.num_groups && !kept)
     for (int e = lane * size; e < (lane + 1) * size; ++e) choice[e] = -__builtin_huge_valf();
   warp_sync();
 }
 
-// One warp, one token: scores, choice, weights. `choice` and `scores` are this warp's rows of shared memory; a lane
-// looks after every 32nd expert, at most PER_LANE.
-template <int PER_LANE>
-DEVICE void choose(const RouterParams& p, const float* logits, int token, float* choice, float* scores, int* chosen) {
-  const int lane = threadIdx.x % 32;
-  float held[PER_LANE], top = -__builtin_huge_valf();
+// Logits that an earlier kernel, or this one before a fence, left in device memory.
+struct LogitRow {
+  const float* row;
+  template <int PER_LANE>
+  DEVICE void load(float (&held)[PER_LANE], int experts) const {
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) {  // all loads before the first use
-    const int e = lane + i * 32;
-    held[i] = -__builtin_huge_valf();
-    if (e < p.experts) held[i] = load_float_l2(logits + e) + (p.logit_bias != nullptr ? p.logit_bias[e] : 0.0f);
+    for (int i = 0; i < PER_LANE; ++i) {  // all loads before the first use
+      const int e = threadIdx.x % 32 * PER_LANE + i;
+      if (e < experts) held[i] = load_float_l2(row + e);
+    }
   }
+};
+
+// Logits that other blocks write meanwhile: each word holds a value and the launch's epoch, so that one look finds both.
+struct LogitWords {
+  const u64* row;
+  u32 epoch;
+  static DEVICE u64 word(float value, u32 epoch) { return static_cast<u64>(epoch) << 32 | bits_of_float(value); }
+  template <int PER_LANE>
+  DEVICE void load(float (&held)[PER_LANE], int experts) const {
+    u64 words[PER_LANE];
+    bool complete;
+    do {
+      complete = true;
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) {
+        const int e = threadIdx.x % 32 * PER_LANE + i;
+        words[i] = e < experts ? load_relaxed_device(row + e) : word(0.0f, epoch);
+      }
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) complete = complete && static_cast<u32>(words[i] >> 32) == epoch;
+      if (!complete) spin();
+    } while (!complete);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i)
+      if (static_cast<int>(threadIdx.x % 32) * PER_LANE + i < experts) held[i] = float_of_bits(static_cast<u32>(words[i]));
+  }
+};
+
+// One warp, one token: scores, choice, weights. `choice` and `scores` are this warp's rows of shared memory; a lane
+// looks after PER_LANE neighbouring experts.
+template <int PER_LANE, class Logits>
+DEVICE void choose(const RouterParams& p, const Logits& logits, int token, float* choice, float* scores, int* chosen) {
+  const int lane = threadIdx.x % 32;
+  float held[PER_LANE], bias[PER_LANE], top = -__builtin_huge_valf();
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {
+    const int e = lane * PER_LANE + i;
+    held[i] = -__builtin_huge_valf();
+    bias[i] = p.logit_bias != nullptr && e < p.experts ? p.logit_bias[e] : 0.0f;
+  }
+  logits.load(held, p.experts);
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) held[i] += bias[i];
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) top = fmaxf(top, held[i]);
   top = warp_max(top);
@@ -93,7 +135,7 @@ DEVICE void choose(const RouterParams& p, const float* logits, int token, float*
   }
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
-    const int e = lane + i * 32;
+    const int e = lane * PER_LANE + i;
     if (e >= p.experts) continue;
     scores[e] = held[i];
     if (p.choice_bias != nullptr) held[i] += p.choice_bias[e];
@@ -104,24 +146,26 @@ DEVICE void choose(const RouterParams& p, const float* logits, int token, float*
     mask_groups(p, choice);
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i)
-      if (lane + i * 32 < p.experts) held[i] = choice[lane + i * 32];
+      if (lane * PER_LANE + i < p.experts) held[i] = choice[lane * PER_LANE + i];
   }
 
   float weight = 0.0f;  // of choice `lane`
   int id = 0;
-  u32 taken = 0;  // this lane's experts that are chosen
-  for (int k = 0; k < p.top_k; ++k) {
-    float best = -__builtin_huge_valf();
-    u32 best_id = ~0u;
+  u32 open = 0;  // this lane's experts that are not chosen yet
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      const bool open = lane + i * 32 < p.experts && !(taken >> i & 1);
-      if (open && (best_id == ~0u || held[i] > best)) best = held[i], best_id = lane + i * 32;
-    }
-    const int found = min_int(warp_best(best, best_id), p.experts - 1);
-    if (lane == k) id = found, weight = scores[found];
-    if (found % 32 == lane) taken |= 1u << (found / 32);
+  for (int i = 0; i < PER_LANE; ++i)
+    if (lane * PER_LANE + i < p.experts) open |= 1u << i;
+  for (int k = 0; k < p.top_k; ++k) {
+    float best = 0.0f;
+    int best_i = -1;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i)
+      if ((open >> i & 1) && (best_i < 0 || held[i] > best)) best = held[i], best_i = i;
+    const int owner = best_lane(best, best_i >= 0), found = min_int(owner * PER_LANE + max_int(shfl(best_i, owner), 0), p.experts - 1);
+    if (lane == owner && best_i >= 0) open &= ~(1u << best_i);
+    if (lane == k) id = found;
   }
+  if (lane < p.top_k) weight = scores[id];
   if (p.score == SOFTMAX_OF_TOPK) {
     const float most = warp_max(lane < p.top_k ? weight : -__builtin_huge_valf());
     weight = lane < p.top_k ? exp_full(weight - most) : 0.0f;
@@ -149,6 +193,7 @@ DEVICE void list_one_token(const RouterParams& p, const int* chosen) {
     return;
   }
   int place = 0;
+#pragma unroll 8
   for (int other = 0; other < p.top_k; ++other) place += chosen[other] < chosen[k];
   p.unique_ids[place] = chosen[k];
   p.expert_pairs[place] = k;
@@ -218,7 +263,7 @@ DEVICE RouterSmem router_smem(void* smem) {
 
 // One row of the router's weight, the block's threads side by side, and its products with every token.
 struct RouterRow {
-  static constexpr int STEP = ROUTER_THREADS * 4;
+  static constexpr int STEP = ROUTER_THREADS * 4, AT_ONCE = 4;
   const float* weight;
   float4 held[HELD];
 
@@ -232,40 +277,51 @@ struct RouterRow {
   static DEVICE float product(float4 w, uint2 v) {
     return w.x * bf16_low(v.x) + w.y * bf16_high(v.x) + w.z * bf16_low(v.y) + w.w * bf16_high(v.y);
   }
-  // The row's logit of every token (or the shared expert's scale) to device memory. `rows`: of the router.
-  DEVICE void logits(const RouterParams& p, int row, int rows, float* sums) const {
+  // The row's logit of every token (or the shared expert's scale) to device memory: `put(token, logit)`.
+  template <class Put>
+  DEVICE void logits(const RouterParams& p, int row, float* sums, const Put& put) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int t = 0; t < p.tokens; ++t) {
-      const u16* x = p.x + static_cast<i64>(t) * p.hidden;
-      float sum = 0.0f;
+    for (int t0 = 0; t0 < p.tokens; t0 += AT_ONCE) {
+      float sum[AT_ONCE];
 #pragma unroll
-      for (int c = 0; c < HELD; ++c) {
-        const int i = c * STEP + threadIdx.x * 4;
-        if (i < p.hidden) sum += product(held[c], load8(x + i));
+      for (int n = 0; n < AT_ONCE; ++n) {
+        const u16* x = p.x + static_cast<i64>(min_int(t0 + n, p.tokens - 1)) * p.hidden;
+        sum[n] = 0.0f;
+        if (t0 + n >= p.tokens) continue;
+#pragma unroll
+        for (int c = 0; c < HELD; ++c) {
+          const int i = c * STEP + threadIdx.x * 4;
+          if (i < p.hidden) sum[n] += product(held[c], load8(x + i));
+        }
+        for (int i = HELD * STEP + threadIdx.x * 4; i < p.hidden; i += STEP) sum[n] += product(load_float4(weight + i), load8(x + i));
       }
-      for (int i = HELD * STEP + threadIdx.x * 4; i < p.hidden; i += STEP) sum += product(load_float4(weight + i), load8(x + i));
-      sum = warp_sum(sum);
-      if (lane == 0) sums[t * ROUTER_WARPS + warp] = sum;
+#pragma unroll
+      for (int mask = 16; mask; mask >>= 1)
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) sum[n] += shfl_xor(sum[n], mask);
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; ++n)
+        if (lane == n && t0 + n < p.tokens) sums[(t0 + n) * ROUTER_WARPS + warp] = sum[n];
     }
     block_sync();
     for (int t = threadIdx.x; t < p.tokens; t += ROUTER_THREADS) {
       float sum = 0.0f;
       for (int w = 0; w < ROUTER_WARPS; ++w) sum += sums[t * ROUTER_WARPS + w];
-      if (row < p.experts) p.logits[t * rows + row] = sum;
+      if (row < p.experts) put(t, sum);
       else p.shared_scale[t] = 1.0f / (1.0f + exp_full(-sum));
-      device_fence();
     }
     block_sync();
   }
 };
 
-// Ids and weights of every token to where `p` points, and the lists. All logits are in device memory.
-DEVICE void choose_all(const RouterParams& p, int rows, const RouterSmem& s) {
+// Ids and weights of every token to where `p` points, and the lists. `row(token)`: the token's logits.
+template <class Row>
+DEVICE void choose_all(const RouterParams& p, const RouterSmem& s, const Row& row) {
   const int warp = threadIdx.x / 32;
   float *choice = s.choice + warp * MAX_EXPERTS, *scores = s.scores + warp * MAX_EXPERTS;
   for (int t = warp; t < p.tokens; t += ROUTER_WARPS) {
-    if (p.experts <= 128) choose<4>(p, p.logits + t * rows, t, choice, scores, s.chosen);
-    else choose<MAX_EXPERTS / 32>(p, p.logits + t * rows, t, choice, scores, s.chosen);
+    if (p.experts <= 128) choose<4>(p, row(t), t, choice, scores, s.chosen);
+    else choose<MAX_EXPERTS / 32>(p, row(t), t, choice, scores, s.chosen);
   }
   block_sync();
   list_experts(p, s.chosen, s.counts);

@@ -1,0 +1,254 @@
+"""The KV pool's half of a chunk of prompts, layer by layer and piece by piece; it knows no peer.
+
+half = ChunkHalf(kernels, spec, weights, arena, geometry, batch, plan)
+half.embed()
+for layer in range(num_layers):
+    for piece in plan.pieces:
+        rows = half.attend(layer, piece)       # what the FFN ranks get
+        half.add(layer, piece, partials)       # what they gave back
+logits = half.logits(tokens)
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from crosspool.backends.cuda.attention_weights import AttentionLayerWeights, GQAWeights, MLAWeights
+from crosspool.backends.cuda.batch import Batch
+from crosspool.backends.cuda.cache import PagedCache
+from crosspool.backends.cuda.channel_map import Rows
+from crosspool.backends.cuda.chunk_params import MlaChunkParams, NormRowsParams
+from crosspool.backends.cuda.chunk_plan import ChunkPlan, Piece
+from crosspool.backends.cuda.gemv import MAX_TOKENS as HEAD_ROWS
+from crosspool.backends.cuda.gemv import gemv
+from crosspool.backends.cuda.launch import Launcher
+from crosspool.backends.cuda.norm import residual_norm
+from crosspool.backends.cuda.params import MlaInput, address
+from crosspool.backends.cuda.prefill_attention import (
+    EXPANDED_KEYS,
+    DeviceRound,
+    gqa_attention,
+    mla_attention,
+    tile_of,
+    upload,
+)
+from crosspool.backends.cuda.prefill_blocks import expanded_rounds, frame_round, stretches
+from crosspool.backends.cuda.products import linear
+from crosspool.backends.cuda.rope import RopeTable, gqa_input, rope_cache
+from crosspool.backends.cuda.weights import AttentionWeights
+from crosspool.kv_pool.geometry import PageGeometry
+from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
+from crosspool.units import ceil_div
+
+_WARPS = 4
+
+
+class ChunkHalf:
+    """One step's rows on one device. Everything is enqueued on torch's current stream; nothing waits for it."""
+
+    def __init__(
+        self,
+        kernels: Launcher,
+        spec: ModelSpec,
+        weights: AttentionWeights,
+        arena: torch.Tensor,
+        geometry: PageGeometry,
+        batch: Batch,
+        plan: ChunkPlan,
+    ) -> None:
+        self._kernels, self.spec, self._weights = kernels, spec, weights
+        device, tokens = arena.device, len(batch.token_ids)
+        self._device = device
+        ints = np.stack([batch.token_ids, batch.positions, batch.row_of_token]).astype(np.int32)
+        self._token_ids, self._positions, self._table_rows = upload(torch.from_numpy(ints), device)
+        self._cache = PagedCache(frames=arena, frame_table=_frame_tables(batch, device), geometry=geometry)
+        self._rounds = self._plan_rounds(batch, plan)
+        self._ropes = {
+            rope: RopeTable.allocate(rope, tokens, device) for rope in {layer.attention.rope for layer in spec.layers}
+        }
+        self._residual = torch.empty(tokens, spec.hidden_size, dtype=torch.float32, device=device)
+        self._normed = torch.empty(tokens, spec.hidden_size, dtype=torch.bfloat16, device=device)
+
+    def embed(self) -> None:
+        """Residual stream of every row, normed for the first layer, and all rows' angles."""
+        residual_norm(
+            self._kernels,
+            self._residual,
+            self._weights.layers[0].input_norm,
+            self._normed,
+            eps=self.spec.norm_eps,
+            token_ids=self._token_ids,
+            embed=self._weights.embed,
+            overlap=False,
+        )
+        for rope in self._ropes.values():
+            rope.update(self._kernels, self._positions, overlap=False)
+
+    def attend(self, layer: int, piece: Piece) -> torch.Tensor:
+        """Attention of one layer onto the residual stream; returns the FFN's rows, normed: (tokens, hidden) bf16."""
+        weights = self._weights.layers[layer]
+        if isinstance(weights.attention, GQAWeights):
+            attended = self._gqa(layer, piece, weights, weights.attention)
+        else:
+            attended = self._mla(layer, piece, weights, weights.attention)
+        out = linear(attended.flatten(1), weights.attention.o, weights.attention.o_bias)
+        self._norm(piece, weights.post_attention_norm, [out])
+        return self._normed[piece.start : piece.stop]
+
+    def add(self, layer: int, piece: Piece, partials: Sequence[Rows | torch.Tensor]) -> None:
+        """Add the FFN's partial sums (tokens, hidden) fp32 in rank order, and norm for the next layer or the head."""
+        layers = self._weights.layers
+        norm = layers[layer + 1].input_norm if layer + 1 < len(layers) else self._weights.final_norm
+        self._norm(piece, norm, partials)
+
+    @property
+    def residual(self) -> torch.Tensor:
+        """(tokens, hidden) fp32."""
+        return self._residual
+
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """(len(tokens), vocabulary) fp32 logits of these tokens of the step, after the last `add`."""
+        index = upload(torch.tensor(tokens, dtype=torch.int64), self._device)
+        rows = self._normed.index_select(0, index)
+        out = torch.empty(len(tokens), self.spec.vocab_size, dtype=torch.float32, device=self._device)
+        for first in range(0, len(tokens), HEAD_ROWS):
+            part = slice(first, first + HEAD_ROWS)
+            gemv(self._kernels, self._weights.head, rows[part], out[part], overlap=False)
+        return out
+
+    def _norm(self, piece: Piece, norm: torch.Tensor, partials: Sequence[Rows | torch.Tensor]) -> None:
+        part = slice(piece.start, piece.stop)
+        residual_norm(
+            self._kernels,
+            self._residual[part],
+            norm,
+            self._normed[part],
+            eps=self.spec.norm_eps,
+            partials=partials,
+            overlap=False,
+        )
+
+    def _rope(self, spec: GQASpec | MLASpec, piece: Piece) -> RopeTable:
+        whole = self._ropes[spec.rope]
+        return replace(whole, cos_sin=whole.cos_sin[piece.start : piece.stop])
+
+    def _gqa(self, layer: int, piece: Piece, weights: AttentionLayerWeights, attention: GQAWeights) -> torch.Tensor:
+        spec = weights.spec
+        assert isinstance(spec, GQASpec)
+        part = slice(piece.start, piece.stop)
+        qkv = linear(self._normed[part], attention.qkv, attention.qkv_bias)
+        inputs = gqa_input(
+            spec,
+            self._rope(spec, piece),
+            qkv,
+            q_norm=attention.q_norm,
+            k_norm=attention.k_norm,
+            eps=self.spec.norm_eps,
+        )
+        q = torch.empty(piece.num_tokens, spec.num_heads, spec.head_dim, dtype=torch.bfloat16, device=self._device)
+        rope_cache(
+            self._kernels,
+            spec,
+            inputs,
+            self._cache,
+            layer,
+            self._positions[part],
+            q,
+            table_rows=self._table_rows[part],
+        )
+        (blocks,) = self._rounds[spec][piece.index]
+        return gqa_attention(spec, q, self._cache, layer, blocks, attention.sinks)
+
+    def _mla(self, layer: int, piece: Piece, weights: AttentionLayerWeights, attention: MLAWeights) -> torch.Tensor:
+        spec = weights.spec
+        assert isinstance(spec, MLASpec)
+        part, tokens = slice(piece.start, piece.stop), piece.num_tokens
+        down = linear(self._normed[part], attention.down, attention.down_bias)
+        first = down.shape[1] - spec.kv_elements_per_token
+        q = down[:, :first]
+        if attention.q_b is not None:
+            assert attention.q_a_norm is not None
+            q = linear(self._norm_rows(q, attention.q_a_norm, spec.lora_norm_eps), attention.q_b)
+        kv_a = down[:, first:]
+        q_rope = torch.empty(tokens, spec.num_heads, spec.qk_rope_head_dim, dtype=torch.bfloat16, device=self._device)
+        params = MlaChunkParams(
+            input=MlaInput(
+                q=address(q),
+                kv_a=address(kv_a),
+                kv_a_norm=address(attention.kv_a_norm),
+                rope=self._rope(spec, piece).view(),
+                q_stride=q.stride(0),
+                kv_a_stride=kv_a.stride(0),
+                heads=spec.num_heads,
+                latent=spec.kv_lora_rank,
+                nope=spec.qk_nope_head_dim,
+                eps=spec.lora_norm_eps,
+            ),
+            positions=address(self._positions[part]),
+            table_rows=address(self._table_rows[part]),
+            q_rope=address(q_rope),
+            cache=self._cache.view(layer),
+        )
+        self._kernels.launch(
+            "chunk_mla",
+            "mla_chunk",
+            grid=(tokens, ceil_div(spec.num_heads + 2, _WARPS), 1),
+            threads=_WARPS * 32,
+            smem_bytes=_WARPS * max(spec.kv_lora_rank, spec.qk_rope_head_dim) * 4,
+            params=params,
+            overlap=False,
+        )
+        by_head = q.unflatten(1, (spec.num_heads, spec.qk_head_dim))
+        rounds = self._rounds[spec][piece.index]
+        return mla_attention(self._kernels, spec, attention, by_head, q_rope, self._cache, layer, rounds)
+
+    def _norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """(rows, width) bf16: RMSNorm of strided rows."""
+        rows, width = x.shape
+        out = torch.empty(rows, width, dtype=torch.bfloat16, device=self._device)
+        params = NormRowsParams(
+            x=address(x),
+            norm_weight=address(weight),
+            out=address(out),
+            stride=x.stride(0),
+            width=width,
+            rows=rows,
+            eps=eps,
+        )
+        self._kernels.launch(
+            "chunk_mla",
+            "norm_rows",
+            grid=(ceil_div(rows, _WARPS), 1, 1),
+            threads=_WARPS * 32,
+            smem_bytes=0,
+            params=params,
+            overlap=False,
+        )
+        return out
+
+    def _plan_rounds(self, batch: Batch, plan: ChunkPlan) -> dict[GQASpec | MLASpec, list[list[DeviceRound]]]:
+        """For every shape of attention, the rounds of each piece."""
+        parts = [
+            stretches(batch.row_of_token[piece.start : piece.stop], batch.positions[piece.start : piece.stop])
+            for piece in plan.pieces
+        ]
+        found: dict[GQASpec | MLASpec, list[list[DeviceRound]]] = {}
+        for spec in {layer.attention for layer in self.spec.layers}:
+            rows = tile_of(spec).rows
+            rounds = [
+                expanded_rounds(part, rows, EXPANDED_KEYS) if isinstance(spec, MLASpec) else [frame_round(part, rows)]
+                for part in parts
+            ]
+            found[spec] = [[DeviceRound.of(one, self._device) for one in each] for each in rounds]
+        return found
+
+
+def _frame_tables(batch: Batch, device: torch.device) -> torch.Tensor:
+    """(rows, pages, frames_per_page) int32 of the step's sequences; frame 0 behind a table's end."""
+    pages = max(table.shape[1] for table in batch.tables)
+    held = np.zeros((len(batch.tables), pages, batch.tables[0].shape[0]), dtype=np.int32)
+    for row, table in enumerate(batch.tables):
+        held[row, : table.shape[1]] = table.T
+    return upload(torch.from_numpy(held), device)

@@ -1,0 +1,71 @@
+"""Parameters of the kernels in `csrc/chunk_ffn.cu` and `csrc/chunk_mla.cu`, field by field; a test compares sizes."""
+
+import ctypes
+
+from crosspool.backends.cuda.params import CacheView, MlaInput, RouterParams
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
+
+
+class TakeRowsParams(ctypes.Structure):
+    _fields_ = [("rows", _P), ("out", _P), ("bytes", _L)]
+
+
+class ChunkRouteParams(ctypes.Structure):
+    _fields_ = [
+        ("router", RouterParams),
+        *((name, _P) for name in ("parts", "counts", "ranks")),
+        ("rows", _I),
+        ("num_parts", _I),
+    ]
+
+
+class ExpertStartsParams(ctypes.Structure):
+    _fields_ = [*((name, _P) for name in ("counts", "starts", "ends")), ("experts", _I)]
+
+
+class SortRowsParams(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("x", "ids", "ranks", "starts", "sorted", "places", "row_experts")),
+        ("hidden", _I),
+        ("top_k", _I),
+    ]
+
+
+class ActivateParams(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("gate", "bias", "row_experts", "out")),
+        *((name, _L) for name in ("stride", "up_offset", "rows")),
+        ("width", _I),
+        ("activation", _I),
+    ]
+
+
+class CombineRowsParams(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("down", "places", "ids", "weights", "bias", "shared", "shared_scale", "out")),
+        ("hidden", _I),
+        ("top_k", _I),
+    ]
+
+
+class MlaChunkParams(ctypes.Structure):
+    _fields_ = [
+        ("input", MlaInput),
+        *((name, _P) for name in ("positions", "table_rows", "q_rope")),
+        ("cache", CacheView),
+    ]
+
+
+class GatherSlotsParams(ctypes.Structure):
+    _fields_ = [("cache", CacheView), *((name, _P) for name in ("table_rows", "positions", "out")), ("slots", _I)]
+
+
+class NormRowsParams(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("x", "norm_weight", "out")),
+        ("stride", _L),
+        ("width", _I),
+        ("rows", _I),
+        ("eps", _F),
+    ]

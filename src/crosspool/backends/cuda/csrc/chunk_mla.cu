@@ -1,0 +1,79 @@
+// MLA of a chunk: each token's own latent and rope key to the cache, queries turned, and latents of earlier tokens
+// gathered from their frames, so that large products can expand them to keys and values of every head.
+#include "cache.cuh"
+#include "rope.cuh"
+#include "system.cuh"
+
+constexpr int MLA_WARPS = 4;
+
+struct MlaChunkParams {
+  MlaInput input;         // q_latent is not read
+  const int* positions;   // (tokens): the token's slot
+  const int* table_rows;  // (tokens): row of the frame table
+  u16* q_rope;            // (tokens, heads, rope_dim) bf16
+  CacheView cache;        // a slot holds latent, then rope key
+};
+
+// One warp a head's rope part; two more for the key's and the latent.
+KERNEL(mla_chunk, MlaChunkParams, MLA_WARPS * 32, 1) {
+  const MlaInput& in = p.input;
+  const int lane = threadIdx.x % 32, r = in.rope.rope_dim, head = blockIdx.y * MLA_WARPS + threadIdx.x / 32;
+  float* v = reinterpret_cast<float*>(dynamic_smem()) + threadIdx.x / 32 * max_int(in.latent, r);
+  const i64 t = blockIdx.x;
+  grid_launch_dependents();
+  grid_wait();
+  if (head > in.heads + 1) return;
+  if (head < in.heads) {
+    in.prepare_rope(v, t, head);
+    for (int i = lane; i < r; i += 32) p.q_rope[(t * in.heads + head) * r + i] = bf16_bits(v[i]);
+    return;
+  }
+  u16* slot = reinterpret_cast<u16*>(slot_address(p.cache, p.table_rows[t], p.positions[t]));
+  if (head == in.heads) {
+    in.prepare_rope(v, t, head);
+    for (int i = lane; i < r; i += 32) slot[in.latent + i] = bf16_bits(v[i]);
+    return;
+  }
+  in.prepare_latent(v, t);
+  for (int i = lane; i < in.latent; i += 32) slot[i] = bf16_bits(v[i]);
+}
+
+struct GatherSlotsParams {
+  CacheView cache;
+  const int* table_rows;  // (slots)
+  const int* positions;   // (slots)
+  u8* out;                // (slots, token_bytes)
+  int slots;
+};
+
+// One warp a slot; token_bytes is a multiple of 16.
+KERNEL(gather_slots, GatherSlotsParams, MLA_WARPS * 32, 1) {
+  const int slot = blockIdx.x * MLA_WARPS + threadIdx.x / 32;
+  grid_launch_dependents();
+  grid_wait();
+  if (slot >= p.slots) return;
+  const u8* from = slot_address(p.cache, p.table_rows[slot], p.positions[slot]);
+  u8* to = p.out + static_cast<i64>(slot) * p.cache.token_bytes;
+  for (int i = threadIdx.x % 32 * 16; i < p.cache.token_bytes; i += 512) store16(to + i, load16(from + i));
+}
+
+struct NormRowsParams {
+  const u16* x;            // (rows, stride) bf16
+  const u16* norm_weight;  // (width)
+  u16* out;                // (rows, width) bf16
+  i64 stride;
+  int width, rows;
+  float eps;
+};
+
+// RMSNorm of rows inside wider ones, one warp a row.
+KERNEL(norm_rows, NormRowsParams, MLA_WARPS * 32, 1) {
+  const int row = blockIdx.x * MLA_WARPS + threadIdx.x / 32;
+  grid_launch_dependents();
+  grid_wait();
+  if (row >= p.rows) return;
+  const u16* x = p.x + row * p.stride;
+  const float scale = head_scale(x, p.width, p.eps);
+  for (int i = threadIdx.x % 32; i < p.width; i += 32)
+    p.out[static_cast<i64>(row) * p.width + i] = bf16_bits(bf16_value(x[i]) * scale * bf16_value(p.norm_weight[i]));
+}
