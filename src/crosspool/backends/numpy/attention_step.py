@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.attention_half import AttentionHalf
 from crosspool.backends.numpy.sampler import sample
@@ -49,11 +51,23 @@ class AttentionStep:
         return self.half.logits(self.hidden[last])
 
     def finish(self) -> tuple[SampledToken, ...]:
-        """Sample and commit: one token per row with `sample`, in row order."""
+        """Sample and commit: one token per row with `sample`, in row order.
+
+        Raises ValueError, before anything is committed, where the model computes no numbers.
+        """
         sampling = {idx: row for idx, row in enumerate(self._rows.rows) if row.sample}
         sampled: tuple[SampledToken, ...] = ()
         if sampling:
             rows = [self._rows.sequences[idx].sampling_row(row) for idx, row in sampling.items()]
-            sampled = sample(self.logits(), rows)
+            logits = self.logits()
+            sampled = sample(logits, rows)
+            _require_numbers(logits, sampled)
         self._rows.commit(dict(zip(sampling, sampled, strict=True)))
         return sampled
+
+
+def _require_numbers(logits: FloatArray, sampled: tuple[SampledToken, ...]) -> None:
+    """Raise ValueError for a row with NaN among its logits: its argmax, which such a row gets, is one."""
+    chosen = logits[np.arange(len(sampled)), [token.token_id for token in sampled]]
+    if np.isnan(chosen).any():
+        raise ValueError("the model's logits are not numbers; its checkpoint or its KV holds NaN or infinity")
