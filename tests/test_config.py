@@ -83,3 +83,4 @@ def test_defaults_are_the_engines() -> None:
         assert getattr(scheduling, field) == getattr(engine, field), field
     assert (pools.kv_pool_bytes, pools.frame_bytes) == (engine.kv_budget_bytes, engine.frame_bytes)
     assert scheduling.queue_timeout_s == engine.default_deadline_s
+    assert scheduling.enable_prefix_caching == engine.prefix_caching

@@ -62,6 +62,9 @@ def serve(
         str | None, typer.Option(help="processes (one a rank) or inprocess (threads)  [processes]")
     ] = None,
     admission: Annotated[str | None, typer.Option(help="reserve or forecast  [reserve]")] = None,
+    enable_prefix_caching: Annotated[
+        bool | None, typer.Option(help="keep full pages for later prompts that begin alike  [on]", show_default=False)
+    ] = None,
     recovery_timeout: Annotated[float | None, typer.Option(help="seconds to wait for a lost worker  [60]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16  [auto]")] = None,
     seed: Annotated[int | None, typer.Option(help="seed of requests that give none")] = None,

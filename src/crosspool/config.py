@@ -98,6 +98,7 @@ class SchedulingConfig:
     num_decode_lanes: int = 2
     num_prefill_lanes: int = 1
     admission: AdmissionPolicy = "reserve"
+    enable_prefix_caching: bool = True  # prompts that begin alike share pages, and ended ones leave theirs for reuse
     queue_timeout_s: float | None = None  # longest time in the queue, after which a request ends with 408
     recovery_timeout_s: float = 60.0  # how long requests wait for a lost worker; 0: they end with an error at once
     seed: int | None = None  # of requests without one; None: a fresh one for each

@@ -73,6 +73,7 @@ def engine_config(config: DeploymentConfig) -> EngineConfig:
         admission=scheduling.admission,
         default_deadline_s=scheduling.queue_timeout_s,
         recovery_timeout_s=scheduling.recovery_timeout_s,
+        prefix_caching=scheduling.enable_prefix_caching,
         seed=scheduling.seed,
     )
 

@@ -96,6 +96,7 @@ class Settings(BaseSettings):
     decode_lanes: int = Field(2, description="decode batches in flight at once")
     prefill_lanes: int = Field(1, description="prefill chunks in flight at once")
     admission: AdmissionPolicy = Field("reserve", description="reserve pages for the whole answer, or forecast them")
+    enable_prefix_caching: bool = Field(True, description="keep full pages for later prompts that begin alike")
     queue_timeout: float | None = Field(None, description="seconds a request may wait; then it is a 408")
     recovery_timeout: float = Field(60.0, description="seconds that requests wait for a lost worker")
     seed: int | None = Field(None, description="seed of requests that give none; default: a fresh one for each")
@@ -240,6 +241,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             num_decode_lanes=settings.decode_lanes,
             num_prefill_lanes=settings.prefill_lanes,
             admission=settings.admission,
+            enable_prefix_caching=settings.enable_prefix_caching,
             queue_timeout_s=settings.queue_timeout,
             recovery_timeout_s=settings.recovery_timeout,
             seed=settings.seed,

@@ -93,6 +93,9 @@ async def test_metrics_have_vllms_suffixes_and_add_up(http: httpx2.AsyncClient, 
         "kv_cache_usage_perc": 0.04,
         "prompt_tokens_total": 7,
         "generation_tokens_total": 9,
+        "prefix_cache_queries_total": 40,
+        "prefix_cache_hits_total": 32,
+        "prefix_cache_evictions_total": 5,
         "time_to_first_token_seconds_count": 2,
         "inter_token_latency_seconds_count": 6,
         "request_time_per_output_token_seconds_count": 2,
@@ -107,7 +110,7 @@ async def test_metrics_have_vllms_suffixes_and_add_up(http: httpx2.AsyncClient, 
     assert samples[("crosspool:request_success_total", ("finished_reason", "length"), tiny)] == 2
     assert samples[("crosspool:admission_rejections_total", tiny, ("reason", "queue_full"))] == 1
     kv = {key: value for key, value in samples.items() if key[0] == "crosspool:pool_bytes" and ("pool", "kv") in key}
-    assert len(kv) == 3
+    assert len(kv) == 4
     assert sum(kv.values()) == 100 * 4096
     assert all(key[0].startswith("crosspool:") for key in samples)
 

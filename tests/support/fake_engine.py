@@ -136,6 +136,11 @@ class FakeEngine:
                 frames_reserved=2,
                 page_tokens=16,
                 frames_per_page=2,
+                pages_reusable=3,
+                frames_reusable=6,
+                prefix_queries=40,
+                prefix_hits=32,
+                prefix_evictions=5,
                 prompt_tokens=7,
                 generated_tokens=9,
                 num_accepted=len(self.requests),
@@ -144,7 +149,7 @@ class FakeEngine:
             )
             for name in self.scripts
         )
-        used, reserved = 4 * len(models), 2 * len(models)
+        used, reserved, reusable = 4 * len(models), 2 * len(models), 6 * len(models)
         return EngineStats(
             now_s=now,
             models=models,
@@ -155,7 +160,8 @@ class FakeEngine:
                     frames_budget=100,
                     frames_used=used,
                     frames_reserved=reserved,
-                    frames_free=100 - used - reserved,
+                    frames_reusable=reusable,
+                    frames_free=100 - used - reserved - reusable,
                 ),
             ),
             lanes=(),

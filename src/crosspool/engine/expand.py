@@ -36,6 +36,7 @@ def sequences(
             key=request.key,
             arrival_s=arrival_s,
             deadline_s=deadline_s,
+            cache_salt=request.cache_salt,
             constraint=None if request.constraint is None else request.constraint.fork(),
         )
         for index in range(request.n)

@@ -20,6 +20,7 @@ class Usage:
     """Tokens of one sequence so far.
 
     The end token and the tokens of a matched stop string count as completion tokens; tokens after them do not.
+    cached_tokens: of the prompt, those that were not computed since cached pages held them.
     """
 
     prompt_tokens: int

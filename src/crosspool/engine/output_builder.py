@@ -23,6 +23,7 @@ class OutputBuilder:
         self._detokenizer = detokenizer
         self._arrival_s = arrival_s
         self._scheduled_s: float | None = None
+        self._cached_tokens = 0
         self._first_token_s: float | None = None
         self._last_token_s: float | None = None
         self._num_tokens = 0
@@ -35,7 +36,7 @@ class OutputBuilder:
         ends the sequence.
         """
         if update.scheduled_s is not None:
-            self._scheduled_s = update.scheduled_s
+            self._scheduled_s, self._cached_tokens = update.scheduled_s, update.cached_tokens
         text, stop = "", None
         reason = update.finish_reason
         if update.token is not None:
@@ -91,7 +92,11 @@ class OutputBuilder:
             token_ids=tuple(token.token_id for token, _ in tokens),
             token_times_s=tuple(time_s for _, time_s in tokens),
             logprobs=logprobs,
-            usage=Usage(prompt_tokens=len(self._request.prompt_token_ids), completion_tokens=self._num_tokens),
+            usage=Usage(
+                prompt_tokens=len(self._request.prompt_token_ids),
+                completion_tokens=self._num_tokens,
+                cached_tokens=self._cached_tokens,
+            ),
             timings=Timings(
                 arrival_s=self._arrival_s,
                 scheduled_s=self._scheduled_s,

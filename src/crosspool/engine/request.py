@@ -33,6 +33,7 @@ class GenerationRequest:
     priority: int = 0
     timeout_s: float | None = None
     key: str = ""  # whose it is, in any words: keys take turns in a model's queue
+    cache_salt: str | None = None  # cached prefixes are shared with requests of the same salt only
     constraint: TokenConstraint | None = None
 
     def __post_init__(self) -> None:

@@ -457,6 +457,7 @@ class EngineCore:
             sequence_id=sequence.sequence_id,
             time_s=now,
             scheduled_s=sequence.scheduled_s,
+            cached_tokens=sequence.num_reused_tokens,
             token=token,
             finish_reason=finish_reason,
             error=error,

@@ -113,11 +113,12 @@ class Sequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceUpdate:
-    """What happened to a sequence: a token, its end, or both."""
+    """What happened to a sequence: a token, its end, or both. cached_tokens: as `Sequence.num_reused_tokens`."""
 
     sequence_id: int
     time_s: float
     scheduled_s: float | None
+    cached_tokens: int = 0
     token: SampledToken | None = None
     finish_reason: FinishReason | None = None
     error: CrossPoolError | None = None

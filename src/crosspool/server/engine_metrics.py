@@ -15,8 +15,9 @@ STATES = ("loading", "ready", "draining", "failed")
 class EngineCollector(Collector):
     """Queues, pages, pools, lanes and counters.
 
-    The KV pool's bytes add up: used + reserved + free are the budget, and the models' pages are the used and reserved
-    part of it. kv_cache_usage_perc is a model's used frames over the frames of its whole KV pool, from 0 to 1.
+    The KV pool's bytes add up: used + reserved + reusable + free are the budget, and the models' pages are the used and
+    reserved part of it; reusable ones are cached and as good as free. kv_cache_usage_perc is a model's used frames over
+    the frames of its whole KV pool, from 0 to 1.
     """
 
     def __init__(self, engine: EngineClient) -> None:
@@ -30,6 +31,7 @@ class EngineCollector(Collector):
         stats, models = self._engine.stats(), self._engine.models()
         yield from _requests(stats)
         yield from _pages(stats, models)
+        yield from _prefixes(stats)
         yield from _models(models)
         yield from _steps(stats)
 
@@ -69,12 +71,14 @@ def _pages(stats: EngineStats, models: list[ModelInfo]) -> Iterator[Family]:
     for model in stats.models:
         pages.add_metric([model.name, "used"], model.pages_used)
         pages.add_metric([model.name, "reserved"], model.pages_reserved)
+        pages.add_metric([model.name, "reusable"], model.pages_reusable)
         usage.add_metric([model.name], _share(model, budgets.get(rank_of.get(model.name, ""), 0)))
     pool_bytes = GaugeMetricFamily("crosspool:pool_bytes", "memory of a pool", labels=("pool", "rank", "state"))
     for pool in stats.pools:
         for state, frames in (
             ("used", pool.frames_used),
             ("reserved", pool.frames_reserved),
+            ("reusable", pool.frames_reusable),
             ("free", pool.frames_free),
         ):
             pool_bytes.add_metric(["kv", pool.kv_rank, state], frames * pool.frame_bytes)
@@ -85,6 +89,17 @@ def _pages(stats: EngineStats, models: list[ModelInfo]) -> Iterator[Family]:
     for rank, num_bytes in sorted(weights.items()):
         pool_bytes.add_metric(["weights", rank, "used"], num_bytes)
     yield from (pages, usage, pool_bytes, _cache_config(stats, rank_of))
+
+
+def _prefixes(stats: EngineStats) -> Iterator[Family]:
+    queries = _counter("prefix_cache_queries", "prompt tokens that were looked for in the prefix cache")
+    hits = _counter("prefix_cache_hits", "prompt tokens that cached pages held, so that they were not run")
+    evictions = _counter("prefix_cache_evictions", "cached pages that were given up for others")
+    for model in stats.models:
+        queries.add_metric([model.name], model.prefix_queries)
+        hits.add_metric([model.name], model.prefix_hits)
+        evictions.add_metric([model.name], model.prefix_evictions)
+    yield from (queries, hits, evictions)
 
 
 def _cache_config(stats: EngineStats, rank_of: Mapping[str, str]) -> GaugeMetricFamily:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crosspool.server.errors import APIError, bad_request, from_validation, shorten
-from crosspool.server.protocol import ChatBody, Count, Flag, Number, Stop, prepared
+from crosspool.server.protocol import CacheSalt, ChatBody, Count, Flag, Number, Stop, prepared
 
 IGNORED_BLOCKS = ("redacted_thinking",)
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -66,6 +66,7 @@ class MessagesBody(CountBody):
     stream: Flag = False
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    cache_salt: CacheSalt | None = None
 
     def _sampling(self) -> dict[str, Any]:
         return {
@@ -73,6 +74,7 @@ class MessagesBody(CountBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "cache_salt": self.cache_salt,
             "stop": self.stop_sequences,
             "stream": self.stream,
         }

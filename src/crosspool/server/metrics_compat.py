@@ -1,4 +1,4 @@
-"""`--metrics-compat vllm`: twelve metrics also under vLLM's names, for boards and gateways that look for those."""
+"""`--metrics-compat vllm`: fourteen metrics also under vLLM's names, for boards and gateways that look for those."""
 
 from collections.abc import Iterable, Iterator
 
@@ -23,6 +23,8 @@ SHARED = frozenset(
         "e2e_request_latency_seconds",
         "request_queue_time_seconds",
         "num_preemptions",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
     )
 )
 """Families, without `_total`, that mean the same in both."""

@@ -20,6 +20,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 256
 MAX_TIMEOUT_S = 86_400
+MAX_CACHE_SALT = 256
 SEED_RANGE = 2**63
 
 
@@ -64,19 +65,20 @@ def _prompts(value: Any) -> list[str] | list[list[int]]:
         raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
     if not value:
         raise ValueError("is an empty list; send at least one prompt")
-    if all(_is_id(item) for item in value):
+    if _are_ids(value):
         return [value]
     if len(value) > MAX_PROMPTS:
         raise ValueError(f"has {len(value)} prompts; at most {MAX_PROMPTS} are taken")
     if all(isinstance(item, str) for item in value):
         return value
-    if all(isinstance(item, list) and all(_is_id(token) for token in item) for item in value):
+    if all(isinstance(item, list) and (not item or _are_ids(item)) for item in value):
         return value
     raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _are_ids(values: list[Any]) -> bool:
+    """Whether all are whole numbers. A prompt may hold millions, so that it is not looked at one by one."""
+    return set(map(type, values)) == {int}
 
 
 Stop = Annotated[
@@ -105,6 +107,7 @@ Prompts = Annotated[
 ]
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(strict=True, ge=1)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT)]
 
 
 def _finite(value: float) -> float:
@@ -162,6 +165,9 @@ class GenerationBody(BaseModel):
     stream: Flag = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    cache_salt: CacheSalt | None = Field(
+        None, description="cached prefixes are shared with requests of the same salt only; without one, of none"
+    )
     timeout: Annotated[Number, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
         None, description="longest time in the queue in seconds, as the header X-Request-Timeout; then 408"
     )

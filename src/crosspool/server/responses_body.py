@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crosspool.server.errors import bad_request, from_validation, shorten
-from crosspool.server.protocol import ChatBody, Count, Flag, Number, prepared
+from crosspool.server.protocol import CacheSalt, ChatBody, Count, Flag, Number, prepared
 
 NOT_KEPT = ("previous_response_id", "conversation", "prompt", "background", "context_management")
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
@@ -30,6 +30,7 @@ class ResponsesBody(BaseModel):
     parallel_tool_calls: Flag | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
+    cache_salt: CacheSalt | None = None
     stream: Flag = False
     metadata: dict[str, Any] | None = None
     store: Flag | None = Field(None, description="nothing is kept, whatever is asked")
@@ -60,6 +61,7 @@ class ResponsesBody(BaseModel):
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": _format((self.text or {}).get("format")),
             "reasoning_effort": effort,
+            "cache_salt": self.cache_salt,
         }
         try:
             return ChatBody.model_validate(found)

@@ -56,6 +56,7 @@ def generation_request(
         skip_special_tokens=body.skip_special_tokens,
         priority=body.priority,
         timeout_s=body.timeout,
+        cache_salt=body.cache_salt,
         constraint=constraint,
     )
 
