@@ -93,7 +93,8 @@ def _numpy_worker(config: ClusterConfig, rank: str) -> RankWorker:
     if rank in config.kv_ranks:
         from crosspool.backends.numpy.kv_worker import NumpyAttentionWorker
 
-        return RankWorker(attention_worker=NumpyAttentionWorker(config.num_frames, config.frame_bytes))
+        worker = NumpyAttentionWorker(config.num_frames, config.frame_bytes, rank, config.kv_ranks)
+        return RankWorker(attention_worker=worker, share_worker=worker)
     from crosspool.backends.numpy.ffn_worker import NumpyFFNWorker
 
     return RankWorker(ffn_worker=NumpyFFNWorker(rank))

@@ -6,7 +6,7 @@ functions fill NumPy arrays with it. Host memory beyond the destination is one p
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -75,11 +75,19 @@ class ModelWeights:
 
 
 def load_attention_weights(
-    directory: ModelDirectory, dtype: npt.DTypeLike = np.float32, progress: Progress | None = None
+    directory: ModelDirectory,
+    dtype: npt.DTypeLike = np.float32,
+    progress: Progress | None = None,
+    *,
+    is_share: bool = False,
 ) -> ModelWeights:
-    """The KV pool's share: embedding, norms, attention, head, in `dtype`. On an error nothing is left allocated."""
+    """The KV pool's share: embedding, norms, attention, head, in `dtype`. On an error nothing is left allocated.
+
+    is_share: of a KV rank that is not the model's home: attention alone, every head of it.
+    """
     with Checkpoint(directory.path) as checkpoint:
-        return _fill(checkpoint, directory, plan_load(checkpoint, directory, "kv"), dtype, progress)
+        plan = plan_load(checkpoint, directory, "kv", skip=_is_homes if is_share else None)
+        return _fill(checkpoint, directory, plan, dtype, progress)
 
 
 def load_ffn_weights(
@@ -106,8 +114,9 @@ def plan_load(
     slice_index: int = 0,
     num_slices: int = 1,
     shares: Sequence[float] | None = None,
+    skip: Callable[[TensorSpec], bool] | None = None,
 ) -> LoadPlan:
-    """Check the whole checkpoint against the spec and lay out one rank's share of it.
+    """Check the whole checkpoint against the spec and lay out one rank's share of it, without what `skip` names.
 
     Raises CheckpointError naming file, tensor and sizes; ValueError for a slice that cannot be.
     """
@@ -117,7 +126,7 @@ def plan_load(
     parts: dict[int, IntermediateSlice] = {}
     destinations = []
     for tensor in inventory.sources:
-        if tensor.pool != pool:
+        if tensor.pool != pool or (skip is not None and skip(tensor)):
             continue
         width = intermediate_width(tensor)
         if width is not None and width not in parts:
@@ -189,6 +198,11 @@ def _fill(
     assert not any(missing.values()), "every parameter is written exactly once"
     logger.info("%s: %d tensors, %d bytes read", directory.path, len(missing), loaded)
     return weights
+
+
+def _is_homes(tensor: TensorSpec) -> bool:
+    """Whether only the home of a model has the tensor: what is not attention."""
+    return tensor.layer is None or tensor.name in ("input_norm", "post_attention_norm")
 
 
 def _holder(weights: ModelWeights, tensor: TensorSpec) -> dict[str, Array]:

@@ -43,6 +43,11 @@ class GQAAttention:
         self.sinks = weights["sinks"].reshape(spec.num_kv_heads, -1) if spec.sinks else None
 
     @property
+    def window(self) -> int | None:
+        """How many of the last slots a token sees; None: all."""
+        return self.spec.sliding_window
+
+    @property
     def nbytes(self) -> int:
         arrays = (self._qkv, self._qkv_bias, self._o, self._o_bias, self.sinks, *self._norms)
         return sum(array.nbytes for array in arrays if array is not None)

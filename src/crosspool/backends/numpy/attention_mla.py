@@ -19,6 +19,9 @@ from crosspool.models.spec import MLASpec
 class MLAAttention:
     """One layer's weights, packed: [q or q_a | kv_a] in one matrix, kv_b split by head, the softmax scale in q."""
 
+    window = None  # a token sees every slot before it
+    sinks = None
+
     def __init__(self, spec: MLASpec, weights: dict[str, FloatArray]) -> None:
         self.spec = spec
         nope, rope, lora = spec.qk_nope_head_dim, spec.qk_rope_head_dim, spec.kv_lora_rank

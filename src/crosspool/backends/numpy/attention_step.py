@@ -1,12 +1,14 @@
 """The attention half of one step, from descriptor to sampled tokens, between the waits that its driver makes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from crosspool.backends.base import FloatArray
+from crosspool.backends.base import FloatArray, HalfStep, LaneLinks
 from crosspool.backends.numpy.attention_half import AttentionHalf
+from crosspool.backends.numpy.page_reader import PageReader
 from crosspool.backends.numpy.sampler import sample
 from crosspool.backends.numpy.sequences import Sequence
 from crosspool.backends.numpy.step_rows import StepRows
@@ -14,13 +16,22 @@ from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor
 
 
+class Exchange(Protocol):
+    """What the home of a split model does in place of its own attention: the same, with its shares."""
+
+    def attend(self, layer: int, flag: int) -> HalfStep[FloatArray]:
+        """Run one layer's attention; the rows to send to the weights ranks."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model on a KV rank that leads its steps."""
+    """One model on a KV rank that leads its steps. `exchange` begins a step of a model that other ranks share."""
 
     half: AttentionHalf
     page_tokens: int
-    frames_per_page: int
+    pages: PageReader
+    exchange: Callable[["AttentionStep", LaneLinks], Exchange] | None = None
 
 
 class AttentionStep:

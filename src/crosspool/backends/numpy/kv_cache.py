@@ -131,6 +131,11 @@ class LayerCache:
         self._keys = keys.swapaxes(1, 2).swapaxes(2, 3)  # (frames, kv_heads, D, page_tokens)
         self._values = values.swapaxes(1, 2)  # (frames, kv_heads, page_tokens, D_v)
 
+    @property
+    def value_width(self) -> int:
+        """Elements of one KV head's value."""
+        return int(self._values.shape[-1])
+
     def _by_head(self, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Views of rows (..., row) as keys (..., kv_heads, D) and values (..., kv_heads, D_v)."""
         attention = self._attention
@@ -141,7 +146,11 @@ class LayerCache:
 
     def write(self, rows: FloatArray, slots: StepSlots) -> None:
         """Store (num_tokens, row) at the step's slots."""
-        self._rows[slots.write_frames[self._frame_idx], slots.write_offsets] = rows
+        self.write_at(rows, slots.write_frames, slots.write_offsets)
+
+    def write_at(self, rows: FloatArray, frames: Sequence[IntArray], offsets: IntArray) -> None:
+        """Store (num_tokens, row) at `offsets` of pages, whose `frames` are those of each of their places."""
+        self._rows[frames[self._frame_idx], offsets] = rows
 
     def read(self, row: RowSlots, begin: int, end: int) -> tuple[FloatArray, FloatArray]:
         """Keys (kv_heads, D, n) and values (kv_heads, n, D_v) of positions [begin, end).

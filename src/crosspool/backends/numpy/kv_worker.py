@@ -3,21 +3,19 @@
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
-import numpy as np
-
 from crosspool.backends.base import FloatArray, HalfStep, LaneLinks, Progress, Wait
 from crosspool.backends.numpy.attention_half import AttentionHalf
 from crosspool.backends.numpy.attention_step import AttentionStep, Model
 from crosspool.backends.numpy.kv_cache import new_arena
-from crosspool.backends.numpy.matrices import each_released
+from crosspool.backends.numpy.page_reader import PageReader
+from crosspool.backends.numpy.placed_model import Share, Site, placed_model
 from crosspool.backends.numpy.sequences import Sequence
+from crosspool.backends.numpy.step_rows import StepRows
 from crosspool.cluster.base import ModelPlacement
 from crosspool.core import SampledToken
 from crosspool.kv_pool.geometry import page_geometry
-from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
 from crosspool.scheduler.step import StepDescriptor, epoch
-from crosspool.weights_pool.loader import load_attention_weights
 
 
 class NumpyAttentionWorker:
@@ -26,9 +24,14 @@ class NumpyAttentionWorker:
     Steps run in one thread; `add_model` may run in another, since a model appears only once it is complete.
     """
 
-    def __init__(self, num_frames: int, frame_bytes: int) -> None:
+    def __init__(
+        self, num_frames: int, frame_bytes: int, rank: str = "kv0", kv_ranks: SequenceOf[str] = ("kv0",)
+    ) -> None:
+        """`rank` is this worker's name among `kv_ranks`, all of the deployment, which have as many frames each."""
         self._arena = new_arena(num_frames, frame_bytes)
+        self._site = Site(rank, tuple(kv_ranks), self._arena)
         self._models: dict[str, Model] = {}
+        self._shares: dict[str, Share] = {}
         self._sequences: dict[int, Sequence] = {}
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
@@ -40,10 +43,13 @@ class NumpyAttentionWorker:
                 f"{placement.name} is placed with frames of {placement.frame_bytes} bytes, this KV rank has frames of "
                 f"{frame_bytes}; use one frame_bytes for all"
             )
-        directory = read_model_dir(placement.directory)
-        weights = load_attention_weights(directory, np.float32, progress)
-        layers = each_released(weights.layers)
-        self.add_weights(placement.name, directory.spec, weights.model, layers, placement.page_tokens)
+        if self._site.rank not in placement.kv_ranks:
+            raise ValueError(f"{placement.name} is placed on {placement.kv_ranks}, not on rank {self._site.rank}")
+        model = placed_model(placement, self._site, progress)
+        if isinstance(model, Share):
+            self._shares[placement.name] = model
+        else:
+            self._models[placement.name] = model
 
     def add_weights(
         self,
@@ -57,30 +63,47 @@ class NumpyAttentionWorker:
         frame_bytes = self._arena.shape[1]
         geometry = page_geometry(spec, page_tokens=page_tokens, frame_bytes=frame_bytes, kv_dtype="float32", model=name)
         half = AttentionHalf(spec, tensors, layers, self._arena, geometry)
-        self._models[name] = Model(half, page_tokens, geometry.frames_per_page)
+        self._models[name] = Model(half, page_tokens, self._site.pages(name, geometry.frames_per_page))
 
     def begin(self, step: StepDescriptor, name: str) -> AttentionStep:
         """Take in joining sequences and set up a step of model `name`. Raises ValueError if it cannot run here."""
         model = self._models.get(name)
         if model is None:
             raise ValueError(f"model {name!r} is not on this KV rank; it has {sorted(self._models)}")
-        for new in step.joining:
-            vocab_size = model.half.spec.vocab_size
-            self._sequences[new.sequence_id] = Sequence(new, name, model.frames_per_page, vocab_size)
+        self._join(step, name, model.half.spec, model.pages)
         return AttentionStep(model, step, self._sequences)
+
+    def _join(self, step: StepDescriptor, name: str, spec: ModelSpec, pages: PageReader) -> None:
+        for new in step.joining:
+            sequence = Sequence(new, name, pages.frames_per_page, spec.vocab_size, pages)
+            self._sequences[new.sequence_id] = sequence
 
     def run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
         attention = self.begin(step, step.header.model)
+        exchange = self._models[step.header.model].exchange
+        split = None if exchange is None else exchange(attention, links)
         num_tokens, hidden_size = attention.hidden.shape
         outlets, inlets = tuple(links.outlets.values()), tuple(links.inlets.values())
         for layer in range(attention.half.spec.num_layers):
             flag = epoch(step.header.step_seq, layer)
-            rows = attention.attend(layer)
+            rows = attention.attend(layer) if split is None else (yield from split.attend(layer, flag))
             for outlet in outlets:
                 outlet.put(layer, flag, rows)
             yield Wait(inlets, flag)
             attention.add(inlet.take(layer, num_tokens, hidden_size) for inlet in inlets)
         return attention.finish()
+
+    def run_share(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[None]:
+        """The part of this rank in a step that another KV rank leads (`backends.base.ShareWorker`)."""
+        name = step.header.model
+        share = self._shares.get(name)
+        if share is None:
+            raise ValueError(f"this KV rank has no share of model {name!r}; it has {sorted(self._shares)}")
+        self._join(step, name, share.part.spec, share.pages)
+        rows = StepRows(step, self._sequences, share.page_tokens)
+        (inlet,), (outlet,) = links.exchange_inlets.values(), links.exchange_outlets.values()
+        yield from share.part.answers(rows, step.header, inlet, outlet)
+        rows.commit({})
 
     def forget(self, sequence_ids: SequenceOf[int]) -> None:
         for sequence_id in sequence_ids:
@@ -88,8 +111,10 @@ class NumpyAttentionWorker:
 
     def remove_model(self, model: str) -> None:
         self._models.pop(model, None)
+        self._shares.pop(model, None)
         self._sequences = {key: sequence for key, sequence in self._sequences.items() if sequence.model != model}
 
     def memory_bytes(self) -> Mapping[str, int]:
         weights = sum(model.half.nbytes for model in list(self._models.values()))
+        weights += sum(share.part.nbytes for share in list(self._shares.values()))
         return {"attention_weights": weights, "kv_cache": self._arena.nbytes, "ffn_weights": 0}
