@@ -24,7 +24,8 @@ class FFNHalf:
 
     def __call__(self, layer: int, x: FloatArray) -> FloatArray:
         """(num_tokens, hidden) partial sum of the layer's FFN."""
-        return self._layers[layer](x)
+        ffn = self._layers[layer]
+        return ffn(x[0])[None] if len(x) == 1 else ffn(x)
 
 
 class NumpyFFNWorker:

@@ -1,5 +1,7 @@
 """RMSNorm, the only norm of every family."""
 
+import math
+
 import numpy as np
 
 from crosspool.backends.base import FloatArray
@@ -14,14 +16,23 @@ class RMSNorm:
     def __init__(self, weight: FloatArray, eps: float) -> None:
         width = weight.shape[-1]
         self._weight = weight * np.float32(np.sqrt(width))
-        self._eps = np.array(width * eps, dtype=np.float32)
+        self._eps = width * eps
         self.nbytes = self._weight.nbytes
 
     def __call__(self, x: FloatArray, out: FloatArray | None = None) -> FloatArray:
         """x: (..., width) float32, any strides; `out` may be `x`."""
+        if x.ndim == 1:
+            return self._one(x, out)
         scale = np.vecdot(x, x)
-        scale += self._eps
-        scale = np.sqrt(scale)
-        normed: FloatArray = np.divide(x, scale[..., None], out=out)
+        scale += np.float32(self._eps)
+        np.sqrt(scale, scale)
+        normed: FloatArray = np.divide(x, scale[..., None], out)
+        normed *= self._weight
+        return normed
+
+    def _one(self, x: FloatArray, out: FloatArray | None) -> FloatArray:
+        """The same for one vector: its scale is a plain number, which spares half of the array operations."""
+        scale = np.float32(1 / math.sqrt(float(x.dot(x)) + self._eps))
+        normed: FloatArray = np.multiply(x, scale, out)
         normed *= self._weight
         return normed

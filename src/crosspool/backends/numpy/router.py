@@ -1,4 +1,9 @@
-"""Which experts a token goes to, and with what weight; every rule of RouterSpec, in float32."""
+"""Which experts a token goes to, and with what weight; every rule of RouterSpec, in float32.
+
+Everything here works over the last axis: on (num_tokens, num_experts) as on one token's (num_experts,).
+"""
+
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +17,7 @@ IntArray = npt.NDArray[np.int64]
 def route(
     logits: FloatArray, spec: RouterSpec, top_k: int, choice_bias: FloatArray | None = None
 ) -> tuple[IntArray, FloatArray]:
-    """Expert ids and weights, both (num_tokens, top_k), best choice first, from logits (num_tokens, num_experts).
+    """Expert ids and weights, both (..., top_k), best choice first, from logits (..., num_experts).
 
     choice_bias: (num_experts,), joins the choice only. Equal scores: the lower expert id wins.
     """
@@ -20,7 +25,10 @@ def route(
     if spec.score == "softmax_of_topk" or (spec.score == "softmax" and spec.renormalise and plain):
         # A softmax over all experts, renormalised over the chosen, is the softmax over the chosen.
         ids = top_ids(logits, top_k)
-        weights = softmax(_at(logits, ids))
+        weights = _at(logits, ids)
+        weights -= weights[..., :1]  # the best one
+        np.exp(weights, weights)
+        weights /= _sum(weights)
     else:
         scores = sigmoid(logits) if spec.score == "sigmoid" else softmax(logits)
         choice = scores if choice_bias is None else scores + choice_bias
@@ -29,7 +37,7 @@ def route(
         ids = top_ids(choice, top_k)
         weights = _at(scores, ids)
         if spec.renormalise:
-            total = np.add.reduce(weights, axis=-1, keepdims=True)
+            total = _sum(weights)
             if spec.renormalise_eps:
                 total += np.float32(spec.renormalise_eps)
             weights /= total
@@ -39,14 +47,15 @@ def route(
 
 
 def top_ids(scores: FloatArray, top_k: int) -> IntArray:
-    """(num_tokens, top_k) indices of the largest scores, largest first, equal ones by index."""
-    return (-scores).argsort(axis=-1, kind="stable")[:, :top_k]
+    """(..., top_k) indices of the largest scores, largest first, equal ones by index."""
+    return (-scores).argsort(axis=-1, kind="stable")[..., :top_k]
 
 
 def softmax(x: FloatArray) -> FloatArray:
     """Over the last axis."""
-    result: FloatArray = np.exp(x - np.maximum.reduce(x, axis=-1, keepdims=True))
-    result /= np.add.reduce(result, axis=-1, keepdims=True)
+    result: FloatArray = x - x.max(axis=-1, keepdims=True)
+    np.exp(result, result)
+    result /= _sum(result)
     return result
 
 
@@ -58,20 +67,29 @@ def sigmoid(x: FloatArray) -> FloatArray:
     return result
 
 
+def _sum(x: FloatArray) -> FloatArray:
+    """(..., 1) sums over the last axis."""
+    return x.dot(_ones(x.shape[-1]))
+
+
+@cache
+def _ones(count: int) -> FloatArray:
+    return np.ones((count, 1), dtype=np.float32)
+
+
 def _at(scores: FloatArray, ids: IntArray) -> FloatArray:
-    """(num_tokens, top_k) scores of the chosen."""
-    if len(scores) == 1:
-        return scores.take(ids)
+    """(..., top_k) scores of the chosen, a new array."""
+    if scores.ndim == 1:
+        return scores[ids]
     return scores[np.arange(len(scores))[:, None], ids]
 
 
 def _within_best_groups(choice: FloatArray, spec: RouterSpec) -> FloatArray:
     """`choice` with -inf for every expert outside its token's best groups."""
-    num_tokens, num_experts = choice.shape
-    groups = choice.reshape(num_tokens, spec.num_groups, -1)
+    groups = choice.reshape(*choice.shape[:-1], spec.num_groups, -1)
     num_summed = 1 if spec.group_score == "max" else 2
     group_scores = np.sort(groups, axis=-1)[..., -num_summed:].sum(axis=-1)
     best = top_ids(group_scores, spec.topk_groups)
-    open_groups = np.zeros((num_tokens, spec.num_groups, 1), dtype=bool)
-    np.put_along_axis(open_groups[..., 0], best, True, axis=-1)
-    return np.where(open_groups, groups, np.float32(-np.inf)).reshape(num_tokens, num_experts)
+    open_groups = np.zeros(groups.shape[:-1], dtype=bool)
+    np.put_along_axis(open_groups, best, True, axis=-1)
+    return np.where(open_groups[..., None], groups, np.float32(-np.inf)).reshape(choice.shape)
