@@ -13,7 +13,8 @@ from crosspool.backends.cuda.attention import AttentionScratch, attention_decode
 from crosspool.backends.cuda.attention_variants import choose_variant, key_value_dims  # noqa: E402
 from crosspool.backends.cuda.ffn_weights import pack_ffn  # noqa: E402
 from crosspool.backends.cuda.gemv import gemv  # noqa: E402
-from crosspool.backends.cuda.moe import FFNScratch, ffn  # noqa: E402
+from crosspool.backends.cuda.moe import ffn  # noqa: E402
+from crosspool.backends.cuda.moe_params import FFNScratch  # noqa: E402
 from crosspool.backends.cuda.rope import RopeTable, gqa_input, mla_input  # noqa: E402
 from crosspool.backends.cuda.router import Routing, route, route_lists  # noqa: E402
 from crosspool.backends.numpy.rotary import RotaryTable  # noqa: E402

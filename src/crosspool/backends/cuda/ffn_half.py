@@ -6,7 +6,8 @@ import torch
 
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.moe import FFNScratch, ffn
+from crosspool.backends.cuda.moe import ffn
+from crosspool.backends.cuda.moe_params import FFNScratch
 from crosspool.backends.cuda.transport_params import Meeting
 
 
