@@ -79,7 +79,8 @@ class MoEFFN:
             row.dot(self._down[expert], output)
         if self._down_bias is not None:
             outputs += self._down_bias[ids]
-        return weights.dot(outputs)
+        summed: FloatArray = weights.dot(outputs)
+        return summed
 
     def _grouped(self, x: FloatArray, ids: IntArray, weights: FloatArray) -> FloatArray:
         """(T, hidden): pairs sorted by expert, one matrix product per expert that any token chose."""

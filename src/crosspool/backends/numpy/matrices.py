@@ -30,25 +30,25 @@ def transposed(matrix: FloatArray) -> FloatArray:
 def product(x: FloatArray, matrix: FloatArray) -> FloatArray:
     """(rows, out) from rows (rows, in), or (out,) from one vector (in,), and a matrix (in, out)."""
     if x.size * matrix.shape[1] <= SMALL_PRODUCT or x.ndim == 1:
-        return x.dot(matrix)
+        result: FloatArray = x.dot(matrix)
+        return result
     return _large_product(x, matrix)
 
 
 def _large_product(x: FloatArray, matrix: FloatArray) -> FloatArray:
     """The same for rows (rows, in), whichever way is quickest."""
     num_rows, num_columns = len(x), matrix.shape[1]
+    result = np.empty((num_rows, num_columns), dtype=np.float32)
     block = SMALL_PRODUCT // x.size
     if FEW_ROWS <= num_rows <= MAX_BLOCK_ROWS and block >= MIN_BLOCK_COLUMNS:
-        result = np.empty((num_rows, num_columns), dtype=np.float32)
         for start in range(0, num_columns, block):
             np.matmul(x, matrix[:, start : start + block], out=result[:, start : start + block])
-        return result
-    if 1 < num_rows <= FEW_ROWS:
-        result = np.empty((num_rows, num_columns), dtype=np.float32)
+    elif 1 < num_rows <= FEW_ROWS:
         for row, out in zip(x, result, strict=True):
             row.dot(matrix, out)
-        return result
-    return x.dot(matrix)
+    else:
+        x.dot(matrix, result)
+    return result
 
 
 def each_released(layers: Iterable[dict[str, FloatArray]]) -> Iterator[dict[str, FloatArray]]:

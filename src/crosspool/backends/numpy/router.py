@@ -69,7 +69,8 @@ def sigmoid(x: FloatArray) -> FloatArray:
 
 def _sum(x: FloatArray) -> FloatArray:
     """(..., 1) sums over the last axis."""
-    return x.dot(_ones(x.shape[-1]))
+    sums: FloatArray = x.dot(_ones(x.shape[-1]))
+    return sums
 
 
 @cache
