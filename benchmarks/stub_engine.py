@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from crosspool.core import FinishReason
 from crosspool.engine.async_engine import AsyncEngine
+from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.output import RequestOutput, Timings, Usage
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.served_model import ServedModel
@@ -45,6 +46,9 @@ class StubEngine:
 
     async def remove_model(self, name: str, *, drain: bool = True) -> None:
         raise NotImplementedError("the stub has its two models only")
+
+    def set_limits(self, change: LimitChange) -> None:
+        raise NotImplementedError("the stub has no KV pool")
 
     def models(self) -> list[ModelInfo]:
         return [self.model(FAST), self.model("paced")]

@@ -127,7 +127,7 @@ async def _answer(
             raise APIError(400, "n must be 1; give each answer its own line", code="invalid_value", param="n")
         model = served.resolve(body.model)
         limit = engine.model(model.name).context_limit
-        ids, constraint = await _prompt(body, model)
+        ids, constraint = await _prompt(body, model, limit)
         request = generation_request(
             body, model, ids, request_id=f"generate-{index}", context_limit=limit, constraint=constraint
         )
@@ -139,12 +139,14 @@ async def _answer(
     return Answer(model.name, str(prompt), request)
 
 
-async def _prompt(body: ChatBody | CompletionBody, model: ModelFrontend) -> tuple[list[int], TokenConstraint | None]:
+async def _prompt(
+    body: ChatBody | CompletionBody, model: ModelFrontend, limit: int
+) -> tuple[list[int], TokenConstraint | None]:
     """The prompt's ids, and the grammar that the answer has to keep to."""
     if isinstance(body, ChatBody):
-        plan = await chat_plan(body, model)
+        plan = await chat_plan(body, model, limit)
         return plan.prompt, plan.constraint
-    prompts = await completion_prompts(body, model)
+    prompts = await completion_prompts(body, model, limit)
     if len(prompts) != 1:
         raise APIError(400, "prompt must be one text; give each its own line", code="invalid_value", param="prompt")
     asked = asked_grammar(body)

@@ -42,11 +42,17 @@ class ChatTemplate:
         self._variables = variables
 
     def prompt_ids(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, kwargs: dict[str, Any]
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool,
+        kwargs: dict[str, Any],
+        limit: int | None = None,
     ) -> list[int]:
         """Token ids of the rendered conversation, with exactly the special tokens that the template writes.
 
-        Raises TemplateError with the template's own words where it refuses, or where it would drop a message's text.
+        Raises TemplateError with the template's own words where it refuses, or where it would drop a message's text;
+        TooLongError where a part of it has far more tokens than `limit`.
         """
         hidden = HiddenMarks(self._tokenizer.special_tokens)
         shown = [hidden.hide_message(self._named(message)) for message in messages]
@@ -56,11 +62,11 @@ class ChatTemplate:
         except TemplateError as error:
             raise TemplateError(hidden.reveal(str(error))) from None
         if not hidden.used:
-            return self._tokenizer.encode(text, add_special_tokens=False)
+            return self._tokenizer.encode(text, add_special_tokens=False, limit=limit)
         ids: list[int] = []
         for piece in hidden.split_at_marks(text):
             mark = self._tokenizer.special_tokens.get(piece)
-            ids += [mark] if mark is not None else self._tokenizer.encode_plain(hidden.reveal(piece))
+            ids += [mark] if mark is not None else self._tokenizer.encode_plain(hidden.reveal(piece), limit=limit)
         return ids
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool, kwargs: dict[str, Any]) -> str:

@@ -27,11 +27,11 @@ class ChatAnswer:
 async def chat_answer(chat: ChatBody, request: Request, answer_id: str) -> ChatAnswer:
     """Hand the conversation to the engine as `answer_id`. Raises APIError where it is wrong or refused."""
     model = prepare(chat, request)
-    plan = await unless_left(request, chat_plan(chat, model))
-    if plan.shows_marks:
-        chat = chat.model_copy(update={"skip_special_tokens": False})
     state = request.app.state
     limit = state.engine.model(model.name).context_limit
+    plan = await unless_left(request, chat_plan(chat, model, limit))
+    if plan.shows_marks:
+        chat = chat.model_copy(update={"skip_special_tokens": False})
     asked = generation_request(
         chat, model, plan.prompt, request_id=answer_id, context_limit=limit, constraint=plan.constraint
     )

@@ -41,13 +41,13 @@ class ChatPlan:
         return ParsedChatShape(model.tokenizer, self.parser, show_reasoning=body.include_reasoning)
 
 
-async def chat_plan(body: ChatBody, model: ModelFrontend) -> ChatPlan:
-    """Raises APIError (400) for what the model's template, or any grammar, cannot do."""
+async def chat_plan(body: ChatBody, model: ModelFrontend, limit: int) -> ChatPlan:
+    """`limit`: the model's context limit. Raises APIError (400) for what its template, or any grammar, cannot do."""
     use = tool_use(body)
     form = model.template.format if model.template is not None else AnswerFormat()
     _check(body, use, form, model)
     asked = asked_grammar(body)
-    prompt = await chat_prompt(body, model, use)
+    prompt = await chat_prompt(body, model, use, limit)
     plan = ChatPlan(prompt)
     tail = model.tokenizer.decode(prompt[-TAIL_TOKENS:], skip_special_tokens=False).rstrip()
     is_thinking = form.thinks and tail.endswith(THINK_OPEN)

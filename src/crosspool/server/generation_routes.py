@@ -44,7 +44,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 @router.post("/v1/chat/completions", summary="Answer a conversation", responses=ERRORS, response_model=None)
 async def chat_completions(body: ChatBody, request: Request) -> Response:
     model = prepare(body, request)
-    plan = await unless_left(request, chat_plan(body, model))
+    limit = request.app.state.engine.model(model.name).context_limit
+    plan = await unless_left(request, chat_plan(body, model, limit))
     if plan.shows_marks:
         body = body.model_copy(update={"skip_special_tokens": False})
     return await answer(body, request, model, plan.shape(body, model), [plan.prompt], plan.constraint)
@@ -53,7 +54,8 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 @router.post("/v1/completions", summary="Go on from a prompt", responses=ERRORS, response_model=None)
 async def completions(body: CompletionBody, request: Request) -> Response:
     model = prepare(body, request)
-    prompts = await unless_left(request, completion_prompts(body, model))
+    limit = request.app.state.engine.model(model.name).context_limit
+    prompts = await unless_left(request, completion_prompts(body, model, limit))
     constraint = None
     if (asked := asked_grammar(body)) is not None:
         constraint = await unless_left(request, compiled(asked, body, model.vocabulary))

@@ -72,7 +72,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
 async def count_tokens(body: CountBody, request: Request) -> InputTokens:
     chat = body.chat()
     model = request.app.state.catalogue.resolve(chat.model)
-    return InputTokens(input_tokens=len(await unless_left(request, chat_prompt(chat, model, tool_use(chat)))))
+    return InputTokens(input_tokens=len(await unless_left(request, chat_prompt(chat, model, tool_use(chat), None))))
 
 
 async def _events(

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from crosspool.server.errors import APIError, ErrorBody, bad_request
 from crosspool.server.messages import Messages
-from crosspool.server.prompts import chat_prompt, off_loop
+from crosspool.server.prompts import chat_prompt, off_loop, text_ids
 from crosspool.server.protocol import ChatBody, Flag, prepared
 from crosspool.server.sampling import check_ids
 from crosspool.server.stream import unless_left
@@ -87,12 +87,9 @@ async def tokenize(body: TokenizeBody, request: Request) -> Tokens:
             add_generation_prompt=body.add_generation_prompt,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-        ids = await unless_left(request, chat_prompt(chat, model, tool_use(chat)))
+        ids = await unless_left(request, chat_prompt(chat, model, tool_use(chat), None))
     else:
-        text = body.prompt or ""
-        ids = await off_loop(
-            lambda: model.tokenizer.encode(text, add_special_tokens=body.add_special_tokens), len(text)
-        )
+        ids = await text_ids(body.prompt or "", model, None, add_special_tokens=body.add_special_tokens)
     return Tokens(
         count=len(ids),
         max_model_len=state.engine.model(model.name).context_limit,

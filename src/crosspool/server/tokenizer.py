@@ -9,9 +9,20 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from crosspool.errors import CheckpointError
+from crosspool.server.token_bound import TokenBound
 
 LONG_TEXT = 4096
 """Characters from which encoding is worth a thread of its own."""
+
+PIECE = 1 << 15
+"""Characters that are encoded at once where it is to be seen whether a text is far too long."""
+
+LONG_FOR_ITS_LIMIT = 8
+"""Characters a token of the limit from which that is looked at; ordinary text has four or so."""
+
+
+class TooLongError(ValueError):
+    """A text has far more tokens than its limit, told without encoding all of it."""
 
 
 class TextTokenizer:
@@ -27,6 +38,10 @@ class TextTokenizer:
         self._plain.encode_special_tokens = True
         described = json.loads(serialized)
         added = described.get("added_tokens") or []
+        for tokenizer in (self._tokenizer, self._plain):  # a prompt is never cut or filled up in silence
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        self.bound = TokenBound(described)
         self.special_tokens: dict[str, int] = {
             token["content"]: token["id"] for token in added if token.get("special") and token["content"]
         }
@@ -50,20 +65,22 @@ class TextTokenizer:
         except Exception as error:  # the library raises plain Exception
             raise CheckpointError(f"{path} is not a tokenizer this version of tokenizers reads: {error}") from error
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, limit: int | None = None) -> list[int]:
         """Ids of `text`; special tokens written in it are read as such.
 
         With `add_special_tokens` the tokenizer adds its own, but never a second begin token: text that already starts
-        with one keeps just that one.
+        with one keeps just that one. Raises TooLongError, soon, where there are more than twice `limit` tokens.
         """
+        _require_near(self._tokenizer, text, limit)
         ids = _encode(self._tokenizer, text, add_special_tokens=add_special_tokens)
         bos = self.bos_token_id
         if add_special_tokens and bos is not None and ids[:2] == [bos, bos] and text.startswith(self.bos_token or ""):
             return ids[1:]
         return ids
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Ids of `text` in which special tokens are plain text and none is added."""
+    def encode_plain(self, text: str, *, limit: int | None = None) -> list[int]:
+        """Ids of `text` in which special tokens are plain text and none is added. Raises as `encode` does."""
+        _require_near(self._plain, text, limit)
         return _encode(self._plain, text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -108,6 +125,21 @@ def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> lis
     """Ids of `text`. NOTE: `encode_batch_fast` lets other threads run meanwhile, which `encode` does not."""
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
+
+
+def _require_near(tokenizer: Tokenizer, text: str, limit: int | None) -> None:
+    """Raise TooLongError once the beginning of a long text has more than twice `limit` tokens, piece by piece.
+
+    Cutting a text changes its number of tokens by a few, never by half.
+    """
+    if limit is None or len(text) <= max(PIECE, LONG_FOR_ITS_LIMIT * limit):
+        return
+    num_tokens = 0
+    for start in range(0, len(text), PIECE):
+        num_tokens += len(_encode(tokenizer, text[start : start + PIECE], add_special_tokens=False))
+        if num_tokens > 2 * limit:
+            seen = min(len(text), start + PIECE)
+            raise TooLongError(f"{len(text)} characters, the first {seen} of which are {num_tokens} tokens or so")
 
 
 def tokenizer_config(directory: Path) -> dict[str, Any]:
