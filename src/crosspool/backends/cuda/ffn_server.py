@@ -12,9 +12,13 @@ from typing import Any
 
 import torch
 
+from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.fused_layer import fused_layer
 from crosspool.backends.cuda.lane_memory import RECORD_WORDS, RING_SLOTS, LaneMemory, pinned
 from crosspool.backends.cuda.launch import Launcher
+from crosspool.backends.cuda.moe_params import FFNScratch
 from crosspool.backends.cuda.params import FusedParams
+from crosspool.backends.cuda.transport import FFNCrossing
 from crosspool.backends.cuda.transport_params import LaneView
 from crosspool.units import align_up
 
@@ -43,28 +47,43 @@ class ServerParams(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ServedPass:
-    """The layers of one (model, lane, rows) as the server reads them, in device memory."""
+    """The layers of one (model, lane, rows) as the server reads them, in device memory.
+
+    smem_bytes: what the hungriest layer needs. kept: what the layers point to.
+    """
 
     layers: torch.Tensor
     num_layers: int
     smem_bytes: int
+    kept: FFNScratch
 
-    @classmethod
-    def of(cls, layers: Sequence[FusedParams], smem_bytes: int, device: torch.device) -> "ServedPass":
-        """smem_bytes: what the hungriest layer needs."""
-        rows = b"".join(bytes(layer).ljust(_SERVED_BYTES, b"\0") for layer in layers)
-        memory = torch.zeros(len(rows) + 128, dtype=torch.uint8, device=device)
-        start = -memory.data_ptr() % 128
-        aligned = memory[start : start + len(rows)]
-        aligned.copy_(torch.frombuffer(bytearray(rows), dtype=torch.uint8))
-        return cls(aligned, len(layers), smem_bytes)
+
+def serve_layers(
+    layers: Sequence[FFNLayerWeights], crossing: FFNCrossing, rows: int, scratch: FFNScratch
+) -> ServedPass:
+    """Passes of `rows` rows over a lane's crossing. `scratch` is the server's alone: it holds logits by their meeting."""
+    built = [
+        fused_layer(
+            weights,
+            crossing.rows(layer, rows, weights.hidden),
+            crossing.sums(layer, rows, weights.hidden),
+            scratch,
+            crossing.arrival(layer),
+            crossing.departure(layer),
+        )
+        for layer, weights in enumerate(layers)
+    ]
+    table = b"".join(bytes(layer.params).ljust(_SERVED_BYTES, b"\0") for layer in built)
+    device = scratch.act.device
+    memory = torch.zeros(len(table) + 128, dtype=torch.uint8, device=device)
+    start = -memory.data_ptr() % 128
+    aligned = memory[start : start + len(table)]
+    aligned.copy_(torch.frombuffer(bytearray(table), dtype=torch.uint8))
+    return ServedPass(aligned, len(built), max(layer.smem_bytes for layer in built), scratch)
 
 
 class FFNServer:
-    """Serves the lanes it was given. Only one thread may call it at a time; the lock is for loads beside a running loop.
-
-    lanes: what a pass's position in `lanes` means; its flag and slots are in its layers.
-    """
+    """Serves the lanes it was given; its methods may be called from several threads."""
 
     def __init__(
         self, kernels: Launcher, device: torch.device, lanes: Sequence[LaneMemory], *, idle_s: float = IDLE_S
@@ -86,12 +105,16 @@ class FFNServer:
         """Whether the last launch has left, or there was none."""
         return self._launch == 0 or int(self._words[_LEFT]) >= self._launch or int(self._words[_STOP]) >= self._launch
 
+    def reserve(self, smem_bytes: int) -> None:
+        """Have later launches take this much shared memory, so that a pass that needs it starts no new one."""
+        self._smem_bytes = max(self._smem_bytes, smem_bytes)
+
     def post(self, lane: LaneMemory, served: ServedPass, base: int) -> None:
         """One pass of the lane: its layers are computed as their rows arrive. Launches the server where it has left."""
         with self._lock:  # a full barrier between the posted word and the look at the server's
             if served.smem_bytes > self._smem_bytes and not self.has_left:
                 self._leave()
-            self._smem_bytes = max(self._smem_bytes, served.smem_bytes)
+            self.reserve(served.smem_bytes)
             lane.post(base, served.num_layers, served.layers.data_ptr())
         if self.has_left:
             self._start()

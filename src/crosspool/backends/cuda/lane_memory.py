@@ -20,7 +20,8 @@ RECORD_WORDS = 2 + (3 + SAMPLING_WORDS) * PASS_TOKENS
 """A pass's input: its base (two words), then token ids, positions, lengths and sampling of its rows."""
 
 DONE, ABORT, LATE = 0, 1, 2
-"""Host words; LATE is followed by one for each peer."""
+POSTED = LATE + MAX_PEERS
+"""Host words; LATE is one for each peer."""
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -53,7 +54,7 @@ class LaneMemory:
         self.rule = rule
         self.words = torch.zeros(16, dtype=torch.int64, device=device)
         self.last_tokens = torch.zeros(PASS_TOKENS, dtype=torch.int32, device=device)
-        self._host = pinned((2 + MAX_PEERS,), torch.int64, device)
+        self._host = pinned((POSTED + 1,), torch.int64, device)
         self.ring = pinned((RING_SLOTS, RECORD_WORDS), torch.int32, device)
         self.host_tokens = pinned((RING_SLOTS * PASS_TOKENS,), torch.int32, device)
         self._host_words: npt.NDArray[np.int64] = self._host.numpy()
@@ -109,6 +110,13 @@ class LaneMemory:
         self._cursor += 1
         self._last_epoch = base + num_layers
         return slot
+
+    def post(self, base: int, num_layers: int, layers_at: int) -> None:
+        """Push a pass to a resident server; layers_at: device address of its served layers."""
+        record = self._records[self.push(base, num_layers)]
+        record[2:4].view(np.int64)[0] = layers_at
+        record[4] = num_layers
+        self._host_words[POSTED] = self._cursor
 
     def tokens(self, slot: int, rows: int) -> list[int]:
         """What the pass of this slot sampled."""

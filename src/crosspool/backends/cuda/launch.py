@@ -9,7 +9,23 @@ import torch
 
 from crosspool.backends.cuda.compile import architecture, cubin
 
-SOURCES = ("gemv", "norm", "rope", "attention", "router", "moe", "moe_fused", "prefetch", "transport", "sample")
+SOURCES = (
+    "gemv",
+    "norm",
+    "rope",
+    "attention",
+    "attention_cluster",
+    "router",
+    "moe",
+    "moe_fused",
+    "ffn_server",
+    "ffn_client",
+    "prefetch",
+    "transport",
+    "sample",
+    "chunk_ffn",
+    "chunk_mla",
+)
 
 
 class Launcher(Protocol):
@@ -31,6 +47,7 @@ class Launcher(Protocol):
         params: ctypes.Structure,
         overlap: bool = True,
         cooperative: bool = False,
+        cluster: int = 1,
     ) -> None:
         """Enqueue `kernel` of `csrc/<source>.cu`; `params` is copied before the call returns.
 
@@ -38,8 +55,12 @@ class Launcher(Protocol):
         results). Pass False after anything but our kernels wrote what a kernel reads before its own wait: weights,
         sequence lengths, frame tables.
         cooperative: blocks wait for each other, so the grid must fit the device whole; such a kernel never overlaps the
-        one before it.
+        one before it. cluster: so many neighbouring blocks in x form a cluster (Hopper; grid[0] is a multiple of it).
         """
+        ...
+
+    def max_clusters(self, source: str, kernel: str, *, threads: int, smem_bytes: int, size: int) -> int:
+        """How many clusters of `size` blocks the device holds at once."""
         ...
 
 
@@ -83,24 +104,44 @@ class DeviceKernels:
         params: ctypes.Structure,
         overlap: bool = True,
         cooperative: bool = False,
+        cluster: int = 1,
     ) -> None:
         driver = self._driver
         function = self._function(source, kernel, smem_bytes)
+        ids, attributes = driver.CUlaunchAttributeID, list[Any]()
+        if cooperative:
+            attributes.append(self._attribute(ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, "cooperative", 1))
+        elif overlap and self._can_overlap:
+            overlapping = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes.append(self._attribute(overlapping, "programmaticStreamSerializationAllowed", 1))
+        config = self._config(grid, threads, smem_bytes, cluster, attributes)
+        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self._call("cuLaunchKernelEx", config, function, ctypes.addressof(arguments), 0, what=kernel)
+
+    def max_clusters(self, source: str, kernel: str, *, threads: int, smem_bytes: int, size: int) -> int:
+        function = self._function(source, kernel, smem_bytes)
+        config = self._config((size, 1, 1), threads, smem_bytes, size, [])
+        return int(self._call("cuOccupancyMaxActiveClusters", function, config, what=kernel))
+
+    def _config(
+        self, grid: tuple[int, int, int], threads: int, smem_bytes: int, cluster: int, attributes: list[Any]
+    ) -> Any:
+        """A launch on the default stream."""
+        driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = smem_bytes
-        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
-        ids = driver.CUlaunchAttributeID
-        if cooperative:
-            config.attrs = [self._attribute(ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, "cooperative")]
-            config.numAttrs = 1
-        elif overlap and self._can_overlap:
-            overlapping = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            config.attrs = [self._attribute(overlapping, "programmaticStreamSerializationAllowed")]
-            config.numAttrs = 1
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        self._call("cuLaunchKernelEx", config, function, ctypes.addressof(arguments), 0, what=kernel)
+        if cluster > 1:
+            blocks = driver.CUlaunchAttributeValue().clusterDim
+            blocks.x, blocks.y, blocks.z = cluster, 1, 1
+            kind = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attributes.append(self._attribute(kind, "clusterDim", blocks))
+        if attributes:
+            config.attrs = attributes
+            config.numAttrs = len(attributes)
+        return config
 
     def _load_functions(self, module: Any) -> None:
         """Load every kernel now, also where the driver would put it off to the first launch."""
@@ -119,10 +160,10 @@ class DeviceKernels:
             self._smem_bytes[kernel] = smem_bytes
         return function
 
-    def _attribute(self, attribute_id: Any, field: str) -> Any:
+    def _attribute(self, attribute_id: Any, field: str, content: Any) -> Any:
         attribute, value = self._driver.CUlaunchAttribute(), self._driver.CUlaunchAttributeValue()
         attribute.id = attribute_id
-        setattr(value, field, 1)
+        setattr(value, field, content)
         attribute.value = value
         return attribute
 

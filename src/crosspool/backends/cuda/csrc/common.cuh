@@ -47,6 +47,7 @@ DEVICE u64 load_relaxed_device(const u64* p) {
   return v;
 }
 DEVICE void store_relaxed_device(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+DEVICE void store_release_device(u64* p, u64 v) { asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE void add_release_device(u64* p, u64 v) { asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE void spin() {}
 

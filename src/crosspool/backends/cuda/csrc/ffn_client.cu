@@ -1,0 +1,52 @@
+// Stands where attention would be, in measurements and stress tests of the FFN side: sends rows, waits for the sums, and
+// so on, layer after layer and pass after pass, with nothing between.
+#include "crossing.cuh"
+
+constexpr int BLOCK = 512;
+constexpr int CLIENT_RANKS = 4;
+
+struct ClientParams {
+  LaneView view;
+  Flags flags;                            // in the weights ranks' memory
+  Flags answers;                          // in this rank's memory
+  u8* slots[2][CLIENT_RANKS];             // the weights ranks' rows, by layer parity: (tokens, hidden) bf16
+  const float* sums[2][CLIENT_RANKS];     // this rank's slots: (tokens, hidden) fp32
+  const u16* rows;                        // (layers, tokens, hidden) bf16: what each layer of a pass sends
+  float* received;                        // (layers, tokens, hidden): the sums of the last pass, in rank order, or null
+  u64* times;                             // (passes + 1): when each pass began, and the last one's end
+  u64 first_base;                         // of the first pass; the next ones follow at STEP
+  int passes, layers, row_bytes, values;  // row_bytes: of one layer's rows; values: of one layer's sums
+  unsigned pause_mask;                    // random pauses before a put: 0 none, else a mask of nanoseconds
+};
+
+KERNEL(ffn_client, ClientParams, BLOCK, 1) {
+  u32 random = 12345;
+  for (int pass = 0; pass < p.passes; ++pass) {
+    const u64 base = p.first_base + static_cast<u64>(pass) * STEP;
+    if (threadIdx.x == 0) p.times[pass] = timer_ns();
+    for (int layer = 0; layer < p.layers; ++layer) {
+      if (p.pause_mask) {
+        random = random * 1664525u + 1013904223u;
+        const u64 until = timer_ns() + (random >> 8 & p.pause_mask);
+        while (timer_ns() < until) {}
+      }
+      const u8* from = reinterpret_cast<const u8*>(p.rows) + static_cast<i64>(layer) * p.row_bytes;
+      for (int i = threadIdx.x * 16; i < p.row_bytes; i += BLOCK * 16) {
+        const uint4 value = load16(from + i);
+        for (int rank = 0; rank < p.flags.count; ++rank) store16(p.slots[layer & 1][rank] + i, value);
+      }
+      raise(p.view, p.flags, base, layer, 1);
+      await(p.view, p.answers, base, layer);
+      block_sync();
+      if (p.received != nullptr && pass == p.passes - 1) {
+        for (int i = threadIdx.x; i < p.values; i += BLOCK) {
+          float sum = 0.0f;
+          for (int rank = 0; rank < p.answers.count; ++rank) sum += load_float_l2(p.sums[layer & 1][rank] + i);
+          p.received[static_cast<i64>(layer) * p.values + i] = sum;
+        }
+        block_sync();
+      }
+    }
+  }
+  if (threadIdx.x == 0) p.times[p.passes] = timer_ns();
+}

@@ -1,0 +1,244 @@
+// The FFN server: one kernel that stays on a weights GPU and computes layers as their rows arrive, for every lane and
+// model, with no launch between two of them.
+//
+// A lane's pass is a row of served layers in device memory. The host posts passes (`post`); block 0 looks which lane's
+// rows have arrived, gives that layer to all blocks in one word, and so decides the order of lanes on the GPU. The last
+// block to end raises the flag behind the sums. The server leaves on command, or after an idle time, but never while a
+// pass is under way. Nothing traps or hangs: a pass whose peer is late past the deadline, or that the host gives up, is
+// ended, and the host knows its result is worthless.
+#include "moe_layer.cuh"
+
+constexpr int MAX_LANES = 16;
+constexpr int LOOKS = 32;  // looks at the flags between two at the host's words, while a pass is under way
+
+enum ServerWord { STOP = 0, LEFT = 1 };            // pinned: the launch that is to leave; the launch that left
+enum OrderWord { ORDER = 0, PASS = 1, END = 2 };   // device: sequence and layer; base of its pass; epoch to tell the host, or 0
+
+struct alignas(128) ServedLayer {
+  FusedParams layer;
+};
+
+struct ServedLane {
+  LaneView view;    // its host words go on with the number of passes that were posted
+  const u32* ring;  // pinned: a record a pass: base, address of its first served layer (two words each), number of layers
+};
+
+struct ServerParams {
+  ServedLane lanes[MAX_LANES];
+  u64* order;       // device: three words, zero at launch
+  u64* meetings;    // device
+  u64* control;     // pinned
+  u64 launch;       // grows by one a launch
+  i64 idle_ns;
+  int num_lanes, ring_slots, record_words;
+};
+
+// A lane's pass under way; count 0: none.
+struct LaneState {
+  u64 base, since;
+  const u64* flag;  // of its rows, in this rank's memory
+  const ServedLayer* layers;
+  int layer, count, is_ready;
+};
+
+DEVICE u64 order_word(u32 turn, const ServedLayer* layer) {
+  return static_cast<u64>(turn & 0x3fff) << 50 | reinterpret_cast<u64>(layer) >> 7;
+}
+
+// A lane without a pass takes the next one that was posted.
+DEVICE void take_pass(const ServerParams& p, const ServedLane& lane, LaneState& s) {
+  const u64 cursor = lane.view.lane[CURSOR];
+  if (load_acquire(lane.view.host + POSTED) <= cursor) return;
+  const u32* record = lane.ring + static_cast<i64>(cursor % p.ring_slots) * p.record_words;
+  u64 words[2];
+  for (int i = 0; i < 2; ++i)
+    words[i] = static_cast<u64>(load_relaxed(record + 2 * i)) | static_cast<u64>(load_relaxed(record + 2 * i + 1)) << 32;
+  s.base = words[0];
+  s.layers = reinterpret_cast<const ServedLayer*>(words[1]);
+  s.count = static_cast<int>(load_relaxed(record + 4));
+  s.flag = s.layers->layer.route.arrival.flags.flag[0];
+  s.layer = 0, s.is_ready = 0, s.since = timer_ns();
+  lane.view.lane[CURSOR] = cursor + 1;
+}
+
+// End a pass that cannot go on.
+DEVICE void end_early(const ServedLane& lane, LaneState& s, bool is_late) {
+  if (is_late) store_release(lane.view.host + LATE, s.base + s.layer + 1);
+  store_release(lane.view.host + DONE, s.base + s.count);
+  s.count = 0;
+}
+
+// What warp 0 of block 0 does between two layers; lane l of the warp looks after lane l of the server.
+struct Arbiter {
+  const ServerParams& p;
+  LaneState* states;
+  int l;
+  bool is_mine;
+
+  DEVICE Arbiter(const ServerParams& p, LaneState* states)
+      : p(p), states(states), l(threadIdx.x % 32), is_mine(l < p.num_lanes) {}
+
+  DEVICE void look_at_flag() {
+    LaneState& s = states[l];
+    if (!is_mine || s.count == 0 || s.is_ready) return;
+    const u64 want = s.base + s.layer + 1;
+    if (p.lanes[l].view.deadline_ns >= 0 && load_relaxed(s.flag) < want) return;
+    load_acquire(s.flag);
+    s.is_ready = 1, s.since = timer_ns();
+  }
+  // The host's words: new passes, passes it gave up, and waits that ran out.
+  DEVICE void look_at_host() {
+    LaneState& s = states[l];
+    if (!is_mine) return;
+    const ServedLane& lane = p.lanes[l];
+    if (s.count == 0) return take_pass(p, lane, s);
+    if (s.is_ready) return;
+    if (load_relaxed(lane.view.host + ABORT) >= s.base) end_early(lane, s, true);
+    else if (timer_ns() - s.since > static_cast<u64>(lane.view.deadline_ns)) end_early(lane, s, true);
+  }
+  // The lane that has been ready longest; -1: none.
+  DEVICE int oldest_ready() const {
+    const bool ready = is_mine && states[l].count > 0 && states[l].is_ready;
+    const u64 age = ready ? timer_ns() - states[l].since : 0;
+    const u32 key = ready ? static_cast<u32>(age < 0x3ffffffu ? age : 0x3ffffffu) << 5 | (31 - l) | 1u << 31 : 0;
+    const u32 best = warp_max_u32(key);
+    return best == 0 ? -1 : 31 - static_cast<int>(best & 31);
+  }
+  DEVICE bool has_pass() const { return warp_max_u32(is_mine && states[l].count > 0) != 0; }
+
+  // Wait for the next layer and publish it as this turn; false: the server leaves, and that is published.
+  DEVICE bool publish_next(u32 turn) {
+    u64 idle_since = timer_ns();
+    for (u32 looks = 0;; ++looks) {
+      look_at_flag();
+      const int chosen = oldest_ready();
+      if (chosen >= 0) {
+        if (l == chosen) publish(turn);
+        return true;
+      }
+      if (!has_pass()) {
+        look_at_host();
+        warp_sync();
+        if (has_pass()) {
+          idle_since = timer_ns();
+        } else if (may_leave(idle_since)) {
+          if (l == 0) store_release_device(p.order + ORDER, order_word(turn, nullptr));
+          return false;
+        }
+      } else if (looks % LOOKS == LOOKS - 1) {
+        look_at_host();
+        warp_sync();
+      }
+    }
+  }
+  DEVICE void publish(u32 turn) {
+    LaneState& s = states[l];
+    const bool is_last = s.layer + 1 == s.count;
+    p.order[PASS] = s.base;
+    p.order[END] = is_last ? s.base + s.count : 0;
+    store_release_device(p.order + ORDER, order_word(turn, s.layers + s.layer));
+    s.is_ready = 0;
+    s.since = timer_ns();
+    if (is_last) s.count = 0;
+    else ++s.layer;
+  }
+  // Asked to, or idle for too long; a pass that is posted meanwhile is not left behind.
+  DEVICE bool may_leave(u64 idle_since) {
+    const bool asked = load_relaxed(p.control + STOP) >= p.launch;
+    if (!asked && timer_ns() - idle_since < static_cast<u64>(p.idle_ns)) {
+      pause_ns(200);
+      return false;
+    }
+    if (asked) return true;  // the host posts nothing before the next launch
+    if (l == 0) store_release(p.control + LEFT, p.launch);
+    system_fence();
+    warp_sync();
+    look_at_host();
+    warp_sync();
+    if (!has_pass()) return true;
+    if (l == 0) store_release(p.control + LEFT, p.launch - 1);
+    return false;
+  }
+};
+
+// The last block to end raises the flags behind the sums, and tells the host of the end of a pass.
+DEVICE void end_layer(const Departure& departure, u64 base, u64 end) {
+  block_sync();
+  if (threadIdx.x != 0) return;
+  const LaneView& v = departure.view;
+  system_fence();
+  if (atomic_add(reinterpret_cast<int*>(v.lane + TICKET), 1) != static_cast<int>(gridDim.x) - 1) return;
+  *reinterpret_cast<int*>(v.lane + TICKET) = 0;
+  system_fence();
+  for (int i = 0; i < departure.flags.count; ++i) store_relaxed(departure.flags.flag[i], base + departure.layer + 1);
+  if (end) store_release(v.host + DONE, end);
+}
+
+struct ServerSmem {
+  ServedLayer served;
+  LaneState states[MAX_LANES];
+  u64 order[3];  // this turn's
+};
+constexpr int SERVER_SMEM_BYTES = (sizeof(ServerSmem) + 127) / 128 * 128;
+
+// Every thread of a block gets this turn's layer; null: the server leaves.
+DEVICE const ServedLayer* await_turn(const ServerParams& p, ServerSmem& s, u32 turn) {
+  if (blockIdx.x == 0 && threadIdx.x < 32) Arbiter(p, s.states).publish_next(turn);
+  if (threadIdx.x == 0) {
+    u64 word;
+    while ((word = load_relaxed_device(p.order + ORDER)) >> 50 != (turn & 0x3fff)) spin();
+    load_acquire_device(p.order + ORDER);
+    s.order[ORDER] = word << 14 >> 7;  // without the turn, times 128
+    s.order[PASS] = load_relaxed_device(p.order + PASS);
+    s.order[END] = load_relaxed_device(p.order + END);
+  }
+  block_sync();
+  return reinterpret_cast<const ServedLayer*>(s.order[ORDER]);
+}
+
+// What probably follows: the next layer of the same pass or, where two lanes alternate, of the one before.
+struct Guess {
+  const ServedLayer *last = nullptr, *before = nullptr;  // what would follow the last turn, and the one before it
+  DEVICE const ServedLayer* next() const { return before != nullptr ? before : last; }
+  DEVICE void turn(const ServedLayer* layer, bool is_last_of_pass) {
+    before = layer == last ? nullptr : last;
+    last = is_last_of_pass ? nullptr : layer + 1;
+  }
+};
+
+KERNEL(ffn_server, ServerParams, MOE_THREADS, 1) {
+  ServerSmem& s = *reinterpret_cast<ServerSmem*>(dynamic_smem());
+  u8* rest = dynamic_smem() + SERVER_SMEM_BYTES;
+  GridMeeting meeting(p.meetings);
+  Guess guess;
+  if (blockIdx.x == 0 && threadIdx.x < MAX_LANES) s.states[threadIdx.x].count = 0;
+  block_sync();
+  for (u32 turn = 1;; ++turn) {
+    const ServedLayer* layer = guess.next();
+    bool is_known = layer == nullptr;
+    if (is_known) layer = await_turn(p, s, turn);
+    while (true) {
+      if (layer == nullptr) return;
+      for (int i = threadIdx.x; i < static_cast<int>(sizeof(ServedLayer) / 16); i += MOE_THREADS)
+        reinterpret_cast<uint4*>(&s.served)[i] = load16(reinterpret_cast<const uint4*>(layer) + i);
+      block_sync();
+      FusedLayer work(s.served.layer, rest);
+      if (!is_known) {  // what no row decides is on its way meanwhile
+        work.load_shared();
+        const ServedLayer* ordered = await_turn(p, s, turn);
+        is_known = true;
+        if (ordered != layer) {
+          copy_async_wait<0>();
+          block_sync();
+          layer = ordered;
+          continue;
+        }
+      }
+      work.run(meeting);
+      end_layer(s.served.layer.moe.departure, s.order[PASS], s.order[END]);
+      guess.turn(layer, s.order[END] != 0);
+      block_sync();  // the next turn overwrites what this one reads
+      break;
+    }
+  }
+}

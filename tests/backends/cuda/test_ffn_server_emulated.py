@@ -1,0 +1,150 @@
+"""The resident FFN server on the CPU: its own source, against the launched kernels, bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from crosspool.backends.cuda.channel_map import LinkMap  # noqa: E402
+from crosspool.backends.cuda.ffn_server import FFNServer, serve_layers  # noqa: E402
+from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule  # noqa: E402
+from crosspool.backends.cuda.moe import ffn  # noqa: E402
+from crosspool.backends.cuda.moe_params import FFNScratch  # noqa: E402
+from crosspool.backends.cuda.transport import FFNCrossing  # noqa: E402
+from crosspool.models.directory import read_model_dir  # noqa: E402
+from tests.backends.cuda.decoding import build_decoder  # noqa: E402
+from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
+from tests.backends.cuda.split_pass import OwnedChannel  # noqa: E402
+from tests.support.tiny_models import write_tiny_model  # noqa: E402
+
+pytestmark = pytest.mark.judge
+
+CPU = torch.device("cpu")
+BASE = 7 * 1024
+
+
+def layers_of(family, tmp_path, num_layers=3):
+    path = write_tiny_model(tmp_path / family, family, dtype="bfloat16", tokenizer=False, num_layers=num_layers)
+    return build_decoder(EmulatedKernels(), read_model_dir(path), 2, 4, CPU)._slices[0].layers
+
+
+class Lane:
+    """One lane of the weights rank, its rows put and its flag raised as a peer would."""
+
+    def __init__(self, layers, rows, *, seed=0, rule=None):
+        self.layers, self.rows, self.hidden = layers, rows, layers[0].hidden
+        self.inbox, self.outbox = (OwnedChannel(rows * self.hidden, CPU) for _ in range(2))
+        self.memory = LaneMemory(CPU, rule or WaitRule())
+        crossing = FFNCrossing(EmulatedKernels(), self.memory, LinkMap(self.inbox.map, self.outbox.map))
+        self.served = serve_layers(layers, crossing, rows, FFNScratch.for_layers(list(layers), rows, CPU))
+        generator = torch.Generator().manual_seed(seed)
+        self.x = [torch.randn(rows, self.hidden, generator=generator).bfloat16() for _ in range(2)]
+        for parity, x in enumerate(self.x):
+            ctypes.memmove(self.inbox.map.slot(parity), x.data_ptr(), x.nbytes)
+
+    def raise_flag(self, epoch):
+        ctypes.c_uint64.from_address(self.inbox.map.flag).value = epoch
+
+    @property
+    def answered(self):
+        return ctypes.c_uint64.from_address(self.outbox.map.flag).value
+
+    def sums(self, layer):
+        buffer = (ctypes.c_float * (self.rows * self.hidden)).from_address(self.outbox.map.slot(layer))
+        return torch.frombuffer(buffer, dtype=torch.float32).view(self.rows, self.hidden).clone()
+
+    def check(self, last):
+        """The last two layers' sums are still in their slots."""
+        for layer in range(max(0, last - 1), last + 1):
+            out = torch.empty(self.rows, self.hidden)
+            scratch = FFNScratch.for_layers(list(self.layers), self.rows, CPU)
+            ffn(EmulatedKernels(num_sms=3), self.layers[layer], self.x[layer & 1], out, scratch)
+            assert torch.equal(self.sums(layer), out), f"layer {layer}"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_pass_is_served_layer_by_layer(family, rows, backwards, tmp_path):
+    lane = Lane(layers_of(family, tmp_path), rows)
+    server = FFNServer(EmulatedKernels(num_sms=3, backwards=backwards), CPU, [lane.memory], idle_s=0.0)
+    for step in range(1, 3):
+        lane.raise_flag(BASE * step + 3)
+        server.post(lane.memory, lane.served, BASE * step)
+        assert lane.answered == BASE * step + 3
+        assert lane.memory.done_epoch == BASE * step + 3
+        lane.check(2)
+    assert server.has_left
+    assert lane.memory.late_epoch(0) == 0
+
+
+def test_lanes_of_different_models_take_turns_and_none_is_mixed_up(tmp_path):
+    lanes = [
+        Lane(layers_of("qwen3_moe", tmp_path, 4), 2, seed=1),
+        Lane(layers_of("deepseek_v2", tmp_path, 3), 1, seed=2),
+        Lane(layers_of("gpt_oss", tmp_path, 2), 3, seed=3),
+    ]
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory for lane in lanes], idle_s=0.0)
+    for place, lane in enumerate(lanes):
+        lane.raise_flag(BASE + len(lane.layers))
+        if place < 2:  # posted before the launch; the last one is posted through the server, which starts it
+            lane.memory.post(BASE, lane.served.num_layers, lane.served.layers.data_ptr())
+    server.reserve(max(lane.served.smem_bytes for lane in lanes))
+    server.post(lanes[2].memory, lanes[2].served, BASE)
+    for lane in lanes:
+        assert lane.answered == BASE + len(lane.layers)
+        lane.check(len(lane.layers) - 1)
+
+
+def test_two_passes_posted_ahead_run_in_order(tmp_path):
+    lane = Lane(layers_of("qwen3_moe", tmp_path), 1)
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory], idle_s=0.0)
+    lane.raise_flag(BASE * 2 + 3)
+    lane.memory.post(BASE, 3, lane.served.layers.data_ptr())
+    server.post(lane.memory, lane.served, BASE * 2)
+    assert lane.memory.done_epoch == BASE * 2 + 3
+    lane.check(2)
+
+
+def test_a_peer_past_its_deadline_ends_its_pass_alone(tmp_path):
+    late = Lane(layers_of("qwen3_moe", tmp_path), 1, rule=WaitRule(deadline_s=0.3))
+    good = Lane(late.layers, 2, seed=5)
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [late.memory, good.memory], idle_s=0.0)
+    late.raise_flag(BASE + 1)  # the first layer's rows come, no more
+    good.raise_flag(BASE + 3)
+    late.memory.post(BASE, 3, late.served.layers.data_ptr())
+    server.post(good.memory, good.served, BASE)
+    assert late.memory.late_epoch(0) == BASE + 2
+    assert late.memory.done_epoch == BASE + 3
+    assert late.answered == BASE + 1
+    good.check(2)
+
+
+def test_a_pass_that_the_host_gives_up_ends_at_once(tmp_path):
+    lane = Lane(layers_of("qwen3_moe", tmp_path), 1, rule=WaitRule(deadline_s=60.0))
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory], idle_s=0.0)
+    lane.memory.abort(BASE + 3)
+    server.post(lane.memory, lane.served, BASE)
+    assert lane.memory.done_epoch == BASE + 3
+    assert lane.answered == 0
+
+
+def test_the_graph_tier_goes_on_where_the_server_stopped(tmp_path):
+    """Both take the lane's records in turn: a served pass moves the cursor that captured passes read."""
+    from crosspool.backends.cuda.transport import begin_pass
+
+    lane = Lane(layers_of("qwen3_moe", tmp_path), 1)
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory], idle_s=0.0)
+    lane.raise_flag(BASE + 3)
+    server.post(lane.memory, lane.served, BASE)
+    server.stop()
+    lane.memory.push(BASE * 2, 3)
+    begin_pass(EmulatedKernels(), lane.memory)
+    assert int(lane.memory.words[0]) == BASE * 2
+    begin_again = BASE * 3
+    lane.raise_flag(begin_again + 3)
+    server.post(lane.memory, lane.served, begin_again)
+    assert lane.memory.done_epoch == begin_again + 3
