@@ -106,9 +106,9 @@ class SplitModel:
         geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
         with torch.cuda.device(device):
             cache = seeded_cache(geometry, batch, context + SPARE_TOKENS, seed, device)
-            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-            self.half = AttentionHalf(gpus.kernels[0], spec, attention, cache, batch, num_sms)
+            self.half = AttentionHalf(gpus.kernels[0], spec, attention, cache, batch)
         links, self._kept = open_links(device, [gpus.devices[gpu] for gpu, _ in slices], batch * spec.hidden_size)
+        self.links = links
         crossing = AttentionCrossing(self.kv.kernels, self.kv.lane, links)
         source = AttentionPass(
             self.kv.kernels, self.kv.lane, self.half, crossing, samples=True, is_decode=True, prefetches=prefetches

@@ -1,0 +1,55 @@
+"""A split model whose FFN side is the resident server: no launch on the weights GPUs between two layers or steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from benchmarks.split_model import SplitModel
+from crosspool.backends.cuda.channel_map import LinkMap
+from crosspool.backends.cuda.ffn_server import FFNServer, serve_layers
+from crosspool.backends.cuda.moe_params import FFNScratch
+from crosspool.backends.cuda.transport import FFNCrossing
+
+PATIENCE_S = 5.0
+
+
+class ResidentModel(SplitModel):
+    """As SplitModel; `servers`, one a weights rank, may serve further models' lanes too."""
+
+    def __init__(self, *args: Any, idle_s: float = 0.2, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.servers, self._served = [], []
+        for side, half, link in zip(self.weights, self.ffn_halves, self.links, strict=True):
+            device = side.kernels.device
+            with torch.cuda.device(device):
+                crossing = FFNCrossing(side.kernels, side.lane, LinkMap(link.outbox, link.inbox))
+                scratch = FFNScratch.for_layers(list(half.layers), self.batch, device)
+                self._served.append(serve_layers(half.layers, crossing, self.batch, scratch))
+                self.servers.append(FFNServer(side.kernels, device, [side.lane], idle_s=idle_s))
+                torch.cuda.synchronize(device)
+
+    def enqueue(self, token_ids: Sequence[int] | None = None) -> int:
+        self._step += 1
+        base, layers = 1024 * self._step, self.spec.num_layers
+        ids = [-1 - row for row in range(self.batch)] if token_ids is None else list(token_ids)
+        for side, server, served in zip(self.weights, self.servers, self._served, strict=True):
+            server.post(side.lane, served, base)
+        self.position += 1
+        slot = self.kv.lane.push(base, layers, self.batch, ids, [self.position] * self.batch)
+        self.kv.replay(self.graph)
+        return slot
+
+    def synchronize(self) -> None:
+        self.kv.stream.synchronize()
+        begin = time.perf_counter()
+        while not all(side.lane.is_drained for side in self.weights):
+            if time.perf_counter() - begin > PATIENCE_S:
+                raise RuntimeError("the FFN server did not end its pass")
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.stop()
