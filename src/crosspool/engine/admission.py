@@ -146,6 +146,21 @@ class PageBudget:
         claims = list(self.claims.values())
         return self._is_possible(claims) if self.is_settling else self._is_safe(claims)
 
+    def room(self, model: str) -> int:
+        """Frames that could be promised to new sequences of the model, if they asked for no more than they expect."""
+        expected = self._expected()
+        has = expected.get(model, 0)
+        common = self.limits.budget - self.limits.charge(expected)
+        return min(common + max(0, self.limits.floor(model) - has), self.room_under_ceiling(model))
+
+    def room_under_ceiling(self, model: str) -> int:
+        """The same if no other model had anything."""
+        return self.limits.ceiling(model) - self._expected().get(model, 0)
+
+    def room_in_floor(self, model: str) -> int:
+        """The same of what is kept for the model."""
+        return max(0, self.limits.floor(model) - self._expected().get(model, 0))
+
     def is_capped(self, claim: Claim) -> bool:
         """Whether the ceiling of its model keeps a new sequence out, however much is free."""
         ceiling = self.limits.ceiling(claim.model)

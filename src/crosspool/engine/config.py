@@ -17,6 +17,7 @@ class EngineConfig:
 
     kv_budget_bytes: int = 256 * MiB  # physical KV memory of one KV rank; frame 0 of it is kept for masked lanes
     frame_bytes: int = 2 * MiB
+    kv_ranks: tuple[str, ...] = ("kv0",)  # in the order in which their frames are numbered, as the cluster has them
     num_decode_lanes: int = 2
     num_prefill_lanes: int = 1
     max_num_seqs: int = 32  # admitted sequences of one model: the largest decode batch

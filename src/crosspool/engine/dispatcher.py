@@ -4,15 +4,15 @@ A lane's next decode step is handed out while its present one runs (`fill_ahead`
 engine between two steps. It holds a row for each sequence that is sure to go on unless its very next token ends it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from crosspool.engine.batcher import Chunk, Turns, decode_row, make_step, prefill_chunks, prefill_row
 from crosspool.engine.config import EngineConfig
+from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Flight, Lane, ParkedStep, Trouble, rows_of
 from crosspool.engine.model_load import ModelLoad
-from crosspool.engine.pages import KVRankPages
 from crosspool.engine.ranks import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
 from crosspool.engine.shared_prefill import shared_chunks
@@ -26,7 +26,7 @@ class Dispatcher:
         self,
         config: EngineConfig,
         loads: Mapping[str, ModelLoad],
-        pages: Mapping[str, KVRankPages],
+        kv: KVPages,
         ranks: RankHealth,
     ) -> None:
         self.lanes = [
@@ -37,7 +37,7 @@ class Dispatcher:
         self.num_stalls = 0
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._loads = loads
-        self._pages = pages
+        self._kv = kv
         self._ranks = ranks
         self._turns: dict[Phase, Turns] = {"decode": Turns(), "prefill": Turns()}
 
@@ -75,8 +75,8 @@ class Dispatcher:
         open_ = [(lane.present.started_s, lane) for lane in decode if lane.present is not None and lane.queued is None]
         if not open_:
             return []
-        names = [name for name, load in self._loads.items() if load.decoding and self._ranks.are_up(load.ranks)]
-        next_step = self._same_again if len(names) <= len(decode) else self._next_turn
+        num_batches = sum(len(self._homes(load, load.decoding.values())) for load in self._loads.values())
+        next_step = self._same_again if num_batches <= len(decode) else self._next_turn
         steps = (next_step(lane, now) for _, lane in sorted(open_, key=lambda entry: entry[0]))
         return [step for step in steps if step is not None]
 
@@ -129,7 +129,13 @@ class Dispatcher:
             sequence.num_steps += 1
 
     def _ranks_of(self, step: StepDescriptor) -> frozenset[str]:
-        return frozenset(self._loads[step.header.model].ranks)
+        return frozenset(self._loads[step.header.model].needs[step.header.kv_rank])
+
+    def _homes(self, load: ModelLoad, sequences: Iterable[Sequence]) -> list[str]:
+        """Homes of `sequences` whose steps can run: the model has a batch for each."""
+        homes = load.homes_up(self._ranks)
+        taken = {sequence.kv_rank for sequence in sequences}
+        return [home for home in homes if home in taken]
 
     def drop_parked_row(self, sequence: Sequence) -> None:
         """Leave an ended sequence out of the parked step that has a row of it, if one has."""
@@ -141,9 +147,9 @@ class Dispatcher:
     def kv_rank_lost(self, kv_rank: str) -> None:
         """The rank's sequences leave their steps."""
         for flight in self._flights():
-            if flight.step.header.kv_rank == kv_rank:
+            if kv_rank in self._ranks_of(flight.step):
                 flight.abandon()
-        self.parked = [parked for parked in self.parked if parked.step.header.kv_rank != kv_rank]
+        self.parked = [parked for parked in self.parked if kv_rank not in parked.ranks]
 
     def _replay(self, parked: ParkedStep, now: float) -> StepDescriptor | None:
         phase = parked.step.header.phase
@@ -159,20 +165,19 @@ class Dispatcher:
         """The next model's whole decode batch: all its decoding sequences that have a slot for one more token."""
         for name in self._turns["decode"].ready({name for name, load in self._loads.items() if load.decoding}):
             load = self._loads[name]
-            if self._num_decode_steps(name) or not self._ranks.are_up(load.ranks):
-                continue
-            step = self._decode_batch(lane, load, now)
-            if step is not None:
-                return step
+            for home in self._homes(load, load.decoding.values()):
+                step = None if self._num_decode_steps(name, home) else self._decode_batch(lane, load, home, now)
+                if step is not None:
+                    return step
         return None
 
-    def _decode_batch(self, lane: Lane, load: ModelLoad, now: float) -> StepDescriptor | None:
-        pages = self._pages[load.model.kv_rank]
-        batch = [sequence for sequence in load.decoding.values() if pages.ensure_slot(sequence)]
-        self.num_stalls += len(load.decoding) - len(batch)
+    def _decode_batch(self, lane: Lane, load: ModelLoad, home: str, now: float) -> StepDescriptor | None:
+        decoding = [sequence for sequence in load.decoding.values() if sequence.kv_rank == home]
+        batch = [sequence for sequence in decoding if self._kv.of(sequence).ensure_slot(sequence)]
+        self.num_stalls += len(decoding) - len(batch)
         if not batch:
             return None
-        return self._start(lane, load, batch, [decode_row(sequence) for sequence in batch], now)
+        return self._start(lane, load, home, batch, [decode_row(sequence) for sequence in batch], now)
 
     def _same_again(self, lane: Lane, now: float) -> StepDescriptor | None:
         """The decode step after the running one of the same model: one token further for every sequence in that.
@@ -181,24 +186,26 @@ class Dispatcher:
         sequence would have to wait for a page.
         """
         assert lane.step is not None
-        name = lane.step.header.model
+        name, home = lane.step.header.model, lane.step.header.kv_rank
         load = self._loads.get(name)
-        if load is None or not self._ranks.are_up(load.ranks) or self._num_decode_steps(name) != 1:
+        if load is None or not self._ranks.are_up(load.needs[home]) or self._num_decode_steps(name, home) != 1:
             return None
-        pages = self._pages[load.model.kv_rank]
         batch = []
         for sequence in load.decoding.values():
+            if sequence.kv_rank != home:
+                continue
             if sequence.in_step:
                 if sequence.request.constraint is not None:
                     return None
                 if sequence.num_generated_tokens + 1 >= sequence.request.sampling.max_tokens:
                     continue  # the running step gives its last token
-            if not pages.ensure_slot_ahead(sequence):
+            if not self._kv.of(sequence).ensure_slot_ahead(sequence):
                 return None
             batch.append(sequence)
         if not batch:
             return None
-        return self._start(lane, load, batch, [decode_row(sequence, sequence.num_steps) for sequence in batch], now)
+        rows = [decode_row(sequence, sequence.num_steps) for sequence in batch]
+        return self._start(lane, load, home, batch, rows, now)
 
     def _next_turn(self, lane: Lane, now: float) -> StepDescriptor | None:
         """The decode step of the model whose turn comes next, behind another model's step.
@@ -208,12 +215,13 @@ class Dispatcher:
         """
         assert lane.step is not None
         for name in self._turns["decode"].ready({name for name, load in self._loads.items() if load.decoding}):
-            load = self._loads[name]
-            if self._num_decode_steps(name) or not self._ranks.are_up(load.ranks):
+            load, home = self._loads[name], lane.step.header.kv_rank
+            homes = [own for own in self._homes(load, load.decoding.values()) if not self._num_decode_steps(name, own)]
+            if not homes:
                 continue
-            if load.model.kv_rank != lane.step.header.kv_rank:
+            if home not in homes:
                 return None
-            step = self._decode_batch(lane, load, now)
+            step = self._decode_batch(lane, load, home, now)
             if step is not None:
                 return step
         return None
@@ -222,18 +230,17 @@ class Dispatcher:
         """The next model's chunk, shared by its prefilling sequences."""
         for name in self._turns["prefill"].ready({name for name, load in self._loads.items() if load.prefilling}):
             load = self._loads[name]
-            if not self._ranks.are_up(load.ranks):
-                continue
-            chunks = self._chunks(load)
-            if chunks:
-                batch = [chunk.sequence for chunk in chunks]
-                return self._start(lane, load, batch, [prefill_row(chunk) for chunk in chunks], now)
+            waiting = [sequence for sequence in load.prefilling.values() if not sequence.in_step]
+            for home in self._homes(load, waiting):
+                chunks = self._chunks(load, home, [sequence for sequence in waiting if sequence.kv_rank == home])
+                if chunks:
+                    batch = [chunk.sequence for chunk in chunks]
+                    return self._start(lane, load, home, batch, [prefill_row(chunk) for chunk in chunks], now)
         return None
 
-    def _chunks(self, load: ModelLoad) -> list[Chunk]:
-        """What the model's next prefill step runs."""
-        waiting = [sequence for sequence in load.prefilling.values() if not sequence.in_step]
-        prefix = self._pages[load.model.kv_rank].prefix
+    def _chunks(self, load: ModelLoad, home: str, waiting: Items[Sequence]) -> list[Chunk]:
+        """What the model's next prefill step with this home runs."""
+        prefix = self._kv.prefix(load.model.name, home)
         if prefix is None:
             return prefill_chunks(waiting, self._max_num_batched_tokens)
         running = [
@@ -241,17 +248,18 @@ class Dispatcher:
             for lane in self.lanes
             if lane.phase == "prefill" and lane.step is not None and lane.step.header.model == load.model.name
             for row, sequence in zip(lane.step.rows, lane.sequences, strict=False)
+            if sequence.kv_rank == home
         ]
         return shared_chunks(prefix, waiting, running, self._max_num_batched_tokens)
 
     def _start(
-        self, lane: Lane, load: ModelLoad, batch: Items[Sequence], rows: Items[StepRow], now: float
+        self, lane: Lane, load: ModelLoad, home: str, batch: Items[Sequence], rows: Items[StepRow], now: float
     ) -> StepDescriptor:
         self.take_turn(load.model.name, lane.phase)
         joining: list[NewSequence] = []
         for sequence in batch:
             if not sequence.joined:
-                self._pages[load.model.kv_rank].started(sequence)
+                self._kv.of(sequence).started(sequence)
                 sequence.joined = True
                 joining.append(sequence.introduction())
             if sequence.scheduled_s is None:
@@ -260,7 +268,7 @@ class Dispatcher:
             lane=lane.index,
             step_seq=lane.next_seq(),
             model=load.model.name,
-            kv_rank=load.model.kv_rank,
+            kv_rank=home,
             phase=lane.phase,
             rows=rows,
             joining=joining,
@@ -271,7 +279,8 @@ class Dispatcher:
     def _flights(self) -> list[Flight]:
         return [flight for lane in self.lanes for flight in lane.flights()]
 
-    def _num_decode_steps(self, name: str) -> int:
-        """Decode steps of the model that are in flight or parked: its decode requests share one lane."""
+    def _num_decode_steps(self, name: str, home: str) -> int:
+        """Decode steps of the model and home that are in flight or parked: such decode requests share one lane."""
         steps = [flight.step for flight in self._flights()] + [parked.step for parked in self.parked]
-        return sum(step.header.model == name and step.header.phase == "decode" for step in steps)
+        headers = [step.header for step in steps if step.header.phase == "decode"]
+        return sum(header.model == name and header.kv_rank == home for header in headers)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from crosspool.core import FinishReason
 from crosspool.engine.queues import ModelQueue
+from crosspool.engine.ranks import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
 from crosspool.engine.served_model import ServedModel
 
@@ -27,9 +28,22 @@ class ModelLoad:
     num_finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
     ranks: tuple[str, ...] = field(init=False)
+    needs: dict[str, tuple[str, ...]] = field(init=False)  # by home: the ranks that its steps need
 
     def __post_init__(self) -> None:
-        self.ranks = (self.model.kv_rank, *self.model.weights_ranks)
+        placement = self.model.placement
+        self.ranks = placement.ranks
+        self.needs = {home: placement.step_ranks(home) for home in placement.homes}
+
+    def homes_up(self, ranks: RankHealth) -> list[str]:
+        """Homes whose steps can run: every rank that they need is up."""
+        return [home for home, needs in self.needs.items() if ranks.are_up(needs)]
+
+    def expires_s(self, ranks: RankHealth) -> float | None:
+        """When requests stop waiting for a home whose steps can run; None while there is one."""
+        moments = [ranks.expires_s(needs) for needs in self.needs.values()]
+        ends = [moment for moment in moments if moment is not None]
+        return max(ends) if len(ends) == len(moments) else None
 
     @property
     def num_live(self) -> int:

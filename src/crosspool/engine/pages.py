@@ -12,7 +12,7 @@ from crosspool.engine.sequence import Sequence
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import PoolStats
 from crosspool.kv_pool.limits import PoolLimits, PoolSize, check_limits
-from crosspool.kv_pool.pool import KVPool
+from crosspool.kv_pool.pool import KVPool, Page
 from crosspool.kv_pool.prefix_cache import CachedPage
 
 
@@ -31,10 +31,13 @@ class KVRankPages:
         estimate: OutputEstimate,
         *,
         caches_prefixes: bool = False,
+        first_frame: int = 0,
     ) -> None:
+        """first_frame: number of the rank's frame 0 among those of all ranks."""
         self.kv_rank = kv_rank
         self.frame_bytes = frame_bytes
-        self.pool = KVPool(num_frames)
+        self.pool = KVPool(num_frames, first_frame)
+        self._aside: dict[int, int] = {}  # by sequence: frames claimed as held that it has not been handed yet
         self.budget = PageBudget(self.pool.budget)
         self.estimate = estimate
         self.stalled: set[int] = set()  # sequences that wait for a page; nothing is admitted meanwhile
@@ -162,6 +165,40 @@ class KVRankPages:
         self.pool.free(sequence.request.model, pages)
         self.stalled.discard(sequence.sequence_id)
 
+    def room(self, model: str) -> int:
+        """Frames that could be promised to new sequences of the model."""
+        return self.budget.room(model)
+
+    def room_under_ceiling(self, model: str) -> int:
+        return self.budget.room_under_ceiling(model)
+
+    def room_in_floor(self, model: str) -> int:
+        return self.budget.room_in_floor(model)
+
+    def can_set_aside(self, model: str, num_frames: int) -> bool:
+        return self.budget.admits(Claim(num_frames, num_frames, num_frames, model))
+
+    def set_aside(self, sequence_id: int, model: str, num_frames: int) -> None:
+        """Claim, for a sequence that has pages on other ranks too, all it may reach here; it never waits for them."""
+        self.budget.open(sequence_id, Claim(num_frames, num_frames, num_frames, model))
+        self._aside[sequence_id] = num_frames
+
+    def hand_out(self, sequence_id: int, model: str, num_pages: int) -> tuple[Page, ...]:
+        """Pages of what was set aside for the sequence."""
+        self._aside[sequence_id] -= num_pages * self._models[model].frames_per_page
+        return self._allocate(model, num_pages)
+
+    def give_up_aside(self, sequence_id: int) -> None:
+        """The sequence asks for no more than it has."""
+        self.budget.give_up(sequence_id, self._aside[sequence_id])
+        self._aside[sequence_id] = 0
+
+    def take_back(self, sequence_id: int, model: str, pages: Items[Page]) -> None:
+        """The pages that the sequence was handed. No step in flight may use them."""
+        del self._aside[sequence_id]
+        self.budget.close(sequence_id)
+        self.pool.free(model, pages)
+
     def memory_lost(self) -> None:
         """The rank's memory is gone, and its sequences have been released: nothing can be used again."""
         if self.prefix is not None:
@@ -175,10 +212,14 @@ class KVRankPages:
     @property
     def num_held(self) -> int:
         """Frames in block tables, of all models."""
-        return self.budget.num_held
+        return self.budget.num_held - self._num_aside
+
+    @property
+    def _num_aside(self) -> int:
+        return sum(self._aside.values())
 
     def stats(self) -> PoolStats:
-        used, reserved = self.budget.num_held, self.budget.num_reserved
+        used, reserved = self.num_held, self.budget.num_reserved + self._num_aside
         unpromised = self.pool.budget - used - reserved
         reusable = 0 if self.prefix is None else min(unpromised, self.prefix.num_reusable)
         return PoolStats(
@@ -197,7 +238,8 @@ class KVRankPages:
     def frames_reserved(self, sequence_ids: list[int]) -> int:
         """Frames promised to these live sequences beyond those they hold."""
         claims = (self.budget.claims[sequence_id] for sequence_id in sequence_ids)
-        return sum(claim.expected - claim.held for claim in claims)
+        aside = sum(self._aside.get(sequence_id, 0) for sequence_id in sequence_ids)
+        return sum(claim.expected - claim.held for claim in claims) + aside
 
     @contextmanager
     def _asked(self, sequence: Sequence) -> Iterator[Claim]:
@@ -229,9 +271,11 @@ class KVRankPages:
         return sequence.num_prompt_tokens + max(expected, num_generated)
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> None:
-        name, missing = sequence.request.model, sequence.table.num_missing(num_tokens)
+        sequence.table.extend(self._allocate(sequence.request.model, sequence.table.num_missing(num_tokens)))
+
+    def _allocate(self, name: str, num_pages: int) -> tuple[Page, ...]:
         if self.prefix is not None:
-            self.prefix.make_room(name, missing * self._models[name].frames_per_page)
-        pages = self.pool.allocate(name, missing)
+            self.prefix.make_room(name, num_pages * self._models[name].frames_per_page)
+        pages = self.pool.allocate(name, num_pages)
         assert pages is not None, f"the budget of {self.kv_rank} granted pages that its pool does not have"
-        sequence.table.extend(pages)
+        return pages

@@ -18,6 +18,7 @@ from crosspool.engine.admission import check_length, context_limit
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.dispatcher import Dispatcher
 from crosspool.engine.forecast import output_estimate
+from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Trouble
 from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.model_load import ModelLoad
@@ -53,8 +54,9 @@ class EngineCore:
         self.config = config
         self.loads: dict[str, ModelLoad] = {}
         self.pages: dict[str, KVRankPages] = {}
+        self.kv = KVPages(self.pages)
         self.ranks = RankHealth(config.recovery_timeout_s)
-        self.dispatcher = Dispatcher(config, self.loads, self.pages, self.ranks)
+        self.dispatcher = Dispatcher(config, self.loads, self.kv, self.ranks)
         self.num_steps = 0
         self.last_step_s: float | None = None
         self.log = StepLog()
@@ -68,17 +70,30 @@ class EngineCore:
     def context_limit(self, model: ServedModel) -> int:
         """Prompt plus output tokens a request to `model` may ask for. Raises CapacityError if not one page fits."""
         context_limit(model, self.config.num_frames - 1)  # a page larger than the pool says so first
-        pages = self.pages.get(model.kv_rank) or self._new_pages(model.kv_rank)
-        try:
-            limits = pages.limits if model.name in self.loads else pages.limits_with(model)
-        except ValueError as error:
-            raise CapacityError(str(error)) from None
-        return context_limit(model, limits.reach(model.name))
+        reach = {}
+        for kv_rank in model.kv_ranks:
+            pages = self.pages.get(kv_rank) or self._new_pages(kv_rank)
+            try:
+                limits = pages.limits if model.name in self.loads else pages.limits_with(model)
+            except ValueError as error:
+                raise CapacityError(str(error)) from None
+            reach[kv_rank] = limits.reach(model.name)
+        return context_limit(model, self.kv.reach(model, reach))
+
+    def _reach(self, model: ServedModel) -> int:
+        """Frames by which the length of a served model's sequences is bound."""
+        return self.kv.reach(model, {rank: self.pages[rank].limits.reach(model.name) for rank in model.kv_ranks})
 
     def _new_pages(self, kv_rank: str) -> KVRankPages:
         config = self.config
+        number = config.kv_ranks.index(kv_rank) if kv_rank in config.kv_ranks else 0
         return KVRankPages(
-            kv_rank, config.num_frames, config.frame_bytes, self._estimate, caches_prefixes=config.prefix_caching
+            kv_rank,
+            config.num_frames,
+            config.frame_bytes,
+            self._estimate,
+            caches_prefixes=config.prefix_caching,
+            first_frame=number * config.num_frames,
         )
 
     def set_limits(self, change: LimitChange) -> None:
@@ -90,7 +105,7 @@ class EngineCore:
             self._load(name)
         changed = {}
         for kv_rank, pages in self.pages.items():
-            here = {name for name, load in self.loads.items() if load.model.kv_rank == kv_rank}
+            here = {name for name, load in self.loads.items() if kv_rank in load.model.kv_ranks}
             changed[kv_rank] = pages.changed_limits(change.of(here))
         for kv_rank, limits in changed.items():
             self.pages[kv_rank].set_limits(limits)
@@ -100,7 +115,7 @@ class EngineCore:
         """End queued sequences that no longer can fit, with the true numbers: nobody waits for what cannot come."""
         updates = []
         for load in self.loads.values():
-            reach = self.pages[load.model.kv_rank].limits.reach(load.model.name)
+            reach = self._reach(load.model)
             for sequence in list(load.queue):
                 request = sequence.request
                 try:
@@ -117,9 +132,10 @@ class EngineCore:
         if model.name in self.loads:
             raise ValueError(f"model {model.name} is already served; remove it first or give another name")
         self.context_limit(model)
-        if model.kv_rank not in self.pages:
-            self.pages[model.kv_rank] = self._new_pages(model.kv_rank)
-        self.pages[model.kv_rank].add_model(model)
+        for kv_rank in model.kv_ranks:
+            if kv_rank not in self.pages:
+                self.pages[kv_rank] = self._new_pages(kv_rank)
+        self.kv.add_model(model)
         queue = ModelQueue(model.name, self.config.max_queue, self.config.max_queue_per_key)
         self.loads[model.name] = ModelLoad(model, queue)
         self.dispatcher.add_model(model.name)
@@ -141,7 +157,7 @@ class EngineCore:
         """Forget an idle model."""
         load = self._load(name)
         assert load.is_idle, f"model {name} still has sequences; drain or end it first"
-        self.pages[load.model.kv_rank].remove_model(name)
+        self.kv.remove_model(name)
         self._estimate.forget(name)
         self.log.forget(name)
         self.dispatcher.remove_model(name)
@@ -162,10 +178,10 @@ class EngineCore:
     def _accept(self, load: ModelLoad, requests: Items[Request], now: float) -> list[int]:
         if load.draining:
             raise ShuttingDownError(f"model {load.model.name} is being removed and takes no new requests")
-        expires_s = self.ranks.expires_s(load.ranks)
+        expires_s = load.expires_s(self.ranks)
         if expires_s is not None and expires_s <= now:
             raise WorkerLostError(self.ranks.describe(load.ranks, now))
-        num_frames = self.pages[load.model.kv_rank].limits.reach(load.model.name)
+        num_frames = self._reach(load.model)
         for request in requests:
             check_length(load.model, num_frames, len(request.prompt_token_ids), request.sampling.max_tokens)
         sequences = [self._new_sequence(load, request) for request in requests]
@@ -193,7 +209,7 @@ class EngineCore:
             load.queue.remove(sequence)
         else:
             load.leave(sequence)
-            self.pages[load.model.kv_rank].release(sequence)
+            self.kv.of(sequence).release(sequence)
 
     def end_sequence(self, sequence_id: int, reason: FinishReason, now: float) -> SequenceUpdate | None:
         """End a sequence in any state (a stop string, a client that left); None if it has ended already.
@@ -239,7 +255,7 @@ class EngineCore:
                     f"request {sequence.request.request_id} waited {waited_s:.1f} s in the queue of {load.model.name}"
                 )
                 updates.append(self._fail(sequence, DeadlineExceededError(f"{error}, past its deadline"), now))
-            expires_s = self.ranks.expires_s(load.ranks)
+            expires_s = load.expires_s(self.ranks)
             if expires_s is not None and expires_s <= now:
                 lost = WorkerLostError(self.ranks.describe(load.ranks, now))
                 updates += [self._fail(sequence, lost, now) for sequence in load.unended()]
@@ -254,7 +270,7 @@ class EngineCore:
         for load in self.loads.values():
             moments.append(load.queue.next_deadline())
             if load.owes:
-                moments.append(self.ranks.expires_s(load.ranks))
+                moments.append(load.expires_s(self.ranks))
         for parked in self.dispatcher.parked:
             moments.append(parked.trouble.first_failed_s + self.config.recovery_timeout_s)
             if self.ranks.are_up(parked.ranks) and parked.not_before_s > now:
@@ -276,7 +292,7 @@ class EngineCore:
                 self._release_unused(sequence)
                 continue
             sequence.num_cached_tokens += row.num_new_tokens
-            self.pages[step.header.kv_rank].step_ended(sequence)
+            self.kv.of(sequence).step_ended(sequence)
             if row.sample:
                 updates.append(self._accept_token(sequence, sampled[row.sequence_id], now))
         return updates
@@ -330,7 +346,7 @@ class EngineCore:
         if self.config.recovery_timeout_s == 0:
             error = WorkerLostError(f"rank {rank} was lost ({reason}); the recovery timeout is 0")
             for load in self.loads.values():
-                if rank in load.ranks:
+                if rank in load.ranks and load.expires_s(self.ranks) is not None:
                     updates += self._fail_all(list(load.unended()), error, now)
         return updates
 
@@ -339,13 +355,11 @@ class EngineCore:
         self.dispatcher.kv_rank_lost(rank)
         updates = []
         for load in self.loads.values():
-            if load.model.kv_rank != rank:
-                continue
-            for sequence in list(load.lingering.values()):
+            hit = [home for home, needs in load.needs.items() if rank in needs]
+            for sequence in [sequence for sequence in load.lingering.values() if sequence.kv_rank in hit]:
                 self._release(sequence)
-            for sequence in load.live():
-                load.leave(sequence)
-                self.pages[rank].release(sequence)
+            for sequence in [sequence for sequence in load.live() if sequence.kv_rank in hit]:
+                self._release(sequence)
                 sequence.rewind()
                 sequence.num_losses += 1
                 load.num_preempted += 1
@@ -384,25 +398,37 @@ class EngineCore:
         if not self._admission_due:
             return
         self._admission_due = False
-        for kv_rank, pages in self.pages.items():
-            while not pages.stalled:
-                queues = [
-                    load.queue
-                    for load in self.loads.values()
-                    if load.model.kv_rank == kv_rank
-                    and load.num_live < self.config.max_num_seqs
-                    and self.ranks.are_up(load.ranks)
-                ]
-                sequence = self._order.pick(
-                    queues, now, pages.frames_used, pages.admits, pages.is_capped, pages.is_floored
-                )
-                if sequence is None:
-                    break
-                load = self.loads[sequence.request.model]
-                load.queue.take(sequence, now)
-                pages.admit(sequence)
-                load.enter(sequence, SequenceState.PREFILLING)
-            self._admission_due |= bool(pages.stalled)
+        by_ranks: dict[frozenset[str], list[ModelLoad]] = {}
+        for load in self.loads.values():
+            by_ranks.setdefault(frozenset(load.model.kv_ranks), []).append(load)
+        for loads in by_ranks.values():
+            while self._admit_one(loads, now):
+                pass
+        self._admission_due |= self.kv.has_stalled
+
+    def _admit_one(self, loads: Items[ModelLoad], now: float) -> bool:
+        """Admit the next sequence of models that have the same KV ranks, if one may come in now."""
+        kv = self.kv
+        homes = {
+            load.model.name: [home for home in load.homes_up(self.ranks) if kv.is_open(load.model.name, home)]
+            for load in loads
+            if load.num_live < self.config.max_num_seqs
+        }
+        queues = [load.queue for load in loads if homes.get(load.model.name)]
+
+        def fits(sequence: Sequence) -> bool:
+            return kv.home_for(sequence, homes[sequence.request.model]) is not None
+
+        sequence = self._order.pick(queues, now, kv.frames_used, fits, kv.is_capped, kv.is_floored)
+        if sequence is None:
+            return False
+        load = self.loads[sequence.request.model]
+        home = kv.home_for(sequence, homes[load.model.name])
+        assert home is not None
+        load.queue.take(sequence, now)
+        kv.admit(sequence, home)
+        load.enter(sequence, SequenceState.PREFILLING)
+        return True
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         load = self.loads[sequence.request.model]
@@ -418,7 +444,7 @@ class EngineCore:
         load.enter(sequence, SequenceState.ENDED)
         self.dispatcher.drop_parked_row(sequence)
         if sequence.in_step:
-            self.pages[load.model.kv_rank].stop_growing(sequence)
+            self.kv.of(sequence).stop_growing(sequence)
         else:
             self._release(sequence)
 
@@ -430,11 +456,12 @@ class EngineCore:
     def _release(self, sequence: Sequence) -> None:
         """Free the pages of an ended sequence that no step uses any more."""
         load = self.loads[sequence.request.model]
-        kv_rank = load.model.kv_rank
         load.leave(sequence)
-        self.pages[kv_rank].release(sequence)
+        self.kv.of(sequence).release(sequence)
         if sequence.joined:
-            self._forgotten.setdefault(kv_rank, []).append(sequence.sequence_id)
+            for rank in load.needs[sequence.kv_rank]:
+                if rank in load.model.kv_ranks:
+                    self._forgotten.setdefault(rank, []).append(sequence.sequence_id)
         self._admission_due = True
 
     def _fail(self, sequence: Sequence, error: CrossPoolError, now: float) -> SequenceUpdate:

@@ -24,13 +24,15 @@ class Sequence:
     """One sequence. Owned and changed by the engine's core alone.
 
     num_cached_tokens: slots written. num_steps: steps that are in flight or parked and have a row of it.
-    joined: the KV worker knows it. num_losses: KV ranks lost under it since its last token.
+    kv_rank: the home of its steps, once admitted. joined: the KV worker knows it. num_losses: KV ranks lost under it
+    since its last token.
     num_reused_tokens: of its prompt, those that pages of others held when it started. prefix: its part in the cache.
     """
 
     sequence_id: int
     request: Request
     table: BlockTable
+    kv_rank: str = ""
     state: SequenceState = SequenceState.QUEUED
     num_cached_tokens: int = 0
     num_steps: int = 0

@@ -6,6 +6,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from crosspool.cluster.base import ModelPlacement
+from crosspool.kv_pool.split import KVSplit, exchange_width
 from crosspool.models.spec import DType, ModelSpec
 
 
@@ -13,6 +14,8 @@ from crosspool.models.spec import DType, ModelSpec
 class ServedModel:
     """A model's spec and where it goes.
 
+    kv_peers: the other KV ranks that hold KV of the model, and kv_split how (`kv_pool/split.py`); a page then takes
+    `frames_per_page` frames of one rank, or under `heads` of each.
     max_context: asked limit of prompt plus output tokens; None means the model's own. frames_per_page: from
     `kv_pool/geometry.py`. weights_ranks: in the order in which their partial sums are added.
     kv_floor_bytes are kept for the model in its KV rank's pool, kv_ceiling_bytes are the most it may hold there; both
@@ -28,6 +31,8 @@ class ServedModel:
     frames_per_page: int
     frame_bytes: int
     kv_rank: str = "kv0"
+    kv_peers: tuple[str, ...] = ()
+    kv_split: KVSplit = "one"
     kv_dtype: DType = "float32"
     kv_floor_bytes: int = 0
     kv_ceiling_bytes: int | None = None
@@ -46,6 +51,11 @@ class ServedModel:
             )
 
     @property
+    def kv_ranks(self) -> tuple[str, ...]:
+        """Every KV rank of the model, its home first."""
+        return (self.kv_rank, *self.kv_peers)
+
+    @property
     def model_limit(self) -> int:
         """Prompt plus output tokens of one sequence as model and operator bound it; the KV pool may bound it lower."""
         own = self.spec.max_position_embeddings
@@ -62,4 +72,7 @@ class ServedModel:
             page_tokens=self.page_tokens,
             frame_bytes=self.frame_bytes,
             kv_dtype=self.kv_dtype,
+            kv_peers=self.kv_peers,
+            kv_split=self.kv_split,
+            exchange_width=exchange_width(self.spec, self.kv_split),
         )

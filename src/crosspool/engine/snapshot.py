@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.model_load import ModelLoad
-from crosspool.engine.pages import KVRankPages
-from crosspool.engine.prefix_pages import PrefixCounts
 from crosspool.engine.stats import EngineStats, ModelStats
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
     return EngineStats(
         now_s=now,
         models=tuple(
-            _model_stats(load, core.pages[load.model.kv_rank], parked_seqs[name], core.log.last_end_s(name))
+            _model_stats(load, core.kv, parked_seqs[name], core.log.last_end_s(name))
             for name, load in core.loads.items()
         ),
         pools=tuple(pages.stats() for pages in core.pages.values()),
@@ -36,13 +35,14 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
     )
 
 
-def _model_stats(load: ModelLoad, pages: KVRankPages, num_parked: int, last_end_s: float | None) -> ModelStats:
-    name, width = load.model.name, load.model.frames_per_page
-    frames_used = pages.frames_used(name)
-    prefix = pages.prefix
-    frames_reusable = 0 if prefix is None else prefix.frames_reusable(name)
-    counts = PrefixCounts() if prefix is None else prefix.counts[name]
-    frames_reserved = pages.frames_reserved([*load.prefilling, *load.decoding, *load.lingering])
+def _model_stats(load: ModelLoad, kv: KVPages, num_parked: int, last_end_s: float | None) -> ModelStats:
+    """Frames are those of all its KV ranks together; limits hold for each of them."""
+    model = load.model
+    name, width = model.name, model.frames_per_page * (len(model.kv_ranks) if model.kv_split == "heads" else 1)
+    frames_used = kv.frames_used(name)
+    frames_reusable, counts = kv.frames_reusable(name), kv.prefix_counts(name)
+    frames_reserved = kv.frames_reserved(name, [*load.live(), *load.lingering.values()])
+    limits = {rank: kv.by_rank[rank].limits for rank in model.kv_ranks}
     return ModelStats(
         name=name,
         num_queued=len(load.queue),
@@ -54,7 +54,7 @@ def _model_stats(load: ModelLoad, pages: KVRankPages, num_parked: int, last_end_
         frames_used=frames_used,
         frames_reserved=frames_reserved,
         page_tokens=load.model.page_tokens,
-        frames_per_page=width,
+        frames_per_page=model.frames_per_page,
         prompt_tokens=load.prompt_tokens,
         generated_tokens=load.generated_tokens,
         num_accepted=load.num_accepted,
@@ -66,9 +66,9 @@ def _model_stats(load: ModelLoad, pages: KVRankPages, num_parked: int, last_end_
         prefix_evictions=counts.evictions,
         num_preempted=load.num_preempted,
         num_finished={reason.value: count for reason, count in load.num_finished.items()},
-        frames_floor=pages.limits.floor(name),
-        frames_ceiling=pages.limits.ceilings.get(name),
-        frames_reach=pages.limits.reach(name),
+        frames_floor=limits[model.kv_rank].floor(name),
+        frames_ceiling=limits[model.kv_rank].ceilings.get(name),
+        frames_reach=kv.reach(model, {rank: own.reach(name) for rank, own in limits.items()}),
         busy_since_s=_busy_since_s(load, last_end_s),
     )
 

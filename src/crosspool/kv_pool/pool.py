@@ -13,11 +13,13 @@ class KVPool:
     any free frames, so the pool does not fragment. A full pool is a scheduling outcome: `allocate` then returns None.
     """
 
-    def __init__(self, num_frames: int) -> None:
+    def __init__(self, num_frames: int, first_frame: int = 0) -> None:
+        """first_frame: number of the rank's frame 0, where several ranks number their frames one after another."""
         if num_frames < 2:
             raise ValueError(f"a KV pool of {num_frames} frames has none to hand out beside frame 0; give it 2 or more")
         self.num_frames = num_frames
-        self._free = list(range(num_frames - 1, 0, -1))  # a stack: frames in recent use are handed out first
+        frames = range(first_frame + num_frames - 1, first_frame, -1)
+        self._free = list(frames)  # a stack: frames in recent use are handed out first
         self._owner: dict[int, str] = {}
         self._frames_per_page: dict[str, int] = {}
         self._used: dict[str, int] = {}

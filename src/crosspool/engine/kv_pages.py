@@ -1,0 +1,126 @@
+"""KVPages: the pages of all KV ranks, and on which of them a sequence's lie."""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
+
+from crosspool.engine.pages import KVRankPages
+from crosspool.engine.prefix_pages import PrefixCounts, PrefixPages
+from crosspool.engine.sequence import Sequence
+from crosspool.engine.served_model import ServedModel
+from crosspool.engine.split_pages import SplitPages
+
+SequencePages = KVRankPages | SplitPages
+"""What a sequence takes its pages from: one rank, or the ranks that share its model."""
+
+
+class KVPages:
+    """Routes what the core asks for a sequence to the ranks that it concerns.
+
+    A sequence's `kv_rank` is the home of its steps: the model's, if that is split; else chosen at admission, the rank
+    that has most of the sequence's prefix, and among equals the one with most free KV (CrossPool, arXiv 2606.24506).
+    """
+
+    def __init__(self, by_rank: Mapping[str, KVRankPages]) -> None:
+        self.by_rank = by_rank
+        self._models: dict[str, ServedModel] = {}
+        self._split: dict[str, SplitPages] = {}
+
+    def add_model(self, model: ServedModel) -> None:
+        """Serve a model on its ranks, which all exist. Raises ValueError where its limits cannot be held."""
+        ranks = [self.by_rank[rank] for rank in model.kv_ranks]
+        for pages in ranks:
+            pages.limits_with(model)  # before any of them changes
+        for pages in ranks:
+            pages.add_model(model)
+        self._models[model.name] = model
+        if model.kv_split != "one":
+            self._split[model.name] = SplitPages(model, ranks)
+
+    def remove_model(self, name: str) -> None:
+        for rank in self._models.pop(name).kv_ranks:
+            self.by_rank[rank].remove_model(name)
+        self._split.pop(name, None)
+
+    def of(self, sequence: Sequence) -> SequencePages:
+        """Where an admitted sequence's pages come from."""
+        return self._at(sequence.request.model, sequence.kv_rank)
+
+    def is_open(self, model: str, home: str) -> bool:
+        """Whether a new sequence may go there: nobody waits for a page of it."""
+        split = self._split.get(model)
+        return not self.by_rank[home].stalled if split is None else not split.is_stalled
+
+    @property
+    def has_stalled(self) -> bool:
+        return any(pages.stalled for pages in self.by_rank.values())
+
+    def home_for(self, sequence: Sequence, homes: Items[str]) -> str | None:
+        """Which of the open `homes` the sequence is admitted to; None if none has room."""
+        model = sequence.request.model
+        fitting = [home for home in homes if self._at(model, home).admits(sequence)]
+        if len(fitting) < 2:
+            return fitting[0] if fitting else None
+        return max(fitting, key=lambda home: (self._num_known(sequence, home), self.by_rank[home].room(model)))
+
+    def admit(self, sequence: Sequence, home: str) -> None:
+        """Claim what the sequence needs and give it the pages of all tokens it has."""
+        sequence.kv_rank = home
+        self.of(sequence).admit(sequence)
+
+    def is_capped(self, sequence: Sequence) -> bool:
+        """Whether its model's ceiling keeps it out wherever it could go."""
+        return all(pages.is_capped(sequence) for pages in self._everywhere(sequence.request.model))
+
+    def is_floored(self, sequence: Sequence) -> bool:
+        """Whether what is kept for its model holds it somewhere."""
+        return any(pages.is_floored(sequence) for pages in self._everywhere(sequence.request.model))
+
+    def reach(self, model: ServedModel, on_rank: Mapping[str, int]) -> int:
+        """Frames by which the length of the model's sequences is bound, given its reach on each of its ranks."""
+        frames = [on_rank[rank] for rank in model.kv_ranks]
+        if model.kv_split == "one":
+            return max(frames)
+        return SplitPages(model, ()).reach(frames)
+
+    def frames_used(self, model: str) -> int:
+        """Frames in block tables of the model, on all its ranks."""
+        return sum(pages.frames_used(model) for pages in self._ranks(model))
+
+    def frames_reserved(self, model: str, sequences: Iterable[Sequence]) -> int:
+        """Frames promised to these live sequences of the model beyond those they hold."""
+        by_home: dict[str, list[int]] = {}
+        for sequence in sequences:
+            by_home.setdefault(sequence.kv_rank, []).append(sequence.sequence_id)
+        return sum(self._at(model, home).frames_reserved(ids) for home, ids in by_home.items())
+
+    def prefix(self, model: str, home: str) -> PrefixPages | None:
+        """The prefix cache that sequences of the model with this home use."""
+        return self._at(model, home).prefix
+
+    def prefix_counts(self, model: str) -> PrefixCounts:
+        """Of all its ranks together."""
+        counts = [pages.prefix.counts[model] for pages in self._ranks(model) if pages.prefix is not None]
+        return PrefixCounts(
+            queries=sum(count.queries for count in counts),
+            hits=sum(count.hits for count in counts),
+            evictions=sum(count.evictions for count in counts),
+        )
+
+    def frames_reusable(self, model: str) -> int:
+        """Frames of its cached pages that nobody uses, on all its ranks."""
+        return sum(pages.prefix.frames_reusable(model) for pages in self._ranks(model) if pages.prefix is not None)
+
+    def _ranks(self, model: str) -> list[KVRankPages]:
+        return [self.by_rank[rank] for rank in self._models[model].kv_ranks]
+
+    def _at(self, model: str, home: str) -> SequencePages:
+        return self._split.get(model) or self.by_rank[home]
+
+    def _everywhere(self, model: str) -> list[SequencePages]:
+        split = self._split.get(model)
+        return [*self._ranks(model)] if split is None else [split]
+
+    def _num_known(self, sequence: Sequence, home: str) -> int:
+        """Pages of the sequence's first tokens that the rank has."""
+        prefix = self.by_rank[home].prefix
+        return 0 if prefix is None else len(prefix.find(sequence))
