@@ -44,8 +44,7 @@ def measure(report: Report, kernels: DeviceKernels, name: str, context: int, bat
     weights = random_attention_weights(spec, SEED, kernels.device)
     geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
     cache = seeded_cache(geometry, batch, context, SEED)
-    num_sms = torch.cuda.get_device_properties(kernels.device).multi_processor_count
-    half = AttentionHalf(kernels, spec, weights, cache, batch, num_sms, one_row_per_sequence=True)
+    half = AttentionHalf(kernels, spec, weights, cache, batch, one_row_per_sequence=True)
     half.positions.fill_(context - 1)
     half.lengths.fill_(context)
     half.embed()

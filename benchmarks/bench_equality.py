@@ -222,7 +222,6 @@ def compare(
     layers = [tensors[idx] for idx in range(spec.num_layers)]
     attention = pack_attention_weights(spec, tensors[None], iter(layers))
     ffn = FFNHalf(kernels, pack_ffn_weights(spec, iter(layers)), ROWS)
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
     geometry = page_geometry(spec, page_tokens=16, frame_bytes=2 * MiB)
     half = AttentionHalf(
         kernels,
@@ -230,7 +229,6 @@ def compare(
         attention,
         seeded_cache(geometry, ROWS, STEPS, device=device),
         ROWS,
-        num_sms,
         one_row_per_sequence=True,
     )
     generator = torch.Generator(device=device).manual_seed(SEED)

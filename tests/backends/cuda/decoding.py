@@ -48,7 +48,7 @@ def build_decoder(
         FFNHalf(kernels, ffn_weights_from_numpy(spec, load_ffn_weights(directory, idx, num_slices), device), rows)
         for idx in range(num_slices)
     ]
-    return UndividedDecoder(AttentionHalf(kernels, spec, attention, cache, rows, 8, one_row_per_sequence=True), slices)
+    return UndividedDecoder(AttentionHalf(kernels, spec, attention, cache, rows, one_row_per_sequence=True), slices)
 
 
 def decode_prompts(

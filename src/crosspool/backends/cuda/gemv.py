@@ -13,8 +13,8 @@ _RED_FLOATS = 160
 
 def variant(rows: int, k: int) -> tuple[int, int]:
     """(warps, chunks of 32 elements of k a warp): the block that takes k in one pass, by measurement on an H200."""
-    if 1024 < k <= 2048:  # very many rows: smaller blocks that take k in two passes; few: fewer, longer warps
-        return (8, 4) if rows > 32768 else (16, 4) if rows > 4500 else (8, 8)
+    if 1024 < k <= 2048:  # many rows: smaller blocks that take k in passes; few: fewer, longer warps
+        return (8, 4) if rows > 32768 else (4, 4) if rows > 4500 else (8, 8)
     for warps, chunks in _VARIANTS:
         if warps * chunks * 32 >= k:
             return warps, chunks

@@ -31,12 +31,11 @@ class KVRows:
         geometry: PageGeometry,
         bucket: int,
         max_pages: int,
-        num_sms: int,
     ) -> None:
         shape = (bucket, max_pages, geometry.frames_per_page)
         self.tables = torch.zeros(shape, dtype=torch.int32, device=arena.device)
         cache = PagedCache(frames=arena, frame_table=self.tables, geometry=geometry)
-        self.half = AttentionHalf(kernels, spec, weights, cache, bucket, num_sms)
+        self.half = AttentionHalf(kernels, spec, weights, cache, bucket)
         self._held: list[IntArray | None] = [None] * bucket
 
     def has_tables(self, tables: list[IntArray]) -> bool:

@@ -53,8 +53,6 @@ class CudaAttentionWorker:
         self._models: dict[str, KVModel] = {}
         self._lanes: dict[int, WorkerLane] = {}
         self._sequences: dict[int, Sequence] = {}
-        is_cuda = site.device.type == "cuda"
-        self._num_sms = torch.cuda.get_device_properties(site.device).multi_processor_count if is_cuda else 8
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
         enter(self._site.device)
@@ -189,7 +187,6 @@ class CudaAttentionWorker:
                     model.geometry,
                     kind.bucket,
                     model.max_pages,
-                    self._num_sms,
                 )
             crossing = AttentionCrossing(self._kernels, lane.memory, [link.map() for link in links])
             return KVPass(self._kernels, lane.memory, rows, crossing, samples=kind.samples, is_decode=kind.is_decode)
