@@ -38,7 +38,10 @@ def test_both_layouts_give_the_undivided_tokens_under_random_delays(tmp_path, la
     with running(make_config(layout, num_weights_ranks, hosts=groups[hosts], order="ticket")) as cluster:
         add_models(cluster, models, tmp_path, config.weights_ranks)
         names = list(models)
-        lanes = [LaneDriver(n, names[n % 3], [Sequence_((n, 1, 2), 8), Sequence_((n, 5), 6)]) for n in range(4)]
+        lanes = [
+            LaneDriver(n, names[n % 3], [Sequence_((n, 1, 2), 8), Sequence_((n, 5), 6)], is_ahead=n < 2)
+            for n in range(4)
+        ]
         Run(cluster, lanes).to_end()
         check_tokens(lanes, models, num_weights_ranks)
 

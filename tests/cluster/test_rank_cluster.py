@@ -63,7 +63,7 @@ def check_tokens(lanes, models, num_weights_ranks):
             assert sequence.outputs == expected, f"lane {lane.lane}, prompt {sequence.prompt}"
 
 
-def make_lanes(num_lanes, models, num_tokens=4, num_sequences=2):
+def make_lanes(num_lanes, models, num_tokens=4, num_sequences=2, is_ahead=False):
     names = itertools.cycle(models)
     return [
         LaneDriver(
@@ -71,6 +71,7 @@ def make_lanes(num_lanes, models, num_tokens=4, num_sequences=2):
             next(names),
             [Sequence_(tuple(range(lane + 3 + idx)), num_tokens) for idx in range(num_sequences)],
             priority=lane % 2,
+            is_ahead=is_ahead,
         )
         for lane in range(num_lanes)
     ]
@@ -85,8 +86,9 @@ def test_every_interleaving_gives_the_undivided_tokens(tmp_path, num_weights_ran
         stepped = SteppedCluster(make_config(num_weights_ranks, order=order), seed)
         for name, model in models.items():
             add(stepped, name, model, tmp_path, stepped.cluster._config.weights_ranks)
-        lanes = make_lanes(num_lanes, models)
+        lanes = make_lanes(num_lanes, models, is_ahead=seed % 2 == 1)
         run = run_lanes(stepped, lanes)
+        assert bool(run.num_behind) == (seed % 2 == 1)
         check_tokens(lanes, models, num_weights_ranks)
         assert not [event for event in run.events if isinstance(event, StepFailed)]
         stepped.cluster.close()
@@ -98,7 +100,7 @@ def test_weights_ranks_that_die_or_hang_cost_replays_and_no_token(tmp_path, seed
     stepped = SteppedCluster(make_config(2), seed)
     for name, model in models.items():
         add(stepped, name, model, tmp_path, ("w0", "w1"))
-    lanes = make_lanes(3, models, num_tokens=6)
+    lanes = make_lanes(3, models, num_tokens=6, is_ahead=seed % 3 != 0)
     faults = [stepped.rng.randrange(5, 80) for _ in range(4)]
 
     def fault(run):
@@ -123,7 +125,7 @@ def test_a_lost_kv_rank_fails_its_steps_and_serves_again_from_an_empty_cache(tmp
     model = FakeModel(num_layers=3)
     stepped = SteppedCluster(make_config(2), seed)
     add(stepped, "a", model, tmp_path, ("w0", "w1"))
-    lanes = make_lanes(2, {"a": model}, num_tokens=6)
+    lanes = make_lanes(2, {"a": model}, num_tokens=6, is_ahead=seed % 3 != 0)
     when = [stepped.rng.randrange(5, 60)]
     is_hang = seed % 2 == 1
 
@@ -230,6 +232,7 @@ def test_a_step_that_fails_on_its_kv_rank_ends_on_the_others(tmp_path):
     assert not stepped.by_rank["w1"]._loops["w1"].is_busy
     assert not [event for event in events if isinstance(event, RankLost)]
     del busy.turn
+    lane.failed(1)
     run_lanes(stepped, [lane])
     check_tokens([lane], {"a": model}, 2)
     stepped.cluster.close()
@@ -401,8 +404,33 @@ def test_a_wrong_step_is_refused_by_name(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         stepped.cluster.submit(replace(step, header=replace(step.header, **change)))
     stepped.cluster.submit(step)
-    with pytest.raises(ValueError, match="lane 0 still runs step 1"):
-        stepped.cluster.submit(replace(step, header=replace(step.header, step_seq=2)))
+    stepped.cluster.submit(replace(step, header=replace(step.header, step_seq=3)))
+    for step_seq in (1, 2, 3, 4):
+        with pytest.raises(ValueError, match="lane 0 of kv0 still runs step 1 and 3"):
+            stepped.cluster.submit(replace(step, header=replace(step.header, step_seq=step_seq)))
+    stepped.cluster.close()
+
+
+def test_a_step_behind_one_that_fails_on_either_side_fails_right_after_it_without_having_run(tmp_path):
+    model = FakeModel(poison_token=666, poison_num_tokens=13)
+    stepped = SteppedCluster(make_config(2), 3)
+    add(stepped, "a", model, tmp_path, ("w0", "w1"))
+    for lane, prompt in enumerate(((1, 666), tuple(range(13)))):
+        bad = LaneDriver(lane, "a", [Sequence_(prompt, 3)], is_ahead=True)
+        stepped.cluster.submit(bad.next_step())
+        stepped.cluster.submit(bad.step_behind())
+    failed = []
+    for _ in range(2000):
+        failed += [event for event in stepped.cluster.poll(0) if isinstance(event, StepFailed)]
+        stepped.turn()
+    for lane in (0, 1):
+        first, second = [event for event in failed if event.lane == lane]
+        assert (first.step_seq, first.fatal, second.step_seq, second.fatal) == (1, True, 2, False)
+        assert second.error == f"kv0: step 1 of lane {lane}, behind which it came, failed"
+    assert not any(loop.is_busy for host in stepped.hosts for loop in host._loops.values())
+    good = LaneDriver(0, "a", [Sequence_((1, 2, 3), 6)], step_seq=2)
+    run_lanes(stepped, [good])
+    check_tokens([good], {"a": model}, 2)
     stepped.cluster.close()
 
 

@@ -106,9 +106,9 @@ class KVRig:
         self.into[lane, peer] = ChannelInlet(a2f_part(region.map(), CAPACITY), CAPACITY)
         self.loop.handle(messages.OpenChannels(lane, peer, CAPACITY, region))
 
-    def step(self, lane=0, step_seq=1, priority=0):
+    def step(self, lane=0, step_seq=1, priority=0, behind=0):
         header = StepHeader(lane=lane, model="m", step_seq=step_seq, phase="decode", num_tokens=1, priority=priority)
-        self.loop.handle(messages.Step(StepDescriptor(header=header, rows=())))
+        self.loop.handle(messages.Step(StepDescriptor(header=header, rows=()), behind))
 
     def answer(self, lane, layer, step_seq=1, peers=None):
         for peer in peers or self.peers:
@@ -237,6 +237,68 @@ def test_a_newer_step_supersedes_a_stale_one_and_late_answers_do_not_count_for_i
     assert not rig.loop.has_work()
     rig.answer(0, 0, step_seq=2)
     assert rig.loop.has_work()
+
+
+def test_a_step_behind_another_runs_after_it(make_rig):
+    rig = make_rig()
+    rig.step(0, step_seq=1)
+    rig.spin()
+    rig.step(0, step_seq=4, behind=1)
+    rig.spin()
+    assert rig.worker.log == [(0, 0)]
+    assert rig.worker.closed == []
+    for step_seq in (1, 4):
+        for layer in range(3):
+            rig.answer(0, layer, step_seq=step_seq)
+            rig.spin()
+    assert [said.result.sampled for said in rig.said] == [(1,), (4,)]
+    rig.step(0, step_seq=5, behind=4)  # the one before it has ended meanwhile
+    rig.spin()
+    assert rig.loop.is_busy
+    assert len(rig.worker.log) == 7
+
+
+@pytest.mark.parametrize("how", ["raises", "expires", "aborted", "model removed"])
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_step_behind_one_that_failed_is_refused_whether_it_came_before_or_after(make_rig, how, is_late):
+    rig = make_rig()
+    if how == "raises":
+        rig.worker.fails_at = (0, 1)
+    rig.step(0, step_seq=1)
+    rig.spin()
+    if not is_late:
+        rig.step(0, step_seq=2, behind=1)
+    if how == "raises":
+        rig.answer(0, 0)
+        rig.spin()
+    elif how == "expires":
+        rig.clock.now_s += DEADLINE_S + 1
+        rig.loop.advance()
+    elif how == "aborted":
+        rig.loop.handle(messages.AbortStep(0, 1))
+    else:
+        rig.loop.handle(messages.RemoveModel("m"))
+    if is_late:
+        rig.step(0, step_seq=2, behind=1)
+    first, second = [said for said in rig.said if isinstance(said, StepEnded)]
+    assert (first.step_seq, second.step_seq) == (1, 2)
+    assert second == StepEnded(0, 2, error="kv0: step 1 of lane 0, behind which it came, failed")
+    assert not rig.loop.is_busy
+    assert len(rig.worker.log) <= 2
+
+
+def test_a_step_that_waits_behind_another_can_be_aborted_alone(make_rig):
+    rig = make_rig()
+    rig.step(0, step_seq=1)
+    rig.step(0, step_seq=2, behind=1)
+    rig.loop.handle(messages.AbortStep(0, 2))
+    assert rig.said == [StepEnded(0, 2)]
+    for layer in range(3):
+        rig.spin()
+        rig.answer(0, layer)
+    rig.spin()
+    assert rig.said[-1].result.step_seq == 1
+    assert not rig.loop.is_busy
 
 
 def test_a_step_that_is_not_newer_is_refused(make_rig):

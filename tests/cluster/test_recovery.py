@@ -47,7 +47,9 @@ class Saboteur:
 
 def endless_lanes(step_seqs):
     names = list(MODELS)
-    lanes = [LaneDriver(n, names[n], [Sequence_((n, 1, 2), 12), Sequence_((n, 5), 9)]) for n in range(3)]
+    lanes = [
+        LaneDriver(n, names[n], [Sequence_((n, 1, 2), 12), Sequence_((n, 5), 9)], is_ahead=n > 0) for n in range(3)
+    ]
     for lane in lanes:
         lane.step_seq = step_seqs.get(lane.lane, 0)
     return lanes

@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from crosspool.cluster.base import (
     Cluster,
@@ -39,7 +39,10 @@ class Sequence_:
 
 @dataclass
 class LaneDriver:
-    """One lane. `next_step` gives its next step; `done` and `failed` tell how it went. A batch decodes in step."""
+    """One lane. `next_step` gives its next step; `done` and `failed` tell how it went. A batch decodes in step.
+
+    is_ahead: the step after the one in flight is handed out behind it.
+    """
 
     lane: int
     model: str
@@ -49,16 +52,35 @@ class LaneDriver:
     priority: int = 0
     step_seq: int = 0
     num_replays: int = 0
+    is_ahead: bool = False
+    in_flight: list[int] = field(default_factory=list)  # step numbers
+    is_failing: bool = False  # what is in flight will fail: nothing goes behind it
 
     @property
     def is_done(self) -> bool:
         return all(sequence.is_done for sequence in self.sequences)
 
     def next_step(self) -> StepDescriptor:
-        self.step_seq += 1
         live = [sequence for sequence in self.sequences if not sequence.is_done]
         joining = [sequence for sequence in live if sequence.num_cached == 0]
-        rows = [self._prefill_row(s) for s in joining] or [self._decode_row(s) for s in live]
+        return self._step(joining, [self._prefill_row(s) for s in joining] or [self._decode_row(s) for s in live])
+
+    def step_behind(self) -> StepDescriptor | None:
+        """The step after the only one in flight, if that leaves anything to do and has all sequences in it."""
+        if not self.is_ahead or len(self.in_flight) != 1:
+            return None
+        live = [sequence for sequence in self.sequences if not sequence.is_done]
+        if len({sequence.num_cached == 0 for sequence in live}) != 1:
+            return None
+        going_on = [sequence for sequence in live if len(sequence.outputs) + 1 < sequence.num_tokens]
+        if not going_on:
+            return None
+        rows = [replace(self._decode_row(s), num_cached_tokens=len(s.prompt) + len(s.outputs)) for s in going_on]
+        return self._step([], rows)
+
+    def _step(self, joining: Sequence[Sequence_], rows: Sequence[StepRow]) -> StepDescriptor:
+        self.step_seq += 1
+        self.in_flight.append(self.step_seq)
         header = StepHeader(
             lane=self.lane,
             model=self.model,
@@ -80,12 +102,18 @@ class LaneDriver:
         return StepDescriptor(header=header, rows=tuple(rows), joining=tuple(news))
 
     def done(self, result: StepResult) -> None:
-        assert result.step_seq == self.step_seq, f"lane {self.lane} got step {result.step_seq}, not {self.step_seq}"
+        assert result.step_seq == self.in_flight[0], f"lane {self.lane} got step {result.step_seq}, not its first"
+        self.in_flight.remove(result.step_seq)
         by_id = {sequence.sequence_id: sequence for sequence in self.sequences}
         for token in result.sampled:
             sequence = by_id[token.sequence_id]
             sequence.num_cached = len(sequence.prompt) + len(sequence.outputs)
             sequence.outputs.append(token.token_id)
+
+    def failed(self, step_seq: int) -> None:
+        self.in_flight.remove(step_seq)
+        self.is_failing = bool(self.in_flight)
+        self.num_replays += 1
 
     def kv_lost(self) -> None:
         """What the KV rank knew is gone."""
@@ -117,6 +145,7 @@ class Run:
         self.away: set[str] = set()
         self.to_submit = {lane.lane for lane in lanes}
         self.num_in_flight = 0
+        self.num_behind = 0
 
     def turn(self, timeout_s: float = 1.0) -> None:
         """Submit what can be submitted, then take the events of one poll."""
@@ -125,6 +154,11 @@ class Run:
                 self.cluster.submit(self.lanes[number].next_step())
                 self.num_in_flight += 1
                 self.to_submit.discard(number)
+        for lane in self.lanes.values():
+            if not self.waits_for_rank(lane) and not lane.is_failing and (step := lane.step_behind()) is not None:
+                self.cluster.submit(step)
+                self.num_in_flight += 1
+                self.num_behind += 1
         for event in self.cluster.poll(timeout_s):
             self.events.append(event)
             self._take(event)
@@ -146,18 +180,21 @@ class Run:
                 lane = self.lanes[result.lane]
                 lane.done(result)
                 self.num_in_flight -= 1
-                if not lane.is_done:
+                if not lane.is_done and not lane.in_flight:
                     self.to_submit.add(lane.lane)
             case StepFailed(fatal=fatal, error=error):
                 assert not fatal, error
                 self.num_in_flight -= 1
-                self.lanes[event.lane].num_replays += 1
-                self.to_submit.add(event.lane)
+                lane = self.lanes[event.lane]
+                lane.failed(event.step_seq)
+                if not lane.in_flight:
+                    self.to_submit.add(lane.lane)
             case RankLost(rank=rank):
                 self.away.add(rank)
                 for lane in self.lanes.values():
                     if lane.kv_rank == rank:
                         lane.kv_lost()
+                        lane.is_failing = bool(lane.in_flight)
             case RankReady(rank=rank):
                 self.away.discard(rank)
             case ModelFailed(error=error) | RankFailed(error=error):

@@ -147,9 +147,11 @@ class Cluster(Protocol):
         ...
 
     def submit(self, step: StepDescriptor) -> None:
-        """Hand one step to its lane's ranks. The lane's previous step has ended, done or failed.
+        """Hand one step to its lane's ranks. The lane is idle, or runs a single step of the same KV rank.
 
-        Each step ends with exactly one StepDone or StepFailed, also when its KV rank is lost (RankLost comes first).
+        In the latter case the step runs once that one is done; if that one fails, it fails right after without having
+        run. Each step ends with exactly one StepDone or StepFailed, also when its KV rank is lost (RankLost comes
+        first), and a lane's steps end in their order, but for one that fails before it has begun.
         """
         ...
 

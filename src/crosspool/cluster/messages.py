@@ -42,9 +42,13 @@ class RemoveModel:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Run this rank's half: of the descriptor on a KV rank, of its header on a weights rank."""
+    """Run this rank's half: of the descriptor on a KV rank, of its header on a weights rank.
+
+    behind: the step of the lane after which this one runs, 0 for none. If that fails this one ends without having run.
+    """
 
     work: StepDescriptor | StepHeader
+    behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)

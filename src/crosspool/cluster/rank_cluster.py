@@ -118,7 +118,7 @@ class RankCluster:
     def submit(self, step: StepDescriptor) -> None:
         """Hand one step to its lane's ranks; a StepFailed follows at once if one of them is away.
 
-        Raises ValueError for a model that is not ready, too many tokens, or a lane whose last step has not ended.
+        Raises ValueError for a model that is not ready, too many tokens, or a lane that has two steps already.
         """
         header = step.header
         placement = self._roster.placement(header.model)
@@ -140,11 +140,11 @@ class RankCluster:
             return
         if self._channels.needs_lane(header.lane):
             self._open_missing()
-        self._flights.begin(header, ranks)
+        behind = self._flights.begin(header, ranks)
         for rank in placement.weights_ranks:
-            self._send(rank, messages.Step(header))
+            self._send(rank, messages.Step(header, behind))
         for rank in (*placement.shares(header.kv_rank), header.kv_rank):
-            self._send(rank, messages.Step(step))
+            self._send(rank, messages.Step(step, behind))
 
     def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None:
         """Let the KV rank drop sequences; one that is away has none."""

@@ -51,7 +51,9 @@ class RankLoop:
         self._loader = Loader(worker.loads, around.start, around.wake)
         self._loaded: set[str] = set()
         self._runs: dict[int, LaneRun] = {}
+        self._behind: dict[int, StepDescriptor | StepHeader] = {}  # by lane: what runs after its run
         self._newest_seq: dict[int, int] = {}
+        self._finished_seq: dict[int, int] = {}
         self._outlets: dict[tuple[int, str], Outlet] = {}
         self._inlets: dict[tuple[int, str], Inlet] = {}
         self._placements: dict[str, ModelPlacement] = {}
@@ -93,8 +95,8 @@ class RankLoop:
     def handle(self, message: ToRank) -> None:
         """Take one control message. `Stop` is the host's."""
         match message:
-            case messages.Step(work):
-                self._begin(work)
+            case messages.Step(work, behind):
+                self._take(work, behind)
             case messages.AbortStep(lane, step_seq):
                 self._abort(lane, step_seq)
             case messages.Forget(sequence_ids):
@@ -123,17 +125,29 @@ class RankLoop:
     def close(self) -> None:
         """Give up every step and load."""
         self._loader.cancel_all()
+        self._behind.clear()
         for lane in tuple(self._runs):
             self._drop(lane)
 
-    def _begin(self, work: StepDescriptor | StepHeader) -> None:
-        header = work.header if isinstance(work, StepDescriptor) else work
+    def _take(self, work: StepDescriptor | StepHeader, behind: int) -> None:
+        """Begin a step, or keep it until the one that it comes behind has ended here."""
+        header = _header(work)
         if header.step_seq <= self._newest_seq.get(header.lane, 0):
             error = f"{self.name}: step {header.step_seq} of lane {header.lane} is not newer than its last step"
             self._around.emit(StepEnded(header.lane, header.step_seq, error=error, fatal=True))
             return
         self._newest_seq[header.lane] = header.step_seq
-        self._drop(header.lane)  # a newer step supersedes a stale one
+        run = self._runs.get(header.lane)
+        if behind and run is not None and run.header.step_seq == behind:
+            self._behind[header.lane] = work
+        elif behind and self._leads(header) and self._finished_seq.get(header.lane) != behind:
+            self._refuse(header, behind)
+        else:
+            self._drop(header.lane)  # a newer step supersedes a stale one
+            self._begin(work)
+
+    def _begin(self, work: StepDescriptor | StepHeader) -> None:
+        header = _header(work)
         half: HalfStep[Outcome]
         try:
             if not isinstance(work, StepDescriptor):
@@ -178,9 +192,12 @@ class RankLoop:
             run.advance()
         except StopIteration as end:
             del self._runs[lane]
+            self._finished_seq[lane] = run.header.step_seq
             run.compute_s += self._around.clock() - now_s
             if self._leads(run.header):
                 self._around.emit(StepFinished(_result(run, end.value)))
+            if lane in self._behind:
+                self._begin(self._behind.pop(lane))
             return
         except Exception as failure:  # a bug or bad input ends this step; other lanes and the loop go on
             del self._runs[lane]
@@ -194,6 +211,18 @@ class RankLoop:
         logger.error("%s: step %d of %s failed", self.name, header.step_seq, header.model, exc_info=failure)
         error = f"{self.name}: {one_line(failure)}"
         self._around.emit(StepEnded(header.lane, header.step_seq, error=error, fatal=True))
+        self._drop_behind(header)
+
+    def _refuse(self, header: StepHeader, behind: int) -> None:
+        """The step behind one that failed ends without having run; the leading rank says so."""
+        if self._leads(header):
+            error = f"{self.name}: step {behind} of lane {header.lane}, behind which it came, failed"
+            self._around.emit(StepEnded(header.lane, header.step_seq, error=error))
+
+    def _drop_behind(self, failed: StepHeader) -> None:
+        work = self._behind.pop(failed.lane, None)
+        if work is not None:
+            self._refuse(_header(work), failed.step_seq)
 
     def _expire(self, run: LaneRun) -> None:
         header = run.header
@@ -204,14 +233,21 @@ class RankLoop:
         )
         self._drop(header.lane)
         self._around.emit(StepEnded(header.lane, header.step_seq, waiting_on, error))
+        self._drop_behind(header)
 
     def _abort(self, lane: int, step_seq: int) -> None:
-        run = self._runs.get(lane)
-        if run is None or run.header.step_seq != step_seq:
+        run, work = self._runs.get(lane), self._behind.get(lane)
+        if run is not None and run.header.step_seq == step_seq:
+            header = run.header
+            self._drop(lane)
+        elif work is not None and _header(work).step_seq == step_seq:
+            header = _header(self._behind.pop(lane))
+        else:
             return
-        self._drop(lane)
-        if self._leads(run.header):
+        if self._leads(header):
             self._around.emit(StepEnded(lane, step_seq))
+        if run is not None and header is run.header:
+            self._drop_behind(header)
 
     def _drop(self, lane: int) -> None:
         run = self._runs.pop(lane, None)
@@ -237,9 +273,10 @@ class RankLoop:
         self._inlets[key] = ChannelInlet(into, message.capacity)
 
     def _remove(self, model: str) -> None:
-        for lane, run in tuple(self._runs.items()):
-            if run.header.model == model:
-                self._abort(lane, run.header.step_seq)
+        headers = [run.header for run in self._runs.values()] + [_header(work) for work in self._behind.values()]
+        for header in headers:
+            if header.model == model:
+                self._abort(header.lane, header.step_seq)
         self._placements.pop(model, None)
         self._loader.cancel(model)
         if model in self._loaded:
@@ -257,6 +294,10 @@ class RankLoop:
 
     def _report_memory(self) -> None:
         self._around.emit(messages.MemoryReport(dict(self._worker.loads.memory_bytes())))
+
+
+def _header(work: StepDescriptor | StepHeader) -> StepHeader:
+    return work.header if isinstance(work, StepDescriptor) else work
 
 
 def _result(run: LaneRun, sampled: tuple[SampledToken, ...]) -> StepResult:

@@ -261,6 +261,8 @@ class Engine:
             self._cluster.forget(kv_rank, sequence_ids)
         for step in self._core.schedule(now):
             self._cluster.submit(step)
+        for step in self._core.schedule_ahead(now):
+            self._cluster.submit(step)
 
     def _make_outputs(self, updates: list[SequenceUpdate], outputs: list[_Delivery], now: float) -> None:
         """Append what the updates give. A sequence that ends in one of them is forgotten with it."""
