@@ -56,6 +56,10 @@ def serve(
     queue_timeout: Annotated[float | None, typer.Option(help="seconds a request may wait; then 408")] = None,
     kv_pool_bytes: Annotated[str | None, typer.Option(help="KV pool of all models, such as 4GiB  [256MiB]")] = None,
     frame_bytes: Annotated[str | None, typer.Option(help="granularity of KV memory  [2MiB]")] = None,
+    kv_ranks: Annotated[int | None, typer.Option(help="ranks that hold KV, with kv_pool_bytes each  [1]")] = None,
+    kv_split: Annotated[
+        str | None, typer.Option(help="a model's KV over KV ranks: heads, tokens, one or auto  [auto]")
+    ] = None,
     weights_ranks: Annotated[int | None, typer.Option(help="ranks that every FFN is sliced over  [1]")] = None,
     backend: Annotated[str | None, typer.Option(help="numpy, or cuda with a GPU for each rank  [numpy]")] = None,
     layout: Annotated[

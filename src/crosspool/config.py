@@ -12,6 +12,7 @@ from crosspool.units import GiB, KiB, MiB
 Layout = Literal["inprocess", "processes"]
 Backend = Literal["numpy", "cuda"]
 AdmissionPolicy = Literal["reserve", "forecast"]
+KVSplit = Literal["auto", "heads", "tokens", "one"]
 DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 LogFormat = Literal["auto", "text", "json"]
@@ -46,8 +47,9 @@ class ModelConfig:
     max_model_len: int | None = None  # tokens of prompt + output; None: the model's own limit
     chat_template: str | None = None  # a file that replaces the model's own template
     page_tokens: int | None = None  # None: chosen so that frames are filled
-    kv_floor_bytes: int = 0  # of the KV pool, kept for this model
-    kv_ceiling_bytes: int | None = None  # the most it may hold of the KV pool; None: what the pool has
+    kv_floor_bytes: int = 0  # of each KV rank's memory, kept for this model
+    kv_ceiling_bytes: int | None = None  # the most it may hold of each KV rank's memory; None: what there is
+    kv_split: KVSplit | None = None  # how its KV lies over several KV ranks; None: as the deployment says
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 2:
@@ -72,7 +74,9 @@ class PoolsConfig:
 
     backend: Backend = "numpy"  # cuda: a GPU for the KV rank and one for each weights rank
     layout: Layout = "processes"
-    kv_pool_bytes: int = 256 * MiB  # one budget over all models, cut into frames
+    kv_pool_bytes: int = 256 * MiB  # of each KV rank: one budget over all models, cut into frames
+    num_kv_ranks: int = 1
+    kv_split: KVSplit = "auto"  # of models that say nothing else
     frame_bytes: int = 2 * MiB
     num_weights_ranks: int = 1
 
@@ -83,6 +87,8 @@ class PoolsConfig:
             raise ValueError(
                 f"kv_pool_bytes is {self.kv_pool_bytes}; it must hold at least two frames of {self.frame_bytes} bytes"
             )
+        if self.num_kv_ranks < 1:
+            raise ValueError(f"kv_ranks is {self.num_kv_ranks}; it must be at least 1")
         if self.num_weights_ranks < 1:
             raise ValueError(f"weights_ranks is {self.num_weights_ranks}; it must be at least 1")
 

@@ -6,6 +6,7 @@ This is the one place that knows engine, cluster and server front ends at once.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zlib import crc32
 
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.start import start_cluster
@@ -64,6 +65,7 @@ def engine_config(config: DeploymentConfig) -> EngineConfig:
     return EngineConfig(
         kv_budget_bytes=config.pools.kv_pool_bytes,
         frame_bytes=config.pools.frame_bytes,
+        kv_ranks=kv_ranks(config),
         num_decode_lanes=scheduling.num_decode_lanes,
         num_prefill_lanes=scheduling.num_prefill_lanes,
         max_num_seqs=scheduling.max_num_seqs,
@@ -79,15 +81,18 @@ def engine_config(config: DeploymentConfig) -> EngineConfig:
 
 
 def cluster_config(config: DeploymentConfig) -> ClusterConfig:
-    """Raises CrossPoolError for a dtype that the backend does not compute in."""
+    """Raises CrossPoolError for a dtype that the backend does not compute in, or KV ranks that it cannot join."""
     backend, dtype = config.pools.backend, BACKEND_DTYPES[config.pools.backend]
     if config.dtype not in ("auto", dtype):
         name = BACKEND_NAMES[backend]
         raise CrossPoolError(f"dtype is {config.dtype}; the {name} backend computes in {dtype}, so use auto or {dtype}")
+    if backend == "cuda" and config.pools.num_kv_ranks > 1:
+        raise CrossPoolError(f"kv_ranks is {config.pools.num_kv_ranks}; the CUDA backend runs one, so use 1")
     engine = engine_config(config)
     cluster = ClusterConfig(
         backend=backend,
         layout=config.pools.layout,
+        kv_ranks=kv_ranks(config),
         weights_ranks=weights_ranks(config),
         num_frames=engine.num_frames,
         frame_bytes=engine.frame_bytes,
@@ -97,6 +102,18 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
     if backend == "cuda":
         return replace(cluster, spin_us=CUDA_SPIN_US, start_timeout_s=CUDA_START_TIMEOUT_S)
     return cluster
+
+
+def kv_ranks(config: DeploymentConfig) -> tuple[str, ...]:
+    return tuple(f"kv{index}" for index in range(config.pools.num_kv_ranks))
+
+
+def kv_ranks_of(model: ModelConfig, config: DeploymentConfig) -> tuple[str, ...]:
+    """Every KV rank, the model's home first. Homes take turns; that of a model beside the deployment's is drawn."""
+    ranks, names = kv_ranks(config), [own.served_name for own in config.models]
+    name = model.served_name
+    home = (names.index(name) if name in names else crc32(name.encode())) % len(ranks)
+    return ranks[home:] + ranks[:home]
 
 
 def weights_ranks(config: DeploymentConfig) -> tuple[str, ...]:
@@ -124,6 +141,8 @@ def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel
         directory = model_directory(model.source, revision=model.revision, download_dir=config.download_dir)
         served = served_model(
             directory,
+            kv_ranks=kv_ranks_of(model, config),
+            kv_split=model.kv_split or config.pools.kv_split,
             weights_ranks=weights_ranks(config),
             frame_bytes=config.pools.frame_bytes,
             kv_dtype=BACKEND_DTYPES[config.pools.backend],

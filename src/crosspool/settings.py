@@ -20,6 +20,7 @@ from crosspool.config import (
     Backend,
     DeploymentConfig,
     DTypeChoice,
+    KVSplit,
     Layout,
     LogFormat,
     LogLevel,
@@ -50,6 +51,7 @@ class ModelSettings(BaseModel):
     max_model_len: int | None = Field(None, description="tokens of prompt + output; default: the model's own limit")
     chat_template: str | None = Field(None, description="a file with a Jinja chat template instead of the model's own")
     page_tokens: int | None = Field(None, description="tokens of one KV page; default: chosen to fill frames")
+    kv_split: KVSplit | None = Field(None, description="over KV ranks: heads, tokens, one or auto; default: kv_split")
     kv_floor: Size = Field(0, description="part of the KV pool that is kept for this model")
     kv_ceiling: Size | None = Field(None, description="the most it may hold of the KV pool; default: what there is")
 
@@ -86,8 +88,10 @@ class Settings(BaseSettings):
     sse_keep_alive_interval: float = Field(10.0, gt=0, description="seconds between comment lines of waiting streams")
     backend: Backend = Field("numpy", description="what computes: numpy on CPUs, or cuda with a GPU for each rank")
     layout: Layout = Field("processes", description="a process for each rank, or threads of one process")
-    kv_pool_bytes: Size = Field("256MiB", description="the KV pool that all models share")
+    kv_pool_bytes: Size = Field("256MiB", description="the KV pool that all models share; on each of several KV ranks")
     frame_bytes: Size = Field("2MiB", description="granularity of KV memory")
+    kv_ranks: int = Field(1, description="ranks that hold KV, with kv_pool_bytes each")
+    kv_split: KVSplit = Field("auto", description="how a model's KV lies over KV ranks: heads, tokens, one or auto")
     weights_ranks: int = Field(1, description="ranks that every FFN is sliced over")
     max_num_seqs: int = Field(32, description="sequences of a model that run at once")
     max_num_batched_tokens: int = Field(512, description="prompt tokens of one prefill step")
@@ -219,6 +223,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             max_model_len=model.max_model_len,
             chat_template=model.chat_template,
             page_tokens=model.page_tokens,
+            kv_split=model.kv_split,
             kv_floor_bytes=parse_size(model.kv_floor),
             kv_ceiling_bytes=None if model.kv_ceiling is None else parse_size(model.kv_ceiling),
         )
@@ -231,6 +236,8 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             layout=settings.layout,
             kv_pool_bytes=parse_size(settings.kv_pool_bytes),
             frame_bytes=parse_size(settings.frame_bytes),
+            num_kv_ranks=settings.kv_ranks,
+            kv_split=settings.kv_split,
             num_weights_ranks=settings.weights_ranks,
         ),
         scheduling=SchedulingConfig(

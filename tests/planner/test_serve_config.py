@@ -67,11 +67,23 @@ def test_catalogue_names_become_ids_of_the_hub():
     assert serve_settings(plan, plan.groups[0])["models"][0]["path"] == "zai-org/GLM-4.7-Flash"
 
 
+def test_several_kv_ranks_are_served_with_each_models_split():
+    given = {"gpus": {"kind": "h200", "count": 4, "kv": 2}, "models": ["glm-4.7-flash", "qwen3-30b-a3b"]}
+    plan = plan_deployment(parse_plan_input(given)).plan
+    [group] = plan.groups
+    settings = serve_settings(plan, group)
+    assert settings["kv_ranks"] == 2
+    splits = {entry["name"]: entry["kv_split"] for entry in settings["models"]}
+    assert splits == {"glm-4.7-flash": "tokens", "qwen3-30b-a3b": "heads"}
+    for entry, model in zip(settings["models"], group.models, strict=True):
+        pages = model.ceiling_pages * model.frames_per_page * plan.frame_bytes
+        assert 2 * entry["kv_ceiling"] >= pages > 2 * entry["kv_ceiling"] - plan.frame_bytes
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"models": ["granite-3.1-1b-a400m"]}, r"granite-3\.1-1b-a400m is planned by numbers"),
-        ({"gpus": {"kind": "h200", "count": 4, "kv": 2}}, r"has 2 KV ranks, serve runs one for each model"),
     ],
 )
 def test_what_serve_cannot_run_is_refused(change, message):

@@ -6,18 +6,14 @@ from typing import Any
 import yaml
 
 from crosspool.planner.catalogue import hub_id
-from crosspool.planner.plan import GroupPlan, Plan
+from crosspool.planner.plan import GroupPlan, ModelPlan, Plan
+from crosspool.units import ceil_div
 
 
 def serve_settings(plan: Plan, group: GroupPlan) -> dict[str, Any]:
     """Settings that serve one group as planned. Raises ValueError, with the remedy, for what serve cannot run."""
     if unknown := [model.name for model in group.models if not model.servable]:
         raise ValueError(f"{group.name}: {unknown[0]} is planned by numbers, no family here serves it; plan without it")
-    if len(group.kv_ranks) > 1:
-        raise ValueError(
-            f"{group.name} has {len(group.kv_ranks)} KV ranks, serve runs one for each model; "
-            "plan with `gpus: {kv: 1}`"
-        )
     return {
         "models": [
             {
@@ -25,13 +21,15 @@ def serve_settings(plan: Plan, group: GroupPlan) -> dict[str, Any]:
                 "name": model.name,
                 "page_tokens": model.page_tokens,
                 "max_model_len": model.longest_context_tokens,
-                "kv_floor": model.floor_pages * model.frames_per_page * plan.frame_bytes,
-                "kv_ceiling": model.ceiling_pages * model.frames_per_page * plan.frame_bytes,
+                "kv_split": model.kv_parallelism,
+                "kv_floor": model.floor_pages * model.frames_per_page * plan.frame_bytes // len(group.kv_ranks),
+                "kv_ceiling": _ceiling_bytes(plan, group, model),
             }
             for model in group.models
         ],
         "kv_pool_bytes": group.budget_bytes_per_rank,
         "frame_bytes": plan.frame_bytes,
+        "kv_ranks": len(group.kv_ranks),
         "weights_ranks": len(group.weights_ranks),
         "max_num_seqs": plan.max_num_seqs,
         "max_num_batched_tokens": plan.max_num_batched_tokens,
@@ -39,6 +37,14 @@ def serve_settings(plan: Plan, group: GroupPlan) -> dict[str, Any]:
         "prefill_lanes": plan.num_prefill_lanes,
         "admission": plan.admission,
     }
+
+
+def _ceiling_bytes(plan: Plan, group: GroupPlan, model: ModelPlan) -> int:
+    """The most that the model may hold on each KV rank."""
+    total = model.ceiling_pages * model.frames_per_page * plan.frame_bytes
+    if model.kv_parallelism == "one":
+        return min(total, group.budget_bytes_per_rank)
+    return ceil_div(total, len(group.kv_ranks))
 
 
 def write_serve_configs(plan: Plan, directory: Path) -> list[Path]:
