@@ -60,6 +60,30 @@ def test_small_ones_pass_a_big_one_until_it_has_aged():
     assert pick(queues, now=12.0, held=held) == 1
 
 
+def test_one_that_only_its_ceiling_keeps_out_holds_back_its_own_model_alone():
+    queues = [a_queue("p", 1, 2), a_queue("q", 3)]
+
+    def choose(now):
+        return ORDER.pick(
+            queues, now, lambda model: 0, lambda s: s.sequence_id != 1, is_capped=lambda s: s.request.model == "p"
+        )
+
+    assert choose(0.0).sequence_id == 2
+    assert choose(2.0).sequence_id == 3
+
+
+def test_what_fits_its_own_floor_passes_one_that_has_aged():
+    queues = [a_queue("p", 1), a_queue("q", 2), a_queue("r", 3)]
+
+    def choose(now):
+        return ORDER.pick(
+            queues, now, lambda model: 0, lambda s: s.sequence_id > 1, is_floored=lambda s: s.request.model == "r"
+        )
+
+    assert choose(0.0).sequence_id == 2
+    assert choose(2.0).sequence_id == 3
+
+
 def test_only_a_few_behind_it_may_pass():
     assert pick([a_queue("p", 1, 2, 3, 4)], fits=lambda sequence: sequence.sequence_id == 4) is None
     assert pick([a_queue("p", 1, 2, 3)], fits=lambda sequence: sequence.sequence_id == 3) == 3

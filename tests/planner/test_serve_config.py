@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from crosspool.commands.serve import deployment
+from crosspool.engine.scheduler_core import EngineCore
 from crosspool.errors import CrossPoolError
+from crosspool.launch import engine_config, prepare_model
 from crosspool.planner.deployment import parse_plan_input
 from crosspool.planner.plan import Plan
 from crosspool.planner.planner import plan_deployment
@@ -59,6 +61,33 @@ def test_serve_reads_what_was_planned(tmp_path, way):
     served = config.models[0]
     assert (served.served_name, served.source) == ("mine", str(tmp_path / "tiny"))
     assert (served.page_tokens, served.max_model_len) == (model.page_tokens, model.longest_context_tokens)
+    page_bytes = model.frames_per_page * plan.frame_bytes
+    assert served.kv_floor_bytes == model.floor_pages * page_bytes
+    assert served.kv_ceiling_bytes == model.ceiling_pages * page_bytes
+
+
+def test_the_engine_holds_to_the_plans_floors_and_ceilings_and_to_its_contexts(tmp_path):
+    for name in ("one", "two"):
+        write_tiny_model(tmp_path / name, "qwen3_moe", num_layers=2, max_position_embeddings=100_000)
+    entry = {"rate": 1, "lengths": {"prompt": 300, "output": 200}}
+    models = [{"model": str(tmp_path / name), "name": name, **entry} for name in ("one", "two")]
+    given = {
+        "gpus": {"kind": "h200", "count": 3, "memory": "64MiB", "kv": 1},
+        "models": models,
+        "engine": {"frame_bytes": 65536},
+        "memory": {"runtime": 0, "graphs": 0},
+    }
+    plan = plan_deployment(parse_plan_input(given)).plan
+    config = deployment([], [], None, {}, saved(plan, tmp_path))
+    core = EngineCore(engine_config(config))
+    for model in config.models:
+        core.add_model(prepare_model(model, config).served)
+    told = {model.name: model for model in core.stats(0.0).models}
+    for model in plan.groups[0].models:
+        assert model.floor_pages > 0
+        assert told[model.name].frames_floor == model.floor_pages * model.frames_per_page
+        assert told[model.name].frames_ceiling == model.ceiling_pages * model.frames_per_page
+        assert core.context_limit(core.loads[model.name].model) == model.longest_context_tokens
 
 
 def test_catalogue_names_become_ids_of_the_hub():
