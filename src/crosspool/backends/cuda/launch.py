@@ -110,34 +110,35 @@ class DeviceKernels:
         function = self._function(source, kernel, smem_bytes)
         ids, attributes = driver.CUlaunchAttributeID, list[Any]()
         if cooperative:
-            attributes.append(self._attribute(ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, "cooperative", 1))
+            attributes.append(self._attribute(ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, "cooperative"))
         elif overlap and self._can_overlap:
             overlapping = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attributes.append(self._attribute(overlapping, "programmaticStreamSerializationAllowed", 1))
-        config = self._config(grid, threads, smem_bytes, cluster, attributes)
+            attributes.append(self._attribute(overlapping, "programmaticStreamSerializationAllowed"))
+        config = self._config(grid, threads, smem_bytes, cluster if cluster > 1 else 0, attributes)
         config.hStream = torch.cuda.current_stream(self.device).cuda_stream
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         self._call("cuLaunchKernelEx", config, function, ctypes.addressof(arguments), 0, what=kernel)
 
     def max_clusters(self, source: str, kernel: str, *, threads: int, smem_bytes: int, size: int) -> int:
         function = self._function(source, kernel, smem_bytes)
-        config = self._config((size, 1, 1), threads, smem_bytes, size, [])
+        config = self._config((size * 4096, 1, 1), threads, smem_bytes, size, [])
         return int(self._call("cuOccupancyMaxActiveClusters", function, config, what=kernel))
 
     def _config(
         self, grid: tuple[int, int, int], threads: int, smem_bytes: int, cluster: int, attributes: list[Any]
     ) -> Any:
-        """A launch on the default stream."""
+        """A launch on the default stream; cluster 0: of kernels without clusters."""
         driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = smem_bytes
-        if cluster > 1:
-            blocks = driver.CUlaunchAttributeValue().clusterDim
-            blocks.x, blocks.y, blocks.z = cluster, 1, 1
-            kind = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            attributes.append(self._attribute(kind, "clusterDim", blocks))
+        if cluster > 0:
+            attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = cluster, 1, 1
+            attribute.value = value
+            attributes.append(attribute)
         if attributes:
             config.attrs = attributes
             config.numAttrs = len(attributes)
@@ -160,10 +161,10 @@ class DeviceKernels:
             self._smem_bytes[kernel] = smem_bytes
         return function
 
-    def _attribute(self, attribute_id: Any, field: str, content: Any) -> Any:
+    def _attribute(self, attribute_id: Any, field: str) -> Any:
         attribute, value = self._driver.CUlaunchAttribute(), self._driver.CUlaunchAttributeValue()
         attribute.id = attribute_id
-        setattr(value, field, content)
+        setattr(value, field, 1)
         attribute.value = value
         return attribute
 

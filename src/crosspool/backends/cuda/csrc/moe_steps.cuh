@@ -138,7 +138,7 @@ struct UpStep {
   using UpStream = Stream<UP_STAGES, UP_CHUNKS>;
   const MoeParams& p;
   const UpStream stream;
-  const Lists& lists;
+  const Lists lists;  // by value: a reference into the same object would keep all of it out of registers
   float* red;  // two turns of red_floats
   int red_floats, warp, g, k_lane, shared_tiles, tiles, passes, step, total;
   int ahead, ahead_pass = 0, loaded = 0;  // what is loaded next, and how many stages have been started
@@ -237,7 +237,7 @@ struct DownStep {
   using DownStream = Stream<DOWN_STAGES, DOWN_CHUNKS>;
   const MoeParams& p;
   const DownStream stream;
-  const Lists& lists;
+  const Lists lists;  // by value: a reference into the same object would keep all of it out of registers
   const float* weights;  // (tokens * top_k)
   float* sums;           // MOE_WARPS * tokens * OUT_STRIDE
   int warp, g, q, k_lane, shared_units, parts, units;
