@@ -15,7 +15,7 @@ from crosspool.backends.cuda.chunk_params import (
 )
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.moe import _ACTIVATIONS as ACTIVATIONS
+from crosspool.backends.cuda.moe_params import ACTIVATIONS
 from crosspool.backends.cuda.params import RouterParams, address
 from crosspool.backends.cuda.products import exact_parts, grouped_linear, linear, linear_fp32
 from crosspool.backends.cuda.router import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, ROUTER_SMEM_BYTES

@@ -29,12 +29,17 @@ from crosspool.backends.cuda.params import MlaInput, address
 from crosspool.backends.cuda.prefill_attention import (
     EXPANDED_KEYS,
     DeviceRound,
+    DeviceSpan,
+    PieceAttention,
     gqa_attention,
+    key_dim,
     mla_attention,
+    span_rows,
+    span_sizes,
     tile_of,
     upload,
 )
-from crosspool.backends.cuda.prefill_blocks import expanded_rounds, frame_round, stretches
+from crosspool.backends.cuda.prefill_blocks import SpanSizes, expanded_rounds, frame_round, spans, stretches
 from crosspool.backends.cuda.products import linear
 from crosspool.backends.cuda.rope import RopeTable, gqa_input, rope_cache
 from crosspool.backends.cuda.weights import AttentionWeights
@@ -57,14 +62,16 @@ class ChunkHalf:
         geometry: PageGeometry,
         batch: Batch,
         plan: ChunkPlan,
+        sizes: SpanSizes | None = None,
     ) -> None:
+        """sizes: of the library's spans; None: those of the device."""
         self._kernels, self.spec, self._weights = kernels, spec, weights
         device, tokens = arena.device, len(batch.token_ids)
         self._device = device
         ints = np.stack([batch.token_ids, batch.positions, batch.row_of_token]).astype(np.int32)
         self._token_ids, self._positions, self._table_rows = upload(torch.from_numpy(ints), device)
         self._cache = PagedCache(frames=arena, frame_table=_frame_tables(batch, device), geometry=geometry)
-        self._rounds = self._plan_rounds(batch, plan)
+        self._parts = self._plan(batch, plan, sizes)
         self._ropes = {
             rope: RopeTable.allocate(rope, tokens, device) for rope in {layer.attention.rope for layer in spec.layers}
         }
@@ -147,7 +154,8 @@ class ChunkHalf:
             k_norm=attention.k_norm,
             eps=self.spec.norm_eps,
         )
-        q = torch.empty(piece.num_tokens, spec.num_heads, spec.head_dim, dtype=torch.bfloat16, device=self._device)
+        part_of = self._parts[spec][piece.index]
+        q = self._queries(spec, piece, part_of)
         rope_cache(
             self._kernels,
             spec,
@@ -155,11 +163,10 @@ class ChunkHalf:
             self._cache,
             layer,
             self._positions[part],
-            q,
+            q[: piece.num_tokens],
             table_rows=self._table_rows[part],
         )
-        (blocks,) = self._rounds[spec][piece.index]
-        return gqa_attention(spec, q, self._cache, layer, blocks, attention.sinks)
+        return gqa_attention(self._kernels, spec, q, piece.num_tokens, self._cache, layer, part_of, attention.sinks)
 
     def _mla(self, layer: int, piece: Piece, weights: AttentionLayerWeights, attention: MLAWeights) -> torch.Tensor:
         spec = weights.spec
@@ -172,7 +179,8 @@ class ChunkHalf:
             assert attention.q_a_norm is not None
             q = linear(self._norm_rows(q, attention.q_a_norm, spec.lora_norm_eps), attention.q_b)
         kv_a = down[:, first:]
-        q_rope = torch.empty(tokens, spec.num_heads, spec.qk_rope_head_dim, dtype=torch.bfloat16, device=self._device)
+        part_of = self._parts[spec][piece.index]
+        queries = self._queries(spec, piece, part_of)
         params = MlaChunkParams(
             input=MlaInput(
                 q=address(q),
@@ -188,7 +196,7 @@ class ChunkHalf:
             ),
             positions=address(self._positions[part]),
             table_rows=address(self._table_rows[part]),
-            q_rope=address(q_rope),
+            q=address(queries),
             cache=self._cache.view(layer),
         )
         self._kernels.launch(
@@ -200,9 +208,12 @@ class ChunkHalf:
             params=params,
             overlap=False,
         )
-        by_head = q.unflatten(1, (spec.num_heads, spec.qk_head_dim))
-        rounds = self._rounds[spec][piece.index]
-        return mla_attention(self._kernels, spec, attention, by_head, q_rope, self._cache, layer, rounds)
+        return mla_attention(self._kernels, spec, attention, queries, tokens, self._cache, layer, part_of)
+
+    def _queries(self, spec: GQASpec | MLASpec, piece: Piece, part: PieceAttention) -> torch.Tensor:
+        """(rows, heads, D) for a piece's queries, and room for what its spans compute behind them."""
+        rows = span_rows(piece.num_tokens, [span.span for span in part.spans])
+        return torch.empty(rows, spec.num_heads, key_dim(spec), dtype=torch.bfloat16, device=self._device)
 
     def _norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """(rows, width) bf16: RMSNorm of strided rows."""
@@ -228,21 +239,28 @@ class ChunkHalf:
         )
         return out
 
-    def _plan_rounds(self, batch: Batch, plan: ChunkPlan) -> dict[GQASpec | MLASpec, list[list[DeviceRound]]]:
-        """For every shape of attention, the rounds of each piece."""
-        parts = [
-            stretches(batch.row_of_token[piece.start : piece.stop], batch.positions[piece.start : piece.stop])
-            for piece in plan.pieces
-        ]
-        found: dict[GQASpec | MLASpec, list[list[DeviceRound]]] = {}
-        for spec in {layer.attention for layer in self.spec.layers}:
-            rows = tile_of(spec).rows
-            rounds = [
-                expanded_rounds(part, rows, EXPANDED_KEYS) if isinstance(spec, MLASpec) else [frame_round(part, rows)]
-                for part in parts
+    def _plan(
+        self, batch: Batch, plan: ChunkPlan, sizes: SpanSizes | None
+    ) -> dict[GQASpec | MLASpec, list[PieceAttention]]:
+        """For every shape of attention, what each piece's is made of."""
+        return {
+            spec: [
+                self._plan_piece(spec, batch, piece, sizes or span_sizes(spec, self._device)) for piece in plan.pieces
             ]
-            found[spec] = [[DeviceRound.of(one, self._device) for one in each] for each in rounds]
-        return found
+            for spec in {layer.attention for layer in self.spec.layers}
+        }
+
+    def _plan_piece(self, spec: GQASpec | MLASpec, batch: Batch, piece: Piece, sizes: SpanSizes) -> PieceAttention:
+        own = slice(piece.start, piece.stop)
+        parts = stretches(batch.row_of_token[own], batch.positions[own], sizes)
+        rows = tile_of(spec).rows
+        rounds = (
+            expanded_rounds(parts, rows, EXPANDED_KEYS) if isinstance(spec, MLASpec) else [frame_round(parts, rows)]
+        )
+        return PieceAttention(
+            tuple(DeviceSpan.of(span, self._device) for part in parts for span in spans(part, sizes)),
+            tuple(DeviceRound.of(part, self._device) for part in rounds),
+        )
 
 
 def _frame_tables(batch: Batch, device: torch.device) -> torch.Tensor:

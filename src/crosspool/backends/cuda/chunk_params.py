@@ -52,7 +52,7 @@ class CombineRowsParams(ctypes.Structure):
 class MlaChunkParams(ctypes.Structure):
     _fields_ = [
         ("input", MlaInput),
-        *((name, _P) for name in ("positions", "table_rows", "q_rope")),
+        *((name, _P) for name in ("positions", "table_rows", "q")),
         ("cache", CacheView),
     ]
 

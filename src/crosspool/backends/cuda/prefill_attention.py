@@ -1,7 +1,8 @@
-"""Attention of a piece of a prompt over the paged cache: launches of `prefill_kernel`.
+"""Attention of a piece of a prompt over the paged cache.
 
-GQA reads keys and values in their frames. MLA first expands the latents it needs to keys and values of every head, in
-rounds of a bounded number of keys: for many queries that is far fewer products than scoring latents would be.
+GQA's keys and values are read in their frames, or side by side for a library's kernel. MLA first expands the latents
+it needs to keys and values of every head, a bounded number at once: for many queries that is far fewer products than
+scoring latents would be.
 """
 
 import os
@@ -16,7 +17,7 @@ from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.chunk_params import GatherSlotsParams
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.params import address
-from crosspool.backends.cuda.prefill_blocks import Round
+from crosspool.backends.cuda.prefill_blocks import NO_SPANS, SPAN_SIZES, Round, Span, SpanSizes, span_keys
 from crosspool.models.spec import GQASpec, MLASpec
 from crosspool.units import ceil_div
 
@@ -24,6 +25,8 @@ EXPANDED_KEYS = 8192
 """Latents that are expanded at once: GLM's take 168 MB."""
 
 _WARPS = 4
+_Rows = tuple[torch.Tensor, int, int]
+"""A tensor, and the elements between two tokens and between two heads of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,9 @@ class Tile:
     """How the kernel is cut for one shape, by measurement on an H200."""
 
     rows: int = 128
-    keys: int = 64
+    keys: int = 128
     warps: int = 8
-    stages: int = 3
+    stages: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,32 @@ class DeviceRound:
         return cls(*(upload(torch.from_numpy(array), device) for array in arrays))
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceSpan:
+    """A `Span` with its keys' places on the device."""
+
+    span: Span
+    key_table_rows: torch.Tensor
+    key_positions: torch.Tensor
+
+    @classmethod
+    def of(cls, span: Span, device: torch.device) -> "DeviceSpan":
+        return cls(span, *(upload(torch.from_numpy(array), device) for array in span_keys(span)))
+
+
+@dataclass(frozen=True, slots=True)
+class PieceAttention:
+    """What a piece's attention is made of."""
+
+    spans: tuple[DeviceSpan, ...]
+    rounds: tuple[DeviceRound, ...]
+
+    @property
+    def carries(self) -> bool:
+        """Whether softmax sums are held between its launches."""
+        return bool(self.spans) or len(self.rounds) > 1
+
+
 def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`values` on the device, without waiting for what runs there."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.clone()
@@ -64,52 +93,74 @@ def split_dim(size: int) -> tuple[int, int]:
     return first, rest
 
 
-def tile_of(spec: GQASpec | MLASpec) -> Tile:
-    """The measured cut of a shape."""
-    widest = spec.v_head_dim if isinstance(spec, MLASpec) else spec.head_dim
-    return Tile() if widest <= 128 else Tile(stages=2)
+def key_dim(spec: GQASpec | MLASpec) -> int:
+    return spec.qk_head_dim if isinstance(spec, MLASpec) else spec.head_dim
 
 
 def is_supported(spec: GQASpec | MLASpec) -> bool:
     """Whether the prefill kernel takes this shape; others run through the decode kernels."""
     try:
-        split_dim(spec.qk_nope_head_dim if isinstance(spec, MLASpec) else spec.head_dim)
+        split_dim(key_dim(spec))
     except ValueError:
         return False
-    rope = spec.qk_rope_head_dim if isinstance(spec, MLASpec) else 16
-    return rope >= 16 and rope & (rope - 1) == 0
+    return not isinstance(spec, MLASpec) or spec.qk_nope_head_dim % 8 == 0
+
+
+def tile_of(spec: GQASpec | MLASpec) -> Tile:
+    """The measured cut of a shape."""
+    widest = max(key_dim(spec), spec.v_head_dim) if isinstance(spec, MLASpec) else spec.head_dim
+    return Tile() if widest <= 128 else Tile(keys=64)
+
+
+def span_sizes(spec: GQASpec | MLASpec, device: torch.device) -> SpanSizes:
+    """The library's sizes where it has a fast kernel for the shape; on an H200 it is 1.7 times as fast as ours."""
+    if isinstance(spec, GQASpec) and (spec.sinks or spec.sliding_window is not None):
+        return NO_SPANS
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return SPAN_SIZES if is_hopper and key_dim(spec) <= 256 and key_dim(spec) % 8 == 0 else NO_SPANS
 
 
 def gqa_attention(
+    kernels: Launcher,
     spec: GQASpec,
     q: torch.Tensor,
+    tokens: int,
     cache: PagedCache,
     layer: int,
-    part: DeviceRound,
+    piece: PieceAttention,
     sinks: torch.Tensor | None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """(rows, heads, head_dim) from q (rows, heads, head_dim), normed and turned; the rows' own keys are in the cache.
+    """(tokens, heads, head_dim) from q (rows >= tokens, heads, head_dim), normed and turned; own keys are in the cache.
 
-    Cache and queries have one dtype, bfloat16 on a GPU. cache: its frame table holds the step's sequences.
+    Cache and queries have one dtype, bfloat16 on a GPU. cache: its frame table holds the step's sequences. q has as
+    many rows as the largest span needs behind its stretch's first.
     """
     geometry, dim = cache.geometry, spec.head_dim
+    held = _held(q, tokens, spec.num_heads, dim) if piece.carries else None
+    for number, span in enumerate(piece.spans):
+        assert held is not None
+        slots = gather_slots(kernels, cache, layer, span.key_table_rows, span.key_positions, q.dtype)
+        keys, values = slots.unflatten(1, (2, spec.num_kv_heads, dim)).unbind(1)
+        _span(spec, q, keys.transpose(0, 1), values.transpose(0, 1), span.span, held, _is_first(piece, number))
     arena = cache.frames.view(q.dtype).flatten()
     keys = arena[geometry.offset_of_layer(layer) // q.element_size() :]
-    table = cache.frame_table[:, :, geometry.frame_of_layer(layer) :]
+    stride = geometry.elements_per_token_layer
+    out = torch.empty(tokens, spec.num_heads, dim, dtype=q.dtype, device=q.device)
+    (part,) = piece.rounds
     _launch(
         tile or tile_of(spec),
         spec,
         q,
-        q,
-        (keys, geometry.elements_per_token_layer, dim),
-        (keys, 0),
-        (keys[spec.num_kv_heads * dim :], geometry.elements_per_token_layer, dim),
-        (table, geometry.frame_bytes // q.element_size(), geometry.page_tokens),
+        (keys, stride, dim),
+        (keys[spec.num_kv_heads * dim :], stride, dim),
+        cache.frame_table[:, :, geometry.frame_of_layer(layer) :],
+        geometry.frame_bytes // q.element_size(),
+        geometry.page_tokens,
         part,
         sinks,
-        out := torch.empty_like(q),
-        None,
+        out,
+        held,
     )
     return out
 
@@ -119,34 +170,32 @@ def mla_attention(
     spec: MLASpec,
     weights: MLAWeights,
     q: torch.Tensor,
-    q_rope: torch.Tensor,
+    tokens: int,
     cache: PagedCache,
     layer: int,
-    rounds: Sequence[DeviceRound],
+    piece: PieceAttention,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """(rows, heads, v_head_dim). q: (rows, heads, nope + rope) as projected; q_rope: (rows, heads, rope), turned."""
-    tokens, heads, nope = q.shape[0], spec.num_heads, spec.qk_nope_head_dim
+    """(tokens, heads, v_head_dim) from q (rows >= tokens, heads, nope + rope), the rope part turned."""
+    heads = spec.num_heads
     out = torch.empty(tokens, heads, spec.v_head_dim, dtype=q.dtype, device=q.device)
-    held = None
-    if len(rounds) > 1:
-        acc = torch.empty(tokens, heads, spec.v_head_dim, dtype=torch.float32, device=q.device)
-        held = (acc, torch.empty(tokens, heads, 2, dtype=torch.float32, device=q.device))
-    table = (cache.frame_table, 0, 0)
-    for part in rounds:
-        slots = gather_slots(kernels, cache, layer, part, q.dtype)
-        latents = slots[:, : spec.kv_lora_rank].expand(heads, -1, -1)
-        keys = torch.bmm(latents, weights.key_up)
-        values = torch.bmm(latents, weights.value_up.transpose(1, 2))
+    held = _held(q, tokens, heads, spec.v_head_dim) if piece.carries else None
+    for number, span in enumerate(piece.spans):
+        assert held is not None
+        slots = gather_slots(kernels, cache, layer, span.key_table_rows, span.key_positions, q.dtype)
+        _span(spec, q, *expand(spec, weights, slots), span.span, held, _is_first(piece, number))
+    for part in piece.rounds:
+        slots = gather_slots(kernels, cache, layer, part.key_table_rows, part.key_positions, q.dtype)
+        keys, values = expand(spec, weights, slots)
         _launch(
             tile or tile_of(spec),
             spec,
-            q[:, :, :nope],
-            q_rope,
+            q,
             (keys, keys.stride(1), keys.stride(0)),
-            (slots[:, spec.kv_lora_rank :], slots.stride(0)),
             (values, values.stride(1), values.stride(0)),
-            table,
+            cache.frame_table,
+            0,
+            0,
             part,
             None,
             out,
@@ -155,17 +204,32 @@ def mla_attention(
     return out
 
 
+def expand(spec: MLASpec, weights: MLAWeights, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys (heads, count, nope + rope) and values (heads, count, v) of cache rows (count, latent + rope)."""
+    heads, nope = spec.num_heads, spec.qk_nope_head_dim
+    latents = slots[:, : spec.kv_lora_rank].expand(heads, -1, -1)
+    keys = torch.empty(heads, len(slots), spec.qk_head_dim, dtype=slots.dtype, device=slots.device)
+    torch.bmm(latents, weights.key_up, out=keys[:, :, :nope])
+    keys[:, :, nope:] = slots[:, spec.kv_lora_rank :]
+    return keys, torch.bmm(latents, weights.value_up.transpose(1, 2))
+
+
 def gather_slots(
-    kernels: Launcher, cache: PagedCache, layer: int, part: DeviceRound, dtype: torch.dtype
+    kernels: Launcher,
+    cache: PagedCache,
+    layer: int,
+    table_rows: torch.Tensor,
+    positions: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """(keys, elements of a slot): the round's cache rows side by side."""
+    """(keys, elements of a slot): cache rows side by side."""
     geometry = cache.geometry
-    slots = len(part.key_positions)
+    slots = len(positions)
     out = torch.empty(slots, geometry.elements_per_token_layer, dtype=dtype, device=cache.frames.device)
     params = GatherSlotsParams(
         cache=cache.view(layer),
-        table_rows=address(part.key_table_rows),
-        positions=address(part.key_positions),
+        table_rows=address(table_rows),
+        positions=address(positions),
         out=address(out),
         slots=slots,
     )
@@ -181,36 +245,90 @@ def gather_slots(
     return out
 
 
+def _is_first(piece: PieceAttention, number: int) -> bool:
+    """Whether a span is the first of its stretch."""
+    return piece.spans[number].span.first == 0
+
+
+def _held(q: torch.Tensor, tokens: int, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unnormalised outputs (tokens, heads, width) and (maximum, sum) of softmax (tokens, heads, 2)."""
+    acc = torch.empty(tokens, heads, width, dtype=torch.float32, device=q.device)
+    return acc, torch.empty(tokens, heads, 2, dtype=torch.float32, device=q.device)
+
+
+def _span(
+    spec: GQASpec | MLASpec,
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    span: Span,
+    held: tuple[torch.Tensor, torch.Tensor],
+    is_first: bool,
+) -> None:
+    """Attention of a span's rows to all its keys (kv_heads, count, D) and values, into what is held."""
+    from crosspool.backends.cuda.prefill_kernel import merge_part
+
+    first = span.stretch.first_row
+    rows = q[first : first + span.rows].transpose(0, 1).unsqueeze(0)
+    out, log_sums = _full_attention(rows, keys.unsqueeze(0), values.unsqueeze(0), spec.softmax_scale)
+    acc, sums = held
+    heads, width = acc.shape[1], acc.shape[2]
+    merge_part[(span.stretch.num_rows, heads)](
+        out,
+        out.stride(2),
+        out.stride(1),
+        log_sums,
+        span.rows,
+        acc[first:],
+        sums[first:],
+        heads,
+        IS_FIRST=is_first,
+        DV=width,
+        DV_PADDED=1 << (width - 1).bit_length(),
+        num_warps=1,
+    )
+
+
+def _full_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(1, heads, rows, D_v) and the log of softmax's sums (heads, rows) fp32, without a mask."""
+    if q.device.type == "cuda":
+        out, log_sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, False, False, scale=scale
+        )
+        return out, log_sums.view(q.shape[1], q.shape[2])
+    group = q.shape[1] // k.shape[1]
+    k, v = (part.float().repeat_interleave(group, 1) for part in (k, v))
+    scores = q.float() @ k.transpose(2, 3) * scale
+    return (scores.softmax(-1) @ v).to(q.dtype), scores.logsumexp(-1)[0].contiguous()
+
+
 def _launch(
     tile: Tile,
     spec: GQASpec | MLASpec,
     q: torch.Tensor,
-    q_rope: torch.Tensor,
-    k: tuple[torch.Tensor, int, int],
-    k_rope: tuple[torch.Tensor, int],
-    v: tuple[torch.Tensor, int, int],
-    table: tuple[torch.Tensor, int, int],
+    k: _Rows,
+    v: _Rows,
+    frame_table: torch.Tensor,
+    frame_elements: int,
+    page_tokens: int,
     part: DeviceRound,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
     held: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """k, v: (tensor, elements between keys, between heads). table: (tensor, elements of a frame, tokens of a page)."""
     from crosspool.backends.cuda.prefill_kernel import prefill_attention
 
     d1, d2 = split_dim(q.shape[2])
     value_dim = out.shape[2]
-    frame_table, frame_elements, page_tokens = table
-    is_mla = isinstance(spec, MLASpec)
     acc, sums = held or (q, q)
     window = 0 if isinstance(spec, MLASpec) or spec.sliding_window is None else spec.sliding_window
     prefill_attention[(len(part.blocks), spec.num_heads)](
         q,
         q.stride(0),
         q.stride(1),
-        q_rope,
         *k,
-        *k_rope,
         *v,
         frame_table,
         frame_table.stride(0),
@@ -226,12 +344,11 @@ def _launch(
         GROUP=1 if isinstance(spec, MLASpec) else spec.num_heads // spec.num_kv_heads,
         D1=d1,
         D2=d2,
-        ROPE=spec.qk_rope_head_dim if isinstance(spec, MLASpec) else 0,
         DV=value_dim,
         DV_PADDED=max(16, 1 << (value_dim - 1).bit_length()),
         BLOCK_M=tile.rows,
         BLOCK_N=tile.keys,
-        PAGE_TOKENS=0 if is_mla else page_tokens,
+        PAGE_TOKENS=page_tokens,
         WINDOW=window,
         HAS_SINKS=sinks is not None,
         CARRIES=held is not None,
@@ -239,3 +356,8 @@ def _launch(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+
+
+def span_rows(tokens: int, spans: Sequence[Span]) -> int:
+    """Rows that a piece's queries need: its tokens, and what the spans compute behind them."""
+    return max([tokens, *(span.stretch.first_row + span.rows for span in spans)])

@@ -1,8 +1,9 @@
-"""Which queries of a piece see which keys: the blocks and rounds that the prefill kernel is launched with.
+"""Which queries of a piece see which keys: the launches that a piece's attention is made of.
 
-Pure arithmetic on the host, once a step. A piece's tokens fall into stretches of one sequence each. For caches that
-attention reads where they lie there is one round; for latents that must be expanded first, rounds of a bounded number
-of keys, cut out of all stretches' contexts one after another.
+Pure arithmetic on the host, once a step. A piece's tokens fall into stretches of one sequence each. A long stretch's
+attention to keys far before it has no mask, and a library's kernel runs it in spans of few fixed sizes; what is left,
+the diagonal included, is our kernel's: in one round where keys are read in the cache's frames, in rounds of a bounded
+number of keys where they must be expanded first.
 """
 
 from collections.abc import Sequence
@@ -19,19 +20,48 @@ FIELDS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class SpanSizes:
+    """What a library's kernel is launched with: few sizes, because each new one is planned anew.
+
+    keys: descending, each a multiple of the next. rows: ascending; a stretch of fewer rows than `min_rows` takes none.
+    """
+
+    keys: tuple[int, ...]
+    rows: tuple[int, ...]
+    min_rows: int
+
+
+SPAN_SIZES = SpanSizes(keys=(8192, 2048), rows=(1024, 2048), min_rows=512)
+NO_SPANS = SpanSizes(keys=(), rows=(), min_rows=0)
+
+
+@dataclass(frozen=True, slots=True)
 class Stretch:
     """Neighbouring tokens of a piece that belong to one sequence: rows [first_row, first_row + num_rows) of the piece,
-    at positions from `position`; `table_row` is the sequence's row of the step's frame tables."""
+    at positions from `position`; `table_row` is the sequence's row of the step's frame tables. Keys before `first_key`
+    are the library's."""
 
     first_row: int
     num_rows: int
     position: int
     table_row: int
+    first_key: int = 0
 
     @property
     def num_keys(self) -> int:
         """Keys that its last token sees."""
         return self.position + self.num_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Keys [first, first + count) that `rows` rows of the piece from `first_row` on all see; the rows behind the
+    stretch's own are computed and thrown away."""
+
+    stretch: Stretch
+    rows: int
+    first: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +82,37 @@ class Round:
     key_positions: IntArray
 
 
-def stretches(row_of_token: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> list[Stretch]:
+def stretches(row_of_token: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], sizes: SpanSizes) -> list[Stretch]:
     """The stretches of a piece from each token's row of the step and position."""
     bounds = [0, *(np.flatnonzero(np.diff(row_of_token)) + 1).tolist(), len(row_of_token)]
-    return [
-        Stretch(first, stop - first, int(positions[first]), int(row_of_token[first]))
-        for first, stop in pairwise(bounds)
-    ]
+    found = []
+    for first, stop in pairwise(bounds):
+        position = int(positions[first])
+        takes_spans = sizes.keys and sizes.min_rows <= stop - first <= sizes.rows[-1]
+        first_key = position // sizes.keys[-1] * sizes.keys[-1] if takes_spans else 0
+        found.append(Stretch(first, stop - first, position, int(row_of_token[first]), first_key))
+    return found
+
+
+def spans(part: Stretch, sizes: SpanSizes) -> list[Span]:
+    """The spans of [0, first_key)."""
+    found, first = [], 0
+    rows = next((rows for rows in sizes.rows if rows >= part.num_rows), 0)
+    for count in sizes.keys:
+        while part.first_key - first >= count:
+            found.append(Span(part, rows, first, count))
+            first += count
+    return found
+
+
+def span_keys(span: Span) -> tuple[IntArray, IntArray]:
+    """(row of the frame table, position) of each key of a span."""
+    return _keys_of(span.stretch, span.first, span.first + span.count)
 
 
 def frame_round(parts: Sequence[Stretch], block_rows: int) -> Round:
     """The one round of a cache that is read in its frames."""
-    blocks = [block for part in parts for block in _blocks(part, block_rows, 0, 0, part.num_keys)]
+    blocks = [block for part in parts for block in _blocks(part, block_rows, 0, part.first_key, part.num_keys)]
     nothing = np.zeros(0, dtype=np.int32)
     return Round(_packed(blocks), nothing, nothing)
 
@@ -73,7 +122,7 @@ def expanded_rounds(parts: Sequence[Stretch], block_rows: int, most_keys: int) -
     rounds: list[list[Keys]] = [[]]
     room = most_keys
     for part in parts:
-        first = 0
+        first = part.first_key
         while first < part.num_keys:
             count = min(part.num_keys - first, room)
             rounds[-1].append(Keys(part, first, first + count))
@@ -89,10 +138,15 @@ def _round(keys: Sequence[Keys], block_rows: int) -> Round:
     rows, positions, at = [], [], 0
     for part in keys:
         blocks += _blocks(part.stretch, block_rows, at, part.first, part.stop)
-        rows.append(np.full(part.stop - part.first, part.stretch.table_row, dtype=np.int32))
-        positions.append(np.arange(part.first, part.stop, dtype=np.int32))
+        own_rows, own_positions = _keys_of(part.stretch, part.first, part.stop)
+        rows.append(own_rows)
+        positions.append(own_positions)
         at += part.stop - part.first
     return Round(_packed(blocks), np.concatenate(rows), np.concatenate(positions))
+
+
+def _keys_of(part: Stretch, first: int, stop: int) -> tuple[IntArray, IntArray]:
+    return np.full(stop - first, part.table_row, dtype=np.int32), np.arange(first, stop, dtype=np.int32)
 
 
 def _blocks(part: Stretch, block_rows: int, key_row: int, first: int, stop: int) -> list[tuple[int, ...]]:

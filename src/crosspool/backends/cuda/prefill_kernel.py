@@ -2,8 +2,8 @@
 
 One program takes `BLOCK_M` neighbouring tokens of one sequence and one head, and walks over the keys that they see with
 a running maximum and sum (online softmax, arXiv 1805.02867; tiled as in arXiv 2205.14135). Keys lie in the frames of
-the shared cache (`PAGE_TOKENS` > 0), or expanded in rows; a query may have a second, rotated part whose key all heads
-share (MLA). A walk may end before its last key and be taken up by a later launch (`CARRIES`).
+the shared cache (`PAGE_TOKENS` > 0), or expanded in rows. A walk may be taken up where other launches, or a library's
+kernel on earlier keys, laid it down (`CARRIES`).
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202 - Triton functions are compiled, not called
@@ -28,11 +28,8 @@ def _walk(
     total,
     q1,
     q2,
-    q3,
     k,
     k_token_stride,
-    k_rope,
-    k_rope_stride,
     v,
     v_token_stride,
     table,
@@ -46,7 +43,6 @@ def _walk(
     scale_log2,
     D1: tl.constexpr,
     D2: tl.constexpr,
-    ROPE: tl.constexpr,
     DV: tl.constexpr,
     DV_PADDED: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -88,14 +84,6 @@ def _walk(
             else:
                 k2 = tl.load(k_rows[:, None] + d2[None, :])
             scores = _dot(q2, tl.trans(k2), scores, WIDE)
-        if ROPE > 0:
-            d3 = tl.arange(0, ROPE)
-            k3_rows = k_rope + (keys - key_first).to(tl.int64) * k_rope_stride
-            if MASKED:
-                k3 = tl.load(k3_rows[:, None] + d3[None, :], mask=here[:, None], other=0.0)
-            else:
-                k3 = tl.load(k3_rows[:, None] + d3[None, :])
-            scores = _dot(q3, tl.trans(k3), scores, WIDE)
         scores *= scale_log2
         if MASKED:
             seen = (keys[None, :] <= positions[:, None]) & here[None, :]
@@ -128,12 +116,9 @@ def prefill_attention(
     q,
     q_token_stride,
     q_head_stride,
-    q_rope,
     k,
     k_token_stride,
     k_head_stride,
-    k_rope,
-    k_rope_stride,
     v,
     v_token_stride,
     v_head_stride,
@@ -151,7 +136,6 @@ def prefill_attention(
     GROUP: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
-    ROPE: tl.constexpr,
     DV: tl.constexpr,
     DV_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -164,7 +148,7 @@ def prefill_attention(
 ):
     """out (rows, heads, DV) = softmax(scale q k^T) v of each block's rows; grid (blocks, heads).
 
-    q: (rows, heads, D1 + D2), strided; q_rope: (rows, heads, ROPE). k, v: element 0 of key 0 (of frame 0) of head 0.
+    q: (rows, heads, D1 + D2), strided. k, v: element 0 of key 0 (of frame 0) of head 0.
     held_acc (rows, heads, DV), held_sums (rows, heads, 2) fp32: where a walk is laid down between launches.
     blocks: (count, 8) int32: first row, rows, position of the first row, row of the frame table, first key's row, first
     key's position, position after the last key, unused.
@@ -188,13 +172,9 @@ def prefill_attention(
     q_rows = q + rows * q_token_stride + head * q_head_stride
     q1 = tl.load(q_rows[:, None] + d1[None, :], mask=inside[:, None], other=0.0)
     q2 = q1
-    q3 = q1
     if D2 > 0:
         d2 = D1 + tl.arange(0, D2)
         q2 = tl.load(q_rows[:, None] + d2[None, :], mask=inside[:, None], other=0.0)
-    if ROPE > 0:
-        d3 = tl.arange(0, ROPE)
-        q3 = tl.load(q_rope + ((rows * heads + head) * ROPE)[:, None] + d3[None, :], mask=inside[:, None], other=0.0)
 
     dv = tl.arange(0, DV_PADDED)
     out_at = (rows * heads + head)[:, None] * DV + dv[None, :]
@@ -217,18 +197,17 @@ def prefill_attention(
         unmasked_stop = first + tl.maximum(tl.minimum(position + 1, stop) - first, 0) // BLOCK_N * BLOCK_N
     k += first_key_row * k_token_stride + kv_head * k_head_stride
     v += first_key_row * v_token_stride + kv_head * v_head_stride
-    k_rope += first_key_row * k_rope_stride
     table += table_row * table_row_stride
     if WINDOW == 0:
         acc, top, total = _walk(
-            acc, top, total, q1, q2, q3, k, k_token_stride, k_rope, k_rope_stride, v, v_token_stride,
+            acc, top, total, q1, q2, k, k_token_stride, v, v_token_stride,
             table, table_page_stride, frame_elements, positions, first, unmasked_stop, key_first, stop - 1, scale_log2,
-            D1, D2, ROPE, DV, DV_PADDED, BLOCK_N, PAGE_TOKENS, WINDOW, False, WIDE,
+            D1, D2, DV, DV_PADDED, BLOCK_N, PAGE_TOKENS, WINDOW, False, WIDE,
         )  # fmt: skip
     acc, top, total = _walk(
-        acc, top, total, q1, q2, q3, k, k_token_stride, k_rope, k_rope_stride, v, v_token_stride,
+        acc, top, total, q1, q2, k, k_token_stride, v, v_token_stride,
         table, table_page_stride, frame_elements, positions, unmasked_stop, stop, key_first, stop - 1, scale_log2,
-        D1, D2, ROPE, DV, DV_PADDED, BLOCK_N, PAGE_TOKENS, WINDOW, True, WIDE,
+        D1, D2, DV, DV_PADDED, BLOCK_N, PAGE_TOKENS, WINDOW, True, WIDE,
     )  # fmt: skip
 
     if CARRIES and key_stop < position + num_rows:
@@ -239,3 +218,32 @@ def prefill_attention(
         if HAS_SINKS:
             total += tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - top)
         tl.store(out + out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit
+def merge_part(part, part_row_stride, part_head_stride, part_log_sums, log_sums_head_stride, held_acc, held_sums, heads,
+               IS_FIRST: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr):  # fmt: skip
+    """Take attention over other keys, part (rows, heads, DV) with part_log_sums (heads, rows), into a held walk.
+
+    Grid (rows, heads). IS_FIRST: nothing is held yet.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dv = tl.arange(0, DV_PADDED)
+    inside = dv < DV
+    values = tl.load(part + row * part_row_stride + head * part_head_stride + dv, mask=inside, other=0.0).to(tl.float32)
+    top = tl.load(part_log_sums + head * log_sums_head_stride + row) * 1.4426950408889634
+    at = row * heads + head
+    total = 1.0
+    if not IS_FIRST:
+        held_top = tl.load(held_sums + at * 2)
+        held_total = tl.load(held_sums + at * 2 + 1)
+        higher = tl.maximum(top, held_top)
+        old = tl.exp2(held_top - higher)
+        new = tl.exp2(top - higher)
+        values = tl.load(held_acc + at * DV + dv, mask=inside, other=0.0) * old + values * new
+        total = held_total * old + new
+        top = higher
+    tl.store(held_acc + at * DV + dv, values, mask=inside)
+    tl.store(held_sums + at * 2, top)
+    tl.store(held_sums + at * 2 + 1, total)

@@ -22,29 +22,11 @@ KERNEL(take_rows, TakeRowsParams, ROW_BLOCK, 1) {
 
 struct ChunkRouteParams {
   RouterParams router;  // its x, weight, logits and lists are not used
-  const float* parts;   // (tokens, num_parts * rows) fp32: logits as sums of parts, the largest part first
+  float* parts;         // (tokens, num_parts * rows) fp32: logits as sums of parts, the largest part first, which
+                        // becomes the sum
   int* counts;          // (experts), zero before; the pairs of each expert
   int* ranks;           // (tokens, top_k): a pair's place among those of its expert
   int rows, num_parts;
-};
-
-// Logits as sums of parts, small ones first.
-struct LogitParts {
-  const float* row;
-  int rows, num_parts;
-  DEVICE float at(int expert) const {
-    float sum = 0.0f;
-    for (int part = num_parts - 1; part >= 0; --part) sum += row[part * rows + expert];
-    return sum;
-  }
-  template <int PER_LANE>
-  DEVICE void load(float (&held)[PER_LANE], int experts) const {
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) {
-      const int e = threadIdx.x % 32 + i * 32;
-      if (e < experts) held[i] = at(e);
-    }
-  }
 };
 
 // One warp a token.
@@ -56,8 +38,16 @@ KERNEL(chunk_route, ChunkRouteParams, ROUTER_THREADS, 1) {
   grid_launch_dependents();
   grid_wait();
   if (token >= r.tokens) return;
-  const LogitParts logits{p.parts + static_cast<i64>(token) * p.rows * p.num_parts, p.rows, p.num_parts};
-  if (p.rows > r.experts && lane == 0) r.shared_scale[token] = 1.0f / (1.0f + exp_full(-logits.at(r.experts)));
+  float* parts = p.parts + static_cast<i64>(token) * p.rows * p.num_parts;
+  for (int row = lane; row < p.rows; row += 32) {
+    float sum = 0.0f;
+    for (int part = p.num_parts - 1; part >= 0; --part) sum += parts[part * p.rows + row];  // small ones first
+    if (row < r.experts) parts[row] = sum;
+    else r.shared_scale[token] = 1.0f / (1.0f + exp_full(-sum));
+  }
+  device_fence();
+  warp_sync();
+  const LogitRow logits{parts};
   float *choice = s.choice + warp * MAX_EXPERTS, *scores = s.scores + warp * MAX_EXPERTS;
   if (r.experts <= 128) choose<4>(r, logits, token, choice, scores, r.topk_ids);
   else choose<MAX_EXPERTS / 32>(r, logits, token, choice, scores, r.topk_ids);

@@ -10,11 +10,11 @@ struct MlaChunkParams {
   MlaInput input;         // q_latent is not read
   const int* positions;   // (tokens): the token's slot
   const int* table_rows;  // (tokens): row of the frame table
-  u16* q_rope;            // (tokens, heads, rope_dim) bf16
+  u16* q;                 // (tokens, heads, nope + rope_dim) bf16: queries with their rope part turned
   CacheView cache;        // a slot holds latent, then rope key
 };
 
-// One warp a head's rope part; two more for the key's and the latent.
+// One warp a head; two more for the rope key and the latent.
 KERNEL(mla_chunk, MlaChunkParams, MLA_WARPS * 32, 1) {
   const MlaInput& in = p.input;
   const int lane = threadIdx.x % 32, r = in.rope.rope_dim, head = blockIdx.y * MLA_WARPS + threadIdx.x / 32;
@@ -24,8 +24,11 @@ KERNEL(mla_chunk, MlaChunkParams, MLA_WARPS * 32, 1) {
   grid_wait();
   if (head > in.heads + 1) return;
   if (head < in.heads) {
+    const u16* from = in.rope_part(t, head) - in.nope;
+    u16* to = p.q + (t * in.heads + head) * (in.nope + r);
+    for (int i = lane * 8; i < in.nope; i += 256) store16(to + i, load16(from + i));
     in.prepare_rope(v, t, head);
-    for (int i = lane; i < r; i += 32) p.q_rope[(t * in.heads + head) * r + i] = bf16_bits(v[i]);
+    for (int i = lane; i < r; i += 32) to[in.nope + i] = bf16_bits(v[i]);
     return;
   }
   u16* slot = reinterpret_cast<u16*>(slot_address(p.cache, p.table_rows[t], p.positions[t]));
