@@ -7,10 +7,13 @@ multiplied by the softmax scale. MLA with absorbed projections is the case K = 1
 import numpy as np
 
 from crosspool.backends.base import FloatArray
-from crosspool.backends.numpy.kv_cache import LayerCache, Ragged, RowSlots, StepSlots
+from crosspool.backends.numpy.kv_cache import LayerCache, RowSlots, Spans, StepSlots
 
 MAX_SCORES = 1 << 21
 """Scores of a chunk held at once; longer chunks are cut into blocks of queries."""
+
+MAX_PADDING = 2
+"""Scores of a decode step's rows are padded to the longest row's, unless that makes them so many times as many."""
 
 SMALL_PRODUCT = 40_000
 """Multiplications up to which OpenBLAS is quick with a transposed view as right operand; beyond, as left operand."""
@@ -21,10 +24,13 @@ def attend(
 ) -> FloatArray:
     """(T, K, G, V) attention of every row's queries (T, K, G, D) over its own slots, causal, within `window`.
 
+    A step of one token may come without the axis T, here and in what goes out.
     sinks: (K, G), a logit per head that takes part in the softmax's denominator only.
     """
+    if query.ndim == 3:
+        return _attend_one(query, cache, slots.spans(window).rows[0], sinks)
     if slots.is_decode:
-        return _attend_decode(query, cache, slots, window, sinks)
+        return _attend_decode(query, cache, slots.spans(window), sinks)
     parts = [attend_row(query[row.start : row.stop], cache, row, window, sinks) for row in slots.rows]
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
@@ -38,61 +44,63 @@ def attend_row(
     return attend_chunk(query, keys, values, row.first_position - begin, window, sinks)
 
 
-def _attend_decode(
-    query: FloatArray, cache: LayerCache, slots: StepSlots, window: int | None, sinks: FloatArray | None
+def _attend_one(
+    query: FloatArray, cache: LayerCache, span: tuple[RowSlots, int, int], sinks: FloatArray | None
 ) -> FloatArray:
-    """One token a row. The rows' scores lie side by side in one ragged array, so that one softmax serves all."""
-    spans = slots.spans(window)
-    if len(spans) == 1:
-        keys, values = cache.read(*spans[0])
-        scores = _scores(query[0], keys)
-        totals = _exp(scores, sinks)
-        alone: FloatArray = np.matmul(scores, values)
-        alone /= totals
-        return alone[None]
-    seen = [cache.read(*span) for span in spans]
-    ragged = slots.ragged(window)
-    scores = np.empty((*query.shape[1:3], ragged.total), dtype=np.float32)
-    for idx, (keys, _) in enumerate(seen):
-        scores[:, :, ragged.slices[idx]] = _scores(query[idx], keys)
-    totals = _exp_ragged(scores, ragged, sinks)
-    attended = np.empty((len(seen), *query.shape[1:3], seen[0][1].shape[-1]), dtype=np.float32)
-    for idx, (_, values) in enumerate(seen):
-        np.matmul(scores[:, :, ragged.slices[idx]], values, out=attended[idx])
-    attended /= totals.transpose(2, 0, 1)[..., None]
+    """(K, G, V) from the queries (K, G, D) of one token."""
+    keys, values = cache.read(*span)
+    scores = _scores(query, keys)
+    totals = _exp(scores, sinks)
+    attended = _by_kv_head(scores, values)
+    attended /= totals
+    return attended
+
+
+def _attend_decode(query: FloatArray, cache: LayerCache, spans: Spans, sinks: FloatArray | None) -> FloatArray:
+    """One token a row. The rows' scores lie in one array, padded with -inf, so that one softmax serves all."""
+    num_rows, num_kv_heads, group, _ = query.shape
+    if num_rows == 1 or num_rows * spans.longest > MAX_PADDING * spans.total:
+        return np.stack([_attend_one(own, cache, span, sinks) for own, span in zip(query, spans.rows, strict=True)])
+    scores = np.full((num_rows, num_kv_heads, group, spans.longest), -np.inf, dtype=np.float32)
+    seen = []
+    for own, row, span in zip(query, scores, spans.rows, strict=True):
+        keys, values = cache.read(*span)
+        part = row[..., : keys.shape[-1]]
+        part[...] = _scores(own, keys)
+        seen.append((part, values))
+    totals = _exp(scores, sinks)
+    attended = np.empty((num_rows, num_kv_heads, group, cache.value_width), dtype=np.float32)
+    for (part, values), out in zip(seen, attended, strict=True):
+        np.matmul(part, values, out=out)
+    attended /= totals
     return attended
 
 
 def _scores(query: FloatArray, keys: FloatArray) -> FloatArray:
     """(K, G, n) from one token's query (K, G, D) and keys (K, D, n), which lie in memory as (K, n, D)."""
     if query[0].size * keys.shape[-1] <= SMALL_PRODUCT:
-        small: FloatArray = np.matmul(query, keys)
-        return small
+        return _by_kv_head(query, keys)
     large: FloatArray = np.matmul(keys.swapaxes(1, 2), np.ascontiguousarray(query.swapaxes(1, 2)))
     return large.swapaxes(1, 2)
 
 
+def _by_kv_head(left: FloatArray, right: FloatArray) -> FloatArray:
+    """Matrix products (K, m, n) of (K, m, k) and (K, k, n); for one head `dot` is quicker than `matmul`."""
+    if len(left) == 1:
+        one: FloatArray = left[0].dot(right[0])[None]
+        return one
+    products: FloatArray = np.matmul(left, right)
+    return products
+
+
 def _exp(scores: FloatArray, sinks: FloatArray | None) -> FloatArray:
-    """Turn scores (K, q, n) into e^(score - largest), in place; the sums (K, q, 1), each with its sink (K, q)."""
+    """Turn scores (..., q, n) into e^(score - largest), in place; the sums (..., q, 1), each with its sink (..., q)."""
     largest = np.maximum.reduce(scores, axis=-1, keepdims=True)
     if sinks is not None:
-        np.maximum(largest, sinks[..., None], out=largest)
+        largest = np.maximum(largest, sinks[..., None])
     scores -= largest
-    np.exp(scores, out=scores)
+    np.exp(scores, scores)
     totals: FloatArray = np.add.reduce(scores, axis=-1, keepdims=True)
-    if sinks is not None:
-        totals += np.exp(sinks[..., None] - largest)
-    return totals
-
-
-def _exp_ragged(scores: FloatArray, ragged: Ragged, sinks: FloatArray | None) -> FloatArray:
-    """The same for rows side by side: scores (K, G, total), sums (K, G, rows)."""
-    largest = np.maximum.reduceat(scores, ragged.starts, axis=-1)
-    if sinks is not None:
-        np.maximum(largest, sinks[..., None], out=largest)
-    scores -= np.repeat(largest, ragged.lengths, axis=-1)
-    np.exp(scores, out=scores)
-    totals: FloatArray = np.add.reduceat(scores, ragged.starts, axis=-1)
     if sinks is not None:
         totals += np.exp(sinks[..., None] - largest)
     return totals

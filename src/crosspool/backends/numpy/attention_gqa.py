@@ -5,7 +5,7 @@ import numpy as np
 from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.attention import attend
 from crosspool.backends.numpy.kv_cache import LayerCache, StepSlots
-from crosspool.backends.numpy.matrices import transposed
+from crosspool.backends.numpy.matrices import product, transposed
 from crosspool.backends.numpy.norms import RMSNorm
 from crosspool.backends.numpy.rotary import ComplexArray, pair_order, rotate
 from crosspool.models.spec import GQASpec
@@ -52,33 +52,40 @@ class GQAAttention:
         arrays = (self._qkv, self._qkv_bias, self._o, self._o_bias, self.sinks, *self._norms)
         return sum(array.nbytes for array in arrays if array is not None)
 
+    @property
+    def num_rotated_heads(self) -> int:
+        """Heads whose rotary part lies together, queries and keys."""
+        return self.spec.num_heads + self.spec.num_kv_heads
+
     def __call__(self, x: FloatArray, turns: ComplexArray, cache: LayerCache, slots: StepSlots) -> FloatArray:
-        """(num_tokens, hidden) attention output of the normed `x`; the tokens' K and V are written to the cache."""
+        """(num_tokens, hidden) attention output of the normed `x`; the tokens' K and V are written to the cache.
+
+        A step of one token may come as a vector (hidden,), with turns (heads, dim / 2); what goes out then is one too.
+        """
         query, rows = self.project(x, turns)
         cache.write(rows, slots)
         return self.output(attend(query, cache, slots, self.spec.sliding_window, self.sinks))
 
     def project(self, x: FloatArray, turns: ComplexArray) -> tuple[FloatArray, FloatArray]:
         """Queries (num_tokens, kv_heads, group, head_dim) and cache rows (num_tokens, row) of the normed `x`."""
-        spec = self.spec
-        num_tokens = len(x)
-        qkv = np.dot(x, self._qkv)
+        spec, lead = self.spec, x.shape[:-1]
+        qkv = product(x, self._qkv)
         if self._qkv_bias is not None:
             qkv += self._qkv_bias
         qk_width = self._q_width + self._kv_width
-        heads = qkv[:, :qk_width].reshape(num_tokens, -1, spec.head_dim)
+        heads = qkv[..., :qk_width].reshape(*lead, -1, spec.head_dim)
         if spec.qk_norm == "head":
             self._norms[0](heads, out=heads)
         elif spec.qk_norm == "full":
-            for norm, part in zip(self._norms, np.split(qkv[:, :qk_width], [self._q_width], axis=1), strict=True):
+            for norm, part in zip(self._norms, np.split(qkv[..., :qk_width], [self._q_width], axis=-1), strict=True):
                 norm(part, out=part)
         rotate(heads[..., : spec.rope.dim], turns)
-        query = heads[:, : spec.num_heads].reshape(num_tokens, spec.num_kv_heads, -1, spec.head_dim)
-        return query, qkv[:, self._q_width :]
+        query = heads[..., : spec.num_heads, :].reshape(*lead, spec.num_kv_heads, -1, spec.head_dim)
+        return query, qkv[..., self._q_width :]
 
     def output(self, attended: FloatArray) -> FloatArray:
         """(num_tokens, hidden) from attended values (num_tokens, kv_heads, group, head_dim)."""
-        output: FloatArray = np.dot(attended.reshape(len(attended), -1), self._o)
+        output = product(attended.reshape(*attended.shape[:-3], -1), self._o)
         if self._o_bias is not None:
             output += self._o_bias
         return output

@@ -9,13 +9,17 @@ from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.attention_gqa import GQAAttention
 from crosspool.backends.numpy.attention_mla import MLAAttention
 from crosspool.backends.numpy.kv_cache import Arena, StepSlots, layer_caches
-from crosspool.backends.numpy.matrices import transposed
+from crosspool.backends.numpy.matrices import product, transposed
 from crosspool.backends.numpy.norms import RMSNorm
 from crosspool.backends.numpy.rotary import ComplexArray, RotaryTable
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, ModelSpec, RopeSpec
 
 IntArray = npt.NDArray[np.int64]
+
+
+FEW_TOKENS = 32
+"""Tokens up to which the rotations of a step are copied for every head."""
 
 
 class AttentionHalf:
@@ -48,6 +52,9 @@ class AttentionHalf:
                 self._attention.append(MLAAttention(attention, weights))
         self._ropes = [layer.attention.rope for layer in spec.layers]
         self._rotary = {rope: RotaryTable(rope) for rope in dict.fromkeys(self._ropes)}
+        self._rotated_heads = {
+            rope: attention.num_rotated_heads for rope, attention in zip(self._ropes, self._attention, strict=True)
+        }
         self.caches = layer_caches(arena, geometry, spec)
         norms = (self._final_norm, *self._input_norms, *self._post_attention_norms)
         attention_bytes = sum(attention.nbytes for attention in self._attention)
@@ -64,15 +71,25 @@ class AttentionHalf:
 
     def turns(self, positions: IntArray) -> dict[RopeSpec, ComplexArray]:
         """The rotations of a step's positions, for every rope the model has."""
-        return {rope: table.turns(positions) for rope, table in self._rotary.items()}
+        is_few = len(positions) <= FEW_TOKENS
+        return {
+            rope: table.turns(positions, self._rotated_heads[rope] if is_few else 1)
+            for rope, table in self._rotary.items()
+        }
 
     def attend(
         self, layer: int, hidden: FloatArray, turns: dict[RopeSpec, ComplexArray], slots: StepSlots
     ) -> FloatArray:
-        """Add the layer's attention to `hidden` in place; what its FFN takes: the normed rows (num_tokens, hidden)."""
-        x = self.attention_input(layer, hidden)
-        hidden += self.attention(layer)(x, self.layer_turns(layer, turns), self.caches[layer], slots)
-        return self.ffn_input(layer, hidden)
+        """Add the layer's attention to `hidden` in place; what its FFN takes: the normed rows (num_tokens, hidden).
+
+        One token runs as a vector, for which NumPy's calls cost a third.
+        """
+        rows, own_turns = hidden, turns[self._ropes[layer]]
+        if len(hidden) == 1:
+            rows, own_turns = hidden[0], own_turns[0]
+        x = self._input_norms[layer](rows)
+        rows += self._attention[layer](x, own_turns, self.caches[layer], slots)
+        return self._post_attention_norms[layer](rows).reshape(hidden.shape)
 
     def attention_input(self, layer: int, hidden: FloatArray) -> FloatArray:
         return self._input_norms[layer](hidden)
@@ -88,5 +105,6 @@ class AttentionHalf:
 
     def logits(self, hidden: FloatArray) -> FloatArray:
         """(rows, vocabulary) from the residual stream after the last layer."""
-        logits: FloatArray = np.dot(self._final_norm(hidden), self._head)
-        return logits
+        if len(hidden) == 1:
+            return product(self._final_norm(hidden[0]), self._head)[None]
+        return product(self._final_norm(hidden), self._head)

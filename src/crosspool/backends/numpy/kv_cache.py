@@ -7,7 +7,6 @@ its rope part, as value of the one KV head that all query heads share.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -53,19 +52,18 @@ class RowSlots:
 
 
 @dataclass(frozen=True, slots=True)
-class Ragged:
-    """Where each row's slots lie in an array that holds all rows' side by side."""
+class Spans:
+    """The positions [begin, end) that the last token of each row sees, within one window."""
 
-    starts: IntArray
-    lengths: IntArray
-    slices: tuple[slice, ...]
+    rows: tuple[tuple[RowSlots, int, int], ...]
+    longest: int
     total: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> "Ragged":
-        ends = list(accumulate(lengths))
-        slices = tuple(slice(end - length, end) for end, length in zip(ends, lengths, strict=True))
-        return cls(np.array([part.start for part in slices]), np.array(lengths), slices, ends[-1])
+    def of(cls, rows: Sequence[RowSlots], window: int | None) -> "Spans":
+        spans = [(row, 0 if window is None else max(0, row.num_slots - window), row.num_slots) for row in rows]
+        lengths = [end - begin for _, begin, end in spans]
+        return cls(tuple(spans), max(lengths), sum(lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +75,7 @@ class StepSlots:
     write_frames: tuple[IntArray, ...]  # per frame of a page: (num_tokens,)
     write_offsets: IntArray  # (num_tokens,) slot within the page
     is_decode: bool  # every row runs one token
-    _spans: dict[int | None, list[tuple[RowSlots, int, int]]] = field(default_factory=dict)
-    _ragged: dict[int | None, Ragged] = field(default_factory=dict)
+    _spans: dict[int | None, Spans] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Sequence[RowSlots], page_tokens: int) -> "StepSlots":
@@ -98,21 +95,12 @@ class StepSlots:
             )
         return cls(tuple(rows), positions, write_frames, offsets, is_decode)
 
-    def spans(self, window: int | None) -> list[tuple[RowSlots, int, int]]:
-        """Each row with the positions [begin, end) that its last token sees; every layer of a step shares them."""
+    def spans(self, window: int | None) -> Spans:
+        """What each row's last token sees; every layer of a step shares it."""
         spans = self._spans.get(window)
         if spans is None:
-            spans = [(row, 0 if window is None else max(0, row.num_slots - window), row.num_slots) for row in self.rows]
-            self._spans[window] = spans
+            spans = self._spans[window] = Spans.of(self.rows, window)
         return spans
-
-    def ragged(self, window: int | None) -> Ragged:
-        """Layout of the spans' slots side by side."""
-        ragged = self._ragged.get(window)
-        if ragged is None:
-            ragged = Ragged.of([end - begin for _, begin, end in self.spans(window)])
-            self._ragged[window] = ragged
-        return ragged
 
 
 class LayerCache:
@@ -145,8 +133,11 @@ class LayerCache:
         return heads[..., 0, :, :], heads[..., 1, :, :]
 
     def write(self, rows: FloatArray, slots: StepSlots) -> None:
-        """Store (num_tokens, row) at the step's slots."""
-        self.write_at(rows, slots.write_frames, slots.write_offsets)
+        """Store (num_tokens, row), or the (row,) of a step's one token, at the step's slots."""
+        if rows.ndim == 1:
+            self._rows[slots.write_frames[self._frame_idx][0], slots.write_offsets[0]] = rows
+        else:
+            self.write_at(rows, slots.write_frames, slots.write_offsets)
 
     def write_at(self, rows: FloatArray, frames: Sequence[IntArray], offsets: IntArray) -> None:
         """Store (num_tokens, row) at `offsets` of pages, whose `frames` are those of each of their places."""

@@ -16,7 +16,8 @@ class RMSNorm:
     def __init__(self, weight: FloatArray, eps: float) -> None:
         width = weight.shape[-1]
         self._weight = weight * np.float32(np.sqrt(width))
-        self._eps = width * eps
+        self._eps = float(width * eps)
+        self._eps_array = np.array(self._eps, dtype=np.float32)
         self.nbytes = self._weight.nbytes
 
     def __call__(self, x: FloatArray, out: FloatArray | None = None) -> FloatArray:
@@ -24,7 +25,7 @@ class RMSNorm:
         if x.ndim == 1:
             return self._one(x, out)
         scale = np.vecdot(x, x)
-        scale += np.float32(self._eps)
+        scale += self._eps_array
         np.sqrt(scale, scale)
         normed: FloatArray = np.divide(x, scale[..., None], out)
         normed *= self._weight
@@ -32,7 +33,7 @@ class RMSNorm:
 
     def _one(self, x: FloatArray, out: FloatArray | None) -> FloatArray:
         """The same for one vector: its scale is a plain number, which spares half of the array operations."""
-        scale = np.float32(1 / math.sqrt(float(x.dot(x)) + self._eps))
+        scale = np.array(1 / math.sqrt(float(x.dot(x)) + self._eps), dtype=np.float32)
         normed: FloatArray = np.multiply(x, scale, out)
         normed *= self._weight
         return normed

