@@ -12,6 +12,7 @@ from crosspool.cluster.loading import Loader, start_now
 from crosspool.cluster.messages import LoadFailed, StepEnded, StepFinished
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.region import ArrayRegion
+from crosspool.cluster.work_clock import WorkClock
 from crosspool.cluster.worker import RankWorker
 from crosspool.scheduler.order import ORDER_POLICIES
 from crosspool.scheduler.step import StepDescriptor, StepHeader, epoch
@@ -91,7 +92,7 @@ class KVRig:
             start=start_now,
         )
         self.loop = RankLoop("kv0", RankWorker(attention_worker=self.worker), around)
-        self.out, self.into = {}, {}
+        self.out, self.into, self.regions = {}, {}, {}
         self.peers = peers
         self.loop.handle(messages.AddModel(FakeModel().placement("m", directory, peers), 1))
         self.loop.advance()
@@ -101,7 +102,7 @@ class KVRig:
         self.said.clear()
 
     def open(self, lane, peer):
-        region = ArrayRegion(link_bytes(CAPACITY))
+        self.regions[lane, peer] = region = ArrayRegion(link_bytes(CAPACITY))
         self.out[lane, peer] = ChannelOutlet(f2a_part(region.map(), CAPACITY), CAPACITY, lambda: None)
         self.into[lane, peer] = ChannelInlet(a2f_part(region.map(), CAPACITY), CAPACITY)
         self.loop.handle(messages.OpenChannels(lane, peer, CAPACITY, region))
@@ -141,6 +142,25 @@ def test_a_step_runs_to_its_end_and_counts_work_and_wait_apart(make_rig):
     assert finished.result.wait_s == pytest.approx(6.0)
     assert rig.rung == ["w0"] * 3
     assert not rig.loop.is_busy
+
+
+def test_the_weights_ranks_clocks_tell_the_ffn_apart_from_the_transfer(make_rig):
+    rig = make_rig(peers=("w0", "w1"))
+    rig.worker.cost_s = 0.5
+    told = {peer: WorkClock(f2a_part(rig.regions[0, peer].map(), CAPACITY)) for peer in rig.peers}
+    for step_seq in (1, 2):
+        rig.step(step_seq=step_seq)
+        for layer in range(3):
+            rig.spin()
+            rig.clock.now_s += 2.0
+            told["w0"].add(0.5)
+            told["w1"].add(0.25)
+            rig.answer(0, layer, step_seq)
+        rig.spin()
+    for finished in rig.said:
+        assert finished.result.wait_s == pytest.approx(6.0)
+        assert finished.result.ffn_s == pytest.approx(1.5)  # of the rank that worked longest
+        assert finished.result.transfer_s == pytest.approx(4.5)
 
 
 @pytest.mark.parametrize(("order", "runs"), [("ticket", [1, 2, 0]), ("none", [1, 0, 2])])

@@ -17,7 +17,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import live_server
 from tests.support.server_fixtures import connect, fake_app
 
-SPANS = [StepSpan(0, "decode", "tiny", 4, 1e12 + index, 1e12 + index + 0.5, 0.125) for index in range(3)]
+SPANS = [StepSpan(0, "decode", "tiny", 4, 1e12 + index, 1e12 + index + 0.5, 0.125, 0.25) for index in range(3)]
 
 
 async def test_every_file_of_the_page_is_served_open_and_names_no_other_host(
@@ -65,5 +65,5 @@ async def test_the_stream_tells_each_step_once_and_ends_with_the_engine(engine: 
             assert (await http.get("/stats/stream", params={"interval": 0})).status_code == 400
     steps = [moment["steps"] for moment in moments]
     assert [len(found) for found in steps] == [2, 1, 0]
-    assert steps[0][0] == [0, "decode", "tiny", 4, 1e12, 1e12 + 0.5, 0.125]
+    assert steps[0][0] == [0, "decode", "tiny", 4, 1e12, 1e12 + 0.5, 0.125, 0.25, None]
     assert moments[0]["model_health"] == {"tiny": {"status": "idle"}, "other": {"status": "idle"}}

@@ -12,7 +12,7 @@ from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.output import RequestOutput, Timings, TokenLogprobs, Usage
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.served_model import ServedModel
-from crosspool.engine.stats import EngineStats, ModelInfo, ModelState, ModelStats, PoolStats
+from crosspool.engine.stats import EngineStats, LaneStats, ModelInfo, ModelState, ModelStats, PoolStats
 from crosspool.engine.step_log import StepSpan
 from crosspool.errors import CrossPoolError, QueueFullError, UnknownModelError
 
@@ -51,6 +51,7 @@ class FakeEngine:
         self.busy_for_s: float | None = None
         self.ranks_down: dict[str, float] = {}
         self.steps: list[StepSpan] = []
+        self.lanes: tuple[LaneStats, ...] = ()
         self.loaded = asyncio.Event()  # cleared by a test, it holds up loads
         self.loaded.set()
         self.load_error: CrossPoolError | None = None
@@ -164,7 +165,7 @@ class FakeEngine:
                     frames_free=100 - used - reserved - reusable,
                 ),
             ),
-            lanes=(),
+            lanes=self.lanes,
             num_steps=3,
             num_replays=0,
             num_ranks_lost=0,

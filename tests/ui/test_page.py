@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from crosspool.engine.stats import LaneStats
 from crosspool.engine.step_log import StepSpan
 from crosspool.errors import ShuttingDownError
 from tests.support.fake_engine import FakeEngine, Script
@@ -91,6 +93,42 @@ def test_the_page_shows_what_runs(browser: Any, fake: FakeEngine, tmp_path: Path
         assert label == "w0: 800 B of 4 models. " + ", ".join(f"{name} 200 B" for name in MODELS)
         assert page.tab.locator(".chart canvas").count() == 4
         page.keep(f"running_{num_running}")
+        assert page.troubles == []
+
+
+def test_a_bar_of_the_timeline_is_attention_ffn_and_transfer(browser: Any, fake: FakeEngine, tmp_path: Path) -> None:
+    lane = LaneStats(lane=0, phase="decode", state="idle", model=None, step_seq=9, num_seqs=0, since_s=None)
+    fake.lanes = (lane,)
+    now = time.monotonic()
+    fake.steps = [StepSpan(0, "decode", "tiny", 4, now + 2, now + 3, 0.5, 0.3, 0.1)]  # in view for some seconds
+    with live_server(fake_app(fake, tmp_path)) as url, Page(browser, url) as page:
+        page.status("idle")
+        page.tab.select_option("#window", "5")
+        page.tab.wait_for_timeout(3500)
+        label = page.tab.locator("#lanes").get_attribute("aria-label")
+        assert label == "decode lane 0: idle, 50 % attention, 30 % FFN, 10 % transfer"
+        heights = page.tab.evaluate(
+            """() => {
+              const canvas = document.querySelector('#lanes');
+              const context = canvas.getContext('2d');
+              const ratio = canvas.width / canvas.clientWidth;
+              const middle = 92 + (canvas.clientWidth - 92) * (1 - 0.9 / 5);
+              for (let x = middle; x > 92; x -= 2) {
+                const {data} = context.getImageData(x * ratio, 4 * ratio, 1, 22 * ratio);
+                const runs = [];
+                for (let i = 0; i < data.length; i += 4) {
+                  const colour = data.slice(i, i + 3).join();
+                  if (!runs.length || runs.at(-1)[0] !== colour) runs.push([colour, 0]);
+                  runs.at(-1)[1] += 4 / data.length;
+                }
+                if (runs.length >= 4) return runs.map((run) => run[1]);
+              }
+              return [];
+            }"""
+        )
+        thick = [height for height in heights if height > 0.06]  # edges are blended
+        assert thick == pytest.approx([0.1, 0.1, 0.3, 0.5], abs=0.08)  # idle, transfer, FFN, attention from above
+        page.keep("timeline")
         assert page.troubles == []
 
 

@@ -2,7 +2,7 @@
 
 Layout of the region of a link (the two channels between a KV rank and a weights rank for one lane): A2F, then F2A, each
 
-    flag, 64 bits, alone in its line | slot of even layers | slot of odd layers
+    flag, 64 bits, alone in its line but for the `WorkClock` | slot of even layers | slot of odd layers
 
 A slot holds `capacity` float32 elements. The flag carries the epoch of the newest payload; it only grows, so nothing is
 ever reset, and a payload of a step that was given up cannot be taken for one of a later step.

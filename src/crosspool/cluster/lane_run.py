@@ -1,6 +1,7 @@
 """LaneRun: one rank's half of one lane's step, as its loop sees it."""
 
 from crosspool.backends.base import HalfStep, LaneLinks, Wait
+from crosspool.cluster.work_clock import WorkClock
 from crosspool.core import SampledToken
 from crosspool.scheduler.order import Segment
 from crosspool.scheduler.step import StepHeader
@@ -24,7 +25,9 @@ class LaneRun:
         "_since_s",
         "_ticket",
         "_wait",
+        "clocks",
         "compute_s",
+        "has_waited",
         "header",
         "wait_s",
     )
@@ -35,6 +38,8 @@ class LaneRun:
         self.header = header
         self.compute_s = 0.0
         self.wait_s = 0.0
+        self.has_waited = False
+        self.clocks: tuple[WorkClock, ...] = ()  # of the weights ranks, where they tell their work
         self._half = half
         self._links = links
         self._deadline_s = deadline_s
@@ -61,6 +66,7 @@ class LaneRun:
             if not self._wait.satisfied():
                 return None
             self._wait = None
+            self.has_waited = True
             self.wait_s += now_s - self._since_s
             self._ready_s = now_s
         if self._ticket is None:
@@ -84,6 +90,10 @@ class LaneRun:
         late = [inlet for inlet in self._wait.inlets if not inlet.arrived(self._wait.epoch)]
         inlets = (*self._links.inlets.items(), *self._links.exchange_inlets.items())
         return tuple(name for name, inlet in inlets if any(inlet is other for other in late))
+
+    def take_ffn_s(self) -> float | None:
+        """What the weights rank that worked longest computed since the last call; None where they do not tell."""
+        return max((clock.take() for clock in self.clocks), default=None)
 
     def close(self) -> None:
         """Give the step up where it stands."""

@@ -15,6 +15,7 @@ from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, a2f_part, f2a
 from crosspool.cluster.lane_run import LaneRun, Outcome
 from crosspool.cluster.loading import Loader, Start, one_line
 from crosspool.cluster.messages import FromRank, StepEnded, StepFinished, ToRank
+from crosspool.cluster.work_clock import WorkClock
 from crosspool.cluster.worker import RankWorker
 from crosspool.core import SampledToken
 from crosspool.scheduler.order import OrderPolicy
@@ -56,6 +57,7 @@ class RankLoop:
         self._finished_seq: dict[int, int] = {}
         self._outlets: dict[tuple[int, str], Outlet] = {}
         self._inlets: dict[tuple[int, str], Inlet] = {}
+        self._clocks: dict[tuple[int, str], WorkClock] = {}  # none where channels lie on devices
         self._placements: dict[str, ModelPlacement] = {}
         self._next_ticket = 0
 
@@ -104,7 +106,7 @@ class RankLoop:
             case messages.OpenChannels():
                 self._open(message)
             case messages.CloseChannels(peer):
-                for ends in (self._outlets, self._inlets):
+                for ends in (self._outlets, self._inlets, self._clocks):
                     for key in [key for key in ends if key[1] == peer]:
                         del ends[key]
                 if self._worker.links is not None:
@@ -164,7 +166,9 @@ class RankLoop:
         except Exception as failure:  # as in _run_segment: it ends this step only
             self._fail(header, failure)
             return
-        self._runs[header.lane] = LaneRun(header, half, links, self._around.clock(), self._deadline_s(header))
+        run = LaneRun(header, half, links, self._around.clock(), self._deadline_s(header))
+        run.clocks = tuple(found for peer in links.outlets if (found := self._clocks.get((header.lane, peer))))
+        self._runs[header.lane] = run
 
     def _leads(self, header: StepHeader) -> bool:
         """Whether this rank's word ends the step."""
@@ -193,7 +197,7 @@ class RankLoop:
         except StopIteration as end:
             del self._runs[lane]
             self._finished_seq[lane] = run.header.step_seq
-            run.compute_s += self._around.clock() - now_s
+            self._computed(run, self._around.clock() - now_s)
             if self._leads(run.header):
                 self._around.emit(StepFinished(_result(run, end.value)))
             if lane in self._behind:
@@ -204,8 +208,14 @@ class RankLoop:
             self._fail(run.header, failure)
             return
         ended_s = self._around.clock()
-        run.compute_s += ended_s - now_s
+        self._computed(run, ended_s - now_s)
         run.waits_since(ended_s)
+
+    def _computed(self, run: LaneRun, seconds: float) -> None:
+        run.compute_s += seconds
+        if run.has_waited and not self._worker.is_kv:  # before its first wait it only gets ready
+            for clock in run.clocks:
+                clock.add(seconds)
 
     def _fail(self, header: StepHeader, failure: Exception) -> None:
         logger.error("%s: step %d of %s failed", self.name, header.step_seq, header.model, exc_info=failure)
@@ -271,6 +281,7 @@ class RankLoop:
         out, into = (a2f, f2a) if self._worker.is_kv and not message.is_far else (f2a, a2f)
         self._outlets[key] = ChannelOutlet(out, message.capacity, self._around.ring(message.peer))
         self._inlets[key] = ChannelInlet(into, message.capacity)
+        self._clocks[key] = WorkClock(f2a)
 
     def _remove(self, model: str) -> None:
         headers = [run.header for run in self._runs.values()] + [_header(work) for work in self._behind.values()]
@@ -307,4 +318,5 @@ def _result(run: LaneRun, sampled: tuple[SampledToken, ...]) -> StepResult:
         sampled=sampled,
         attention_s=run.compute_s,
         wait_s=run.wait_s,
+        ffn_s=run.take_ffn_s(),
     )

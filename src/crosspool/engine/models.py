@@ -3,7 +3,7 @@
 import logging
 from concurrent.futures import Future
 
-from crosspool.cluster.base import Cluster, Event, LoadProgress, ModelFailed, ModelReady
+from crosspool.cluster.base import Cluster, Event, LoadProgress, ModelFailed, ModelReady, RankLost, RankReady
 from crosspool.engine.registry import ModelRegistry, RegisteredModel, outcome
 from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.sequence import SequenceUpdate
@@ -25,6 +25,7 @@ class Models:
         self.registry = ModelRegistry()
         self._core = core
         self._cluster = cluster
+        self._lost_ranks: set[str] = set()
 
     def register(self, model: ServedModel) -> RegisteredModel:
         """Take a model in as loading. Raises ValueError for a taken name, CapacityError if the pool cannot hold it."""
@@ -72,6 +73,11 @@ class Models:
                 return self._ready(event, now)
             case ModelFailed(name=name, error=error) if name in self.registry:
                 return self._failed(name, error, now)
+            case RankLost(rank=rank):
+                self._lost_ranks.add(rank)
+            case RankReady(rank=rank) if rank in self._lost_ranks:
+                self._lost_ranks.discard(rank)
+                self._loaded_again(rank)
             case _:
                 pass
         return []
@@ -124,10 +130,18 @@ class Models:
             bytes_by_rank=dict(event.bytes_by_rank),
             loaded_bytes=total,
             total_bytes=total,
+            moved_bytes=total,
         )
         logger.info("model %s is ready after %.2f s: %d bytes", event.name, event.seconds, total)
         registered.added.set_result(info)
         return self._core.refuse_unfitting(now)  # its floor may be what they waited for
+
+    def _loaded_again(self, rank: str) -> None:
+        """A rank that was lost holds its models again."""
+        for registered in self.registry:
+            info = registered.info
+            if again := info.bytes_by_rank.get(rank, 0):
+                self.registry.update(info.name, moved_bytes=info.moved_bytes + again)
 
     def _failed(self, name: str, error: str, now: float) -> list[SequenceUpdate]:
         """A model that did not load, or not again after a rank's return: then its requests end with the error."""

@@ -10,6 +10,7 @@ from crosspool.cluster.base import LoadProgress
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import ModelInfo
 from crosspool.errors import UnknownModelError
+from crosspool.models.spec import MoEFFNSpec
 
 
 @dataclass(slots=True)
@@ -61,6 +62,9 @@ class ModelRegistry:
             kv_rank=model.kv_rank,
             weights_ranks=model.weights_ranks,
             kv_bytes_per_token=model.spec.kv_bytes_per_token(model.kv_dtype),
+            experts_by_layer=tuple(
+                layer.ffn.top_k if isinstance(layer.ffn, MoEFFNSpec) else 0 for layer in model.spec.layers
+            ),
         )
         self._models[model.name] = registered = RegisteredModel(model, info, outcome())
         self._loaded_by_rank[model.name] = {}

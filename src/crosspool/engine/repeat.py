@@ -10,6 +10,7 @@ from dataclasses import replace
 from crosspool.engine.batcher import decode_row
 from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.sequence import SequenceState
+from crosspool.scheduler.step import StepResult
 
 
 def num_repeats(core: EngineCore, lane: int) -> int:
@@ -64,7 +65,8 @@ def repeat_step(core: EngineCore, lane: int, count: int, token_id: int, now: flo
     load.generated_tokens += count * len(running.sequences)
     core.num_steps += count
     core.last_step_s = now
-    core.log.add(step.header, flight.started_s, now, 0.0)
+    result = StepResult(lane=lane, step_seq=running.step_seq, sampled=())
+    core.log.add(step.header, flight.started_s, now, result, count)
     core.dispatcher.take_turn(load.model.name, "decode")
     running.step_seq += count
     flight.started_s = now

@@ -284,7 +284,7 @@ class EngineCore:
         step, sequences = flight.step, flight.sequences
         self.num_steps += 1
         self.last_step_s = now
-        self.log.add(step.header, flight.started_s, now, result.attention_s)
+        self.log.add(step.header, flight.started_s, now, result)
         sampled = {token.sequence_id: token for token in result.sampled}
         updates = []
         for row, sequence in zip(step.rows, sequences, strict=True):

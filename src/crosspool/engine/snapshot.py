@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.stats import EngineStats, ModelStats
+from crosspool.engine.step_log import StepLog
 
 if TYPE_CHECKING:
     from crosspool.engine.scheduler_core import EngineCore
@@ -19,10 +20,7 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
         parked_seqs[parked.step.header.model] += len(parked.sequences)
     return EngineStats(
         now_s=now,
-        models=tuple(
-            _model_stats(load, core.kv, parked_seqs[name], core.log.last_end_s(name))
-            for name, load in core.loads.items()
-        ),
+        models=tuple(_model_stats(load, core.kv, parked_seqs[name], core.log) for name, load in core.loads.items()),
         pools=tuple(pages.stats() for pages in core.pages.values()),
         lanes=tuple(lane.stats() for lane in core.dispatcher.lanes),
         num_steps=core.num_steps,
@@ -35,7 +33,7 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
     )
 
 
-def _model_stats(load: ModelLoad, kv: KVPages, num_parked: int, last_end_s: float | None) -> ModelStats:
+def _model_stats(load: ModelLoad, kv: KVPages, num_parked: int, log: StepLog) -> ModelStats:
     """Frames are those of all its KV ranks together; limits hold for each of them."""
     model = load.model
     name, width = model.name, model.frames_per_page * (len(model.kv_ranks) if model.kv_split == "heads" else 1)
@@ -69,7 +67,8 @@ def _model_stats(load: ModelLoad, kv: KVPages, num_parked: int, last_end_s: floa
         frames_floor=limits[model.kv_rank].floor(name),
         frames_ceiling=limits[model.kv_rank].ceilings.get(name),
         frames_reach=kv.reach(model, {rank: own.reach(name) for rank, own in limits.items()}),
-        busy_since_s=_busy_since_s(load, last_end_s),
+        busy_since_s=_busy_since_s(load, log.last_end_s(name)),
+        steps=log.totals(name),
     )
 
 

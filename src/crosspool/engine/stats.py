@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from crosspool.scheduler.step import Phase
+
 ModelState = Literal["loading", "ready", "draining", "failed"]
 LaneState = Literal["idle", "running"]
 
@@ -27,6 +29,23 @@ class ModelInfo:
     bytes_by_rank: dict[str, int] = field(default_factory=dict)
     load_s: float | None = None
     error: str | None = None
+    moved_bytes: int = 0  # weights read into the ranks' memory since it was added, loads after a loss included
+    experts_by_layer: tuple[int, ...] = ()  # experts that a token goes to; 0 for a dense layer
+
+
+@dataclass(kw_only=True, slots=True)
+class StepTotals:
+    """All steps of one model and phase that ended, replays of failed ones counted once. Seconds add up over lanes.
+
+    num_told: the steps whose ffn_s and transfer_s (as in `StepResult`) are known and added up.
+    """
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    num_told: int = 0
+    attention_s: float = 0.0
+    ffn_s: float = 0.0
+    transfer_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +78,7 @@ class ModelStats:
     frames_ceiling: int | None = None  # the most it may hold; None: as much as the pool's limits leave
     frames_reach: int = 0  # what one sequence could hold while the other models hold no more than their floors
     busy_since_s: float | None = None  # since when admitted sequences have waited for a step of the model to end
+    steps: dict[Phase, StepTotals] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,9 +1,11 @@
-"""StepLog: the steps that ended lately, for timelines, and when each model last made progress. Pure."""
+"""StepLog: the steps that ended lately, for timelines, their totals, and when each model last made progress. Pure."""
 
 from collections import deque
+from dataclasses import replace
 from typing import NamedTuple
 
-from crosspool.scheduler.step import Phase, StepHeader
+from crosspool.engine.stats import StepTotals
+from crosspool.scheduler.step import Phase, StepHeader, StepResult
 
 STEPS_KEPT = 2048
 
@@ -11,7 +13,8 @@ STEPS_KEPT = 2048
 class StepSpan(NamedTuple):
     """One step that ended. Times are seconds on the engine's clock.
 
-    attention_s: what the KV worker computed of it; the rest of the step is transfer, FFN and waiting for either.
+    attention_s: what the KV worker computed of it. ffn_s, transfer_s: as `StepResult` has them; None on a backend that
+    does not tell them apart: then all but attention_s is either.
     """
 
     lane: int
@@ -21,20 +24,35 @@ class StepSpan(NamedTuple):
     started_s: float
     ended_s: float
     attention_s: float
+    ffn_s: float | None = None
+    transfer_s: float | None = None
 
 
 class StepLog:
-    """A ring of the last STEPS_KEPT steps."""
+    """A ring of the last STEPS_KEPT steps, and totals of all by model and phase."""
 
     def __init__(self) -> None:
         self._spans: deque[StepSpan] = deque(maxlen=STEPS_KEPT)
         self._last_end_s: dict[str, float] = {}
+        self._totals: dict[str, dict[Phase, StepTotals]] = {}
 
-    def add(self, header: StepHeader, started_s: float, ended_s: float, attention_s: float) -> None:
+    def add(self, header: StepHeader, started_s: float, ended_s: float, result: StepResult, count: int = 1) -> None:
+        """A step ended, or `count` steps alike as one."""
         self._last_end_s[header.model] = ended_s
-        self._spans.append(
-            StepSpan(header.lane, header.phase, header.model, header.num_tokens, started_s, ended_s, attention_s)
-        )
+        times = (result.attention_s, result.ffn_s, result.transfer_s)
+        span = StepSpan(header.lane, header.phase, header.model, header.num_tokens, started_s, ended_s, *times)
+        self._spans.append(span)
+        by_phase = self._totals.setdefault(header.model, {})
+        totals = by_phase.get(header.phase)
+        if totals is None:
+            totals = by_phase[header.phase] = StepTotals()
+        totals.num_steps += count
+        totals.num_tokens += count * header.num_tokens
+        totals.attention_s += result.attention_s
+        if result.ffn_s is not None and result.transfer_s is not None:
+            totals.num_told += count
+            totals.ffn_s += result.ffn_s
+            totals.transfer_s += result.transfer_s
 
     def since(self, moment_s: float) -> list[StepSpan]:
         """Steps that ended after `moment_s`, oldest first."""
@@ -49,5 +67,10 @@ class StepLog:
         """When a step of the model last ended."""
         return self._last_end_s.get(model)
 
+    def totals(self, model: str) -> dict[Phase, StepTotals]:
+        """Copies of the model's totals, by phase that it has had."""
+        return {phase: replace(totals) for phase, totals in self._totals.get(model, {}).items()}
+
     def forget(self, model: str) -> None:
         self._last_end_s.pop(model, None)
+        self._totals.pop(model, None)

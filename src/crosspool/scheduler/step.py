@@ -87,3 +87,9 @@ class StepResult:
     sampled: tuple[SampledToken, ...]
     attention_s: float = 0.0  # time this worker computed for the step
     wait_s: float = 0.0  # time it had nothing of this step to compute
+    ffn_s: float | None = None  # of it, what the weights rank that worked longest computed; None: not told
+
+    @property
+    def transfer_s(self) -> float | None:
+        """What it waited beyond the FFN's own time: both crossings, and turns of other lanes on the weights ranks."""
+        return None if self.ffn_s is None else max(0.0, self.wait_s - self.ffn_s)

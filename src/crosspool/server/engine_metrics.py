@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from crosspool.engine.stats import EngineStats, ModelInfo, ModelStats
 from crosspool.server.engine_client import EngineClient
+from crosspool.server.step_metrics import moved, step_times
 
-Family = GaugeMetricFamily | CounterMetricFamily
+Family = GaugeMetricFamily | CounterMetricFamily | SummaryMetricFamily
 STATES = ("loading", "ready", "draining", "failed")
 
 
@@ -34,6 +35,8 @@ class EngineCollector(Collector):
         yield from _prefixes(stats)
         yield from _models(models)
         yield from _steps(stats)
+        yield from step_times(stats)
+        yield from moved(stats, models)
 
 
 def _requests(stats: EngineStats) -> Iterator[Family]:

@@ -41,7 +41,7 @@ async def _events(state: State, interval_s: float) -> AsyncGenerator[bytes, None
         seen = moment(state)
         steps = state.engine.steps_since(since_s)[-MAX_STEPS:]
         since_s = max(since_s, steps[-1].ended_s if steps else since_s)
-        seen["steps"] = [[*span[:4], *(round(value, 6) for value in span[4:])] for span in steps]
+        seen["steps"] = [[*span[:4], *(value and round(value, 6) for value in span[4:])] for span in steps]
         yield b"data: " + json.dumps(seen, separators=(",", ":")).encode() + b"\n\n"
         left_s = interval_s
         while left_s > 0 and _is_open(state):

@@ -7,7 +7,7 @@ engine are read when Prometheus asks (`engine_metrics.py`).
 from collections import deque
 from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from crosspool.engine.output import RequestOutput
 
@@ -41,6 +41,9 @@ class RequestMetrics:
             registry=self.registry,
         )
 
+        self.tasks = Gauge(
+            "crosspool:server_tasks", "tasks of the server's event loop at this moment", registry=self.registry
+        )
         self._recent: dict[str, deque[float]] = {}
         self._recent_ttft: dict[str, deque[float]] = {}
 

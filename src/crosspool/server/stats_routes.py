@@ -1,5 +1,6 @@
 """Numbers: /metrics for Prometheus, /stats as JSON for `crosspool ps` and `crosspool top`, /version."""
 
+import asyncio
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +20,7 @@ GUARDED: dict[int | str, dict[str, Any]] = {401: ERRORS[401]}
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse, responses=GUARDED)
 async def metrics(request: Request) -> Response:
     state = request.app.state
+    state.metrics.tasks.set(len(asyncio.all_tasks()))
     text = generate_latest(state.metrics.registry)
     if state.vllm_metrics is not None:
         text += generate_latest(state.vllm_metrics)

@@ -14,6 +14,10 @@ export function full(model) {
   return `hsl(${hue(model)} 65% ${dark.matches ? 62 : 42}%)`;
 }
 
+export function half(model) {
+  return `hsl(${hue(model)} 55% ${dark.matches ? 48 : 62}%)`;
+}
+
 export function pale(model) {
   return `hsl(${hue(model)} 45% ${dark.matches ? 34 : 80}%)`;
 }

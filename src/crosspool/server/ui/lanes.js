@@ -1,7 +1,8 @@
-// The lanes' steps of the last seconds: attention solid, transfer, FFN and waiting pale.
+// The lanes' steps of the last seconds. A bar's height is a step's time: attention, FFN and transfer on one another.
+// Layers take turns within a step, so that this is their shares, not their moments.
 
 import { prepare } from "./canvas.js";
-import { full, named, pale } from "./colours.js";
+import { full, half, named, pale } from "./colours.js";
 
 const ROW = 30;
 const LEFT = 92;
@@ -17,8 +18,8 @@ export class Timeline {
   }
 
   add(stats) {
-    for (const [lane, , model, tokens, started, ended, attention] of stats.steps) {
-      this.spans.push({ lane, model, tokens, started, ended, attention });
+    for (const [lane, , model, tokens, started, ended, attention, ffn, transfer] of stats.steps) {
+      this.spans.push({ lane, model, tokens, started, ended, attention, ffn, transfer });
     }
     const oldest = stats.now_s - KEPT_S;
     this.spans = this.spans.filter((span) => span.ended > oldest);
@@ -45,7 +46,7 @@ export class Timeline {
         if (span.lane === lane.lane && span.ended > now - windowS) this.bar(context, span, top, x);
       }
       if (lane.state === "running") {
-        const spent = { model: lane.model, started: lane.since_s, ended: now, attention: 0 };
+        const spent = { model: lane.model, started: lane.since_s, ended: now, attention: 0, ffn: 0, transfer: null };
         this.bar(context, spent, top, x);
       }
     });
@@ -55,21 +56,37 @@ export class Timeline {
     context.textAlign = "right";
     context.fillText("now", width, bottom);
     context.textAlign = "left";
-    this.describe(lanes);
+    this.describe(lanes, now - windowS);
   }
 
   bar(context, span, top, x) {
     const from = x(span.started);
     const to = Math.max(from + 1, x(span.ended) - 0.5);
-    const solid = (to - from) * Math.min(1, span.attention / Math.max(span.ended - span.started, 1e-9));
-    context.fillStyle = pale(span.model);
-    context.fillRect(from, top + 4, to - from, ROW - 8);
-    context.fillStyle = full(span.model);
-    context.fillRect(from, top + 4, solid, ROW - 8);
+    const seconds = Math.max(span.ended - span.started, 1e-9);
+    let bottom = top + ROW - 4;
+    for (const [colour, share] of [[full, span.attention], [half, span.ffn ?? 0], [pale, restOf(span, seconds)]]) {
+      const height = (ROW - 8) * Math.min(1, share / seconds);
+      context.fillStyle = colour(span.model);
+      context.fillRect(from, bottom - height, to - from, height);
+      bottom -= height;
+    }
   }
 
-  describe(lanes) {
-    const words = lanes.map((lane) => `${lane.phase} lane ${lane.lane}: ${lane.model ?? "idle"}`);
+  describe(lanes, since) {
+    const words = lanes.map((lane) => {
+      const spans = this.spans.filter((span) => span.lane === lane.lane && span.ended > since);
+      const total = spans.reduce((sum, span) => sum + span.ended - span.started, 0);
+      const share = (part) => Math.round((100 * spans.reduce((sum, span) => sum + (span[part] ?? 0), 0)) / total);
+      const shares = total
+        ? `, ${share("attention")} % attention, ${share("ffn")} % FFN, ${share("transfer")} % transfer`
+        : "";
+      return `${lane.phase} lane ${lane.lane}: ${lane.model ?? "idle"}${shares}`;
+    });
     this.canvas.setAttribute("aria-label", words.join("; "));
   }
+}
+
+// Transfer; where a backend does not tell it apart, everything but attention.
+function restOf(span, seconds) {
+  return span.transfer === null ? seconds - span.attention - (span.ffn ?? 0) : span.transfer;
 }

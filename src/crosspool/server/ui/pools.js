@@ -1,7 +1,7 @@
 // Both pools as maps of cells, coloured by model.
 
 import { bytes, prepare } from "./canvas.js";
-import { full, named, pale } from "./colours.js";
+import { full, half, named, pale } from "./colours.js";
 
 const CELL = 13;
 const ROWS = 8;
@@ -12,11 +12,12 @@ export function drawKvPools(root, stats) {
     const own = stats.models.filter((model) => ranks.get(model.name) === pool.kv_rank);
     const shares = [
       ...own.map((model) => ({ size: model.frames_used, colour: full(model.name), text: `${model.name} uses` })),
-      ...own.map((model) => ({ size: model.frames_reusable ?? 0, colour: pale(model.name), text: `${model.name} keeps` })),
+      ...own.map((model) => ({ size: model.frames_reusable ?? 0, colour: half(model.name), text: `${model.name} keeps` })),
       ...own.map((model) => ({ size: model.frames_reserved, colour: pale(model.name), text: `${model.name} reserves` })),
     ];
     const size = (frames) => bytes(frames * pool.frame_bytes);
-    const label = `${size(pool.frames_used)} used, ${size(pool.frames_reserved)} reserved, ` +
+    const reusable = pool.frames_reusable ? `${size(pool.frames_reusable)} reusable, ` : "";
+    const label = `${size(pool.frames_used)} used, ${size(pool.frames_reserved)} reserved, ${reusable}` +
       `${size(pool.frames_free)} free of ${size(pool.frames_budget)}`;
     drawMap(root, pool.kv_rank, shares, pool.frames_budget, label, size);
   }
