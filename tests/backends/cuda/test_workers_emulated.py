@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
 
 from crosspool.backends.base import LaneLinks  # noqa: E402
+from crosspool.backends.cuda import chunk_plan  # noqa: E402
 from crosspool.backends.cuda.driver import Driver  # noqa: E402
 from crosspool.backends.cuda.ffn_worker import CudaFFNWorker  # noqa: E402
 from crosspool.backends.cuda.kv_worker import CudaAttentionWorker  # noqa: E402
@@ -25,7 +29,7 @@ from tests.backends.cuda.decoding import FRAME_BYTES  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
-pytestmark = pytest.mark.judge
+pytestmark = [pytest.mark.judge, pytest.mark.triton]
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 8
@@ -228,3 +232,23 @@ def test_wrong_steps_are_named(directory):
 
 def placement_fields(placement):
     return {name: getattr(placement, name) for name in placement.__slots__}
+
+
+def test_a_chunk_in_pieces_gives_the_tokens_of_passes(directory, monkeypatch):
+    """A prompt in one chunk of several pieces, its rest in a second one, on two weights ranks; then decode."""
+    monkeypatch.setattr(chunk_plan, "PIECE_TOKENS", 16)
+    prompt = prompt_of(directory, 80)
+    found = []
+    for limit in (32, 10**9):  # in pieces, and in passes
+        monkeypatch.setattr(chunk_plan, "PASS_TOKENS", limit)
+        pair = Pair(directory, 2)
+        whole = prefill_step(directory, prompt, 1, greedy(), num_pages=12)
+        (row,) = whole.rows
+        row = replace(row, token_ids=tuple(prompt[:44]), num_new_tokens=44, sample=False)
+        pair.run(replace(whole, header=replace(whole.header, num_tokens=44), rows=(row,)))
+        header = StepHeader(lane=0, model="tiny", step_seq=2, phase="prefill", num_tokens=36)
+        row = StepRow(sequence_id=1, token_ids=tuple(prompt[44:]), num_cached_tokens=44, num_new_tokens=36)
+        (first,) = pair.run(StepDescriptor(header=header, rows=(row,)))
+        (second,) = pair.run(decode_step({1: 80}, 3))
+        found.append([first.token_id, second.token_id])
+    assert found[0] == found[1]

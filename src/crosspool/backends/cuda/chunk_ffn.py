@@ -18,7 +18,7 @@ from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.moe_params import ACTIVATIONS
 from crosspool.backends.cuda.params import RouterParams, address
 from crosspool.backends.cuda.products import exact_parts, grouped_linear, linear, linear_fp32
-from crosspool.backends.cuda.router import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, ROUTER_SMEM_BYTES
+from crosspool.backends.cuda.router import MAX_EXPERTS, ROUTER_SMEM_BYTES
 from crosspool.backends.cuda.router import _rules as routing_rules
 from crosspool.models.spec import MoEFFNSpec
 from crosspool.units import ceil_div
@@ -31,15 +31,15 @@ _COPY_BLOCKS = 128
 class ChunkFFN:
     """One model's FFN layers on one rank, for pieces of any number of tokens. One stream at a time may run it."""
 
-    def __init__(self, kernels: Launcher, layers: Sequence[FFNLayerWeights]) -> None:
+    def __init__(
+        self, kernels: Launcher, layers: Sequence[FFNLayerWeights], routers: Sequence[torch.Tensor | None] | None = None
+    ) -> None:
+        """routers: from `chunk_routers`, which lanes of one model share."""
         self._kernels, self.layers = kernels, tuple(layers)
         first = self.layers[0].shared_down if self.layers[0].down is None else self.layers[0].down
         assert first is not None
         self._device = first.device
-        self._routers = [
-            None if layer.router is None else exact_parts(layer.router.weight)  # a few MB a model
-            for layer in self.layers
-        ]
+        self._routers = list(chunk_routers(self.layers) if routers is None else routers)
         self._counts = torch.zeros(MAX_EXPERTS, dtype=torch.int32, device=self._device)
 
     def take(self, rows: Rows) -> torch.Tensor:
@@ -173,19 +173,6 @@ class ChunkFFN:
         )
 
 
-def is_supported(weights: Sequence[FFNLayerWeights]) -> bool:
-    """Whether these layers' routers and widths fit the kernels."""
-    return all(
-        layer.hidden % 8 == 0
-        and layer.width % 8 == 0
-        and layer.shared_width % 8 == 0
-        and (
-            not isinstance(layer.spec, MoEFFNSpec)
-            or (
-                layer.spec.num_experts <= MAX_EXPERTS
-                and layer.spec.top_k <= MAX_TOP_K
-                and layer.spec.router.num_groups <= MAX_GROUPS
-            )
-        )
-        for layer in weights
-    )
+def chunk_routers(layers: Sequence[FFNLayerWeights]) -> list[torch.Tensor | None]:
+    """Each layer's router as bf16 parts, a few MB a model; None: a dense layer."""
+    return [None if layer.router is None else exact_parts(layer.router.weight) for layer in layers]

@@ -54,8 +54,9 @@ def is_chunk(header: StepHeader) -> bool:
     return header.phase == "prefill" and header.num_tokens > PASS_TOKENS
 
 
-def chunk_plan(num_tokens: int, step_seq: int, num_layers: int, piece_tokens: int = PIECE_TOKENS) -> ChunkPlan:
+def chunk_plan(num_tokens: int, step_seq: int, num_layers: int, piece_tokens: int | None = None) -> ChunkPlan:
     """Pieces of nearly equal size. Raises ValueError where their crossings need more epochs than a step has."""
+    piece_tokens = piece_tokens or PIECE_TOKENS
     count = ceil_div(num_tokens, piece_tokens)
     most = (LAYERS_PER_STEP - 1) // num_layers
     if count > most:

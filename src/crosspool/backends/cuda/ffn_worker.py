@@ -1,16 +1,25 @@
 """The weights pool's CUDA worker: a step is one graph replay per pass, and a wait for its end."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
+from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
+from crosspool.backends.cuda.chunk_ffn import ChunkFFN, chunk_routers
+from crosspool.backends.cuda.chunk_plan import chunk_plan
+from crosspool.backends.cuda.chunk_run import run_pieces
+from crosspool.backends.cuda.chunk_support import runs_in_pieces
+from crosspool.backends.cuda.ffn_chunk import ffn_chunk
 from crosspool.backends.cuda.ffn_half import FFNHalf
 from crosspool.backends.cuda.ffn_pass import FFNPass
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.link import OPEN_EPOCH, Site
+from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
 from crosspool.backends.cuda.passes import PASS_TOKENS, passes
 from crosspool.backends.cuda.prepare import COMMON_BUCKETS, open_lanes
 from crosspool.backends.cuda.random_slices import num_bytes
@@ -30,6 +39,8 @@ class FFNModel:
     spec: ModelSpec
     layers: tuple[FFNLayerWeights, ...]
     halves: dict[int, FFNHalf] = field(default_factory=dict)
+    routers: list[torch.Tensor | None] | None = None  # of chunks, once there was one
+    chunks: dict[int, ChunkFFN] = field(default_factory=dict)
 
 
 class CudaFFNWorker:
@@ -83,6 +94,9 @@ class CudaFFNWorker:
             raise ValueError(f"model {header.model!r} is not on rank {self._site.rank}; it has {sorted(self._models)}")
         lane = self._lane(header.lane)
         (inlet,) = device_inlets(links.inlets.values())
+        if runs_in_pieces(header, model.spec):
+            yield from self._run_chunk(header, model, lane, inlet)
+            return
         plan = passes(header.num_tokens, header.step_seq, model.spec.num_layers)
         yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
         last_epoch = plan[-1].base + model.spec.num_layers
@@ -101,6 +115,35 @@ class CudaFFNWorker:
         finally:
             if not has_ended:
                 lane.give_up(last_epoch)
+
+    def _run_chunk(self, header: StepHeader, model: FFNModel, lane: WorkerLane, inlet: DeviceInlet) -> HalfStep[None]:
+        plan = chunk_plan(header.num_tokens, header.step_seq, model.spec.num_layers)
+        yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
+        ffn = self._chunk_ffn(model, header.lane)
+        crossing = ChunkCrossing(self._kernels, lane.memory, [inlet.link.map()], plan, model.spec.hidden_size)
+        has_ended = False
+        try:
+            lane.memory.push(plan.base, plan.num_crossings)
+            kernels = ffn_chunk(self._kernels, lane.memory, ffn, crossing, plan)
+            yield from run_pieces(lane, (inlet,), plan, kernels, lambda: self._decodes_beside(lane))
+            yield Wait((inlet,), plan.last_epoch)
+            has_ended = True
+        finally:
+            if not has_ended:
+                lane.give_up(plan.last_epoch)
+
+    def _chunk_ffn(self, model: FFNModel, number: int) -> ChunkFFN:
+        found = model.chunks.get(number)
+        if found is None:
+            if model.routers is None:
+                model.routers = chunk_routers(model.layers)
+            found = model.chunks[number] = ChunkFFN(self._kernels, model.layers, model.routers)
+            finish(self._site.device)
+        return found
+
+    def _decodes_beside(self, lane: WorkerLane) -> bool:
+        now_s = time.monotonic()
+        return any(other.decodes(now_s) for other in self._lanes.values() if other is not lane)
 
     def remove_model(self, model: str) -> None:
         for lane in self._lanes.values():

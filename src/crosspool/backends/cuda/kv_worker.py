@@ -1,5 +1,6 @@
 """The KV pool's CUDA worker: a step is one graph replay per pass, then sampling from what the device left."""
 
+import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -9,6 +10,12 @@ import torch
 
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
 from crosspool.backends.cuda.batch import Batch, SampledRow
+from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
+from crosspool.backends.cuda.chunk_half import ChunkHalf
+from crosspool.backends.cuda.chunk_plan import chunk_plan
+from crosspool.backends.cuda.chunk_run import run_pieces
+from crosspool.backends.cuda.chunk_support import runs_in_pieces
+from crosspool.backends.cuda.kv_chunk import kv_chunk
 from crosspool.backends.cuda.kv_pass import KVPass, KVRows
 from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish
 from crosspool.backends.cuda.lane_memory import WaitRule
@@ -27,7 +34,7 @@ from crosspool.core import SampledToken
 from crosspool.kv_pool.geometry import PageGeometry, page_geometry
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
-from crosspool.scheduler.step import StepDescriptor
+from crosspool.scheduler.step import StepDescriptor, StepHeader
 from crosspool.units import ceil_div
 
 
@@ -121,6 +128,8 @@ class CudaAttentionWorker:
         batch = Batch(step, self._sequences, model.geometry.page_tokens)
         lane, num_layers = self._lane(number), model.spec.num_layers
         inlets = device_inlets(links.inlets.values())
+        if runs_in_pieces(step.header, model.spec):
+            return (yield from self._run_chunk(step.header, model, lane, batch, inlets))
         plan = passes(step.header.num_tokens, step.header.step_seq, num_layers)
         yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
         last_epoch = plan[-1].base + num_layers
@@ -147,6 +156,36 @@ class CudaAttentionWorker:
             if not has_ended:
                 lane.give_up(last_epoch)
         return outcome.finish()
+
+    def _run_chunk(
+        self, header: StepHeader, model: KVModel, lane: WorkerLane, batch: Batch, inlets: tuple[DeviceInlet, ...]
+    ) -> HalfStep[tuple[SampledToken, ...]]:
+        plan = chunk_plan(header.num_tokens, header.step_seq, model.spec.num_layers)
+        yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
+        outcome = Outcome(batch, lane)
+        maps = [inlet.link.map() for inlet in inlets]
+        crossing = ChunkCrossing(self._kernels, lane.memory, maps, plan, model.spec.hidden_size)
+
+        def make_half() -> ChunkHalf:
+            return ChunkHalf(self._kernels, model.spec, model.weights, self._arena, model.geometry, batch, plan)
+
+        has_ended = False
+        try:
+            lane.memory.push(plan.base, plan.num_crossings)
+            kernels = kv_chunk(self._kernels, lane.memory, make_half, crossing, plan, batch, outcome)
+            yield from run_pieces(lane, inlets, plan, kernels, lambda: self._decodes_beside(lane))
+            yield Wait(inlets, plan.last_epoch)
+            if outcome.is_copying():
+                yield Wait((outcome,), plan.last_epoch)
+            has_ended = True
+        finally:
+            if not has_ended:
+                lane.give_up(plan.last_epoch)
+        return outcome.finish()
+
+    def _decodes_beside(self, lane: WorkerLane) -> bool:
+        now_s = time.monotonic()
+        return any(other.decodes(now_s) for other in self._lanes.values() if other is not lane)
 
     def forget(self, sequence_ids: SequenceOf[int]) -> None:
         for sequence_id in sequence_ids:

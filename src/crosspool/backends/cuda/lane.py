@@ -1,6 +1,8 @@
 """What a worker keeps of one lane: its stream, its words, its links and the passes captured for it."""
 
+import math
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,8 +13,12 @@ from crosspool.backends.base import Inlet
 from crosspool.backends.cuda.graphs import Capturable, StepGraph, capture
 from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule
 from crosspool.backends.cuda.link import DeviceInlet, DeviceLink, DeviceOutlet, Site
+from crosspool.backends.cuda.sm_partition import PrefillStreams
 
 Links = tuple[DeviceLink, ...]
+
+DECODE_PAUSE_S = 0.05
+"""Steps of a decoding lane follow each other faster than this."""
 
 
 class WorkerLane:
@@ -24,8 +30,11 @@ class WorkerLane:
     def __init__(self, site: Site, rule: WaitRule) -> None:
         self.site = site
         is_cuda = site.device.type == "cuda"
-        self.stream: Any = torch.cuda.Stream(site.device) if is_cuda else None
-        self._capture_stream: Any = torch.cuda.Stream(site.device) if is_cuda else None
+        # Graphs keep the priority of the stream that they were captured on; chunks of prompts run on lower ones.
+        self.stream: Any = torch.cuda.Stream(site.device, priority=-1) if is_cuda else None
+        self._capture_stream: Any = torch.cuda.Stream(site.device, priority=-1) if is_cuda else None
+        self._prefill_streams: PrefillStreams | None = None
+        self._replayed_s = -math.inf
         with on_device(site.device), torch.cuda.stream(self.stream):
             self.memory = LaneMemory(site.device, rule)
         self.links: dict[str, DeviceLink] = {}
@@ -54,9 +63,23 @@ class WorkerLane:
         """Forget the passes of a model, after those under way have ended."""
         self._drop(lambda name, _links: name == model)
 
+    @property
+    def prefill_streams(self) -> PrefillStreams:
+        """Where chunks of this lane run."""
+        if self._prefill_streams is None:
+            site = self.site
+            self._prefill_streams = PrefillStreams(site.driver, site.device, site.partition)
+        return self._prefill_streams
+
+    def decodes(self, now_s: float) -> bool:
+        """Whether this lane runs passes, or did so just now (time.monotonic)."""
+        return now_s - self._replayed_s < DECODE_PAUSE_S
+
     def _drop(self, is_dropped: Callable[[str, Links], bool]) -> None:
         if self.stream is not None:
             self.stream.synchronize()  # bounded: every wait has a deadline
+        if self._prefill_streams is not None:
+            self._prefill_streams.synchronize()
         with self._lock:
             for kept in (self._passes, self._graphs):
                 for key in [key for key in kept if is_dropped(key[0], key[1])]:
@@ -80,6 +103,7 @@ class WorkerLane:
 
     def replay(self, model: str, links: Links, key: Hashable) -> None:
         """Enqueue the captured pass on the lane's stream."""
+        self._replayed_s = time.monotonic()
         with torch.cuda.stream(self.stream):
             self._graphs[model, links, key].replay()
 

@@ -16,6 +16,7 @@ from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap
 from crosspool.backends.cuda.driver import Driver
 from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.peer_memory import ExportedMemory, ImportedMemory, Memory, PlainMemory, RegisteredMemory
+from crosspool.backends.cuda.sm_partition import SmPartition
 from crosspool.cluster.channel import a2f_part, channel_bytes, f2a_part
 from crosspool.scheduler.step import LAYERS_PER_STEP
 
@@ -36,6 +37,7 @@ class Site:
     driver: Driver
     devices: Mapping[str, int]  # of every rank
     server: handoff.DescriptorServer | None  # None: every peer lives in this process
+    partition: SmPartition | None = None  # where prompts run while others decode
 
     @property
     def index(self) -> int:
@@ -138,6 +140,7 @@ class DeviceInlet:
         self._lane = lane
         self.link = link
         self.index = 0
+        self.pace: Callable[[], bool] | None = None  # while a chunk is enqueued: whether the device has come far enough
 
     def arrived(self, epoch: int) -> bool:
         """Whether the device has ended the pass with this last epoch, and this peer was not late in its step.
@@ -148,8 +151,9 @@ class DeviceInlet:
             return self.link.is_open()
         if self._lane.device.type != "cuda":
             return int(ctypes.c_uint64.from_address(self.link.inbox.flag).value) >= epoch
-        late = self._lane.late_epoch(self.index)
-        return self._lane.done_epoch >= epoch and late // LAYERS_PER_STEP != epoch // LAYERS_PER_STEP
+        if self._lane.late_epoch(self.index) // LAYERS_PER_STEP == epoch // LAYERS_PER_STEP:
+            return False
+        return self._lane.done_epoch >= epoch if self.pace is None else self.pace()
 
     def take(self, layer: int, num_tokens: int, width: int) -> FloatArray:
         raise TypeError("rows of a device channel are read by kernels, not by the host")

@@ -11,6 +11,10 @@ from crosspool.backends.cuda.kv_worker import CudaAttentionWorker
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.link import Site
+from crosspool.backends.cuda.sm_partition import SmPartition
+
+PREFILL_SHARE = 0.7
+"""Of the multiprocessors, while decode runs beside a prompt: the rest is always free for decode's kernels."""
 
 
 class CudaWorkers:
@@ -23,7 +27,9 @@ class CudaWorkers:
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         self._kernels = DeviceKernels(device)
-        self._site = Site(rank, device, Driver(rank), devices, DescriptorServer() if has_processes else None)
+        driver = Driver(rank)
+        partition = SmPartition.create(driver, index, int(self._kernels.num_sms * PREFILL_SHARE))
+        self._site = Site(rank, device, driver, devices, DescriptorServer() if has_processes else None, partition)
         self._rule = WaitRule(deadline_s=deadline_s)
 
     def attention(self, num_frames: int, frame_bytes: int) -> CudaAttentionWorker:

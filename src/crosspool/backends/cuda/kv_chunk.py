@@ -1,0 +1,60 @@
+"""A chunk of prompts on the KV rank: attention piece by piece, crossings, and the tokens of rows that end here."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from crosspool.backends.cuda.batch import Batch, SampledRow
+from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
+from crosspool.backends.cuda.chunk_half import ChunkHalf
+from crosspool.backends.cuda.chunk_plan import ChunkPlan
+from crosspool.backends.cuda.lane_memory import SAMPLING_WORDS, LaneMemory, pinned
+from crosspool.backends.cuda.launch import Launcher
+from crosspool.backends.cuda.outcome import Outcome
+from crosspool.backends.cuda.prefill_attention import upload
+from crosspool.backends.cuda.sampling import Sampler, fill_sampling, sampling_records
+from crosspool.backends.cuda.transport import begin_pass, end_pass
+
+
+def kv_chunk(
+    kernels: Launcher,
+    lane: LaneMemory,
+    make_half: Callable[[], ChunkHalf],
+    crossing: ChunkCrossing,
+    plan: ChunkPlan,
+    batch: Batch,
+    outcome: Outcome,
+) -> Iterator[int]:
+    """Enqueue the chunk's kernels on torch's current stream; yields each crossing's number before its wait."""
+    half = make_half()
+    begin_pass(kernels, lane)
+    half.embed()
+    for layer in range(plan.num_layers):
+        for piece in plan.pieces:
+            if layer > 0:
+                yield plan.crossing(layer - 1, piece)
+                crossing.wait(layer - 1, piece)
+                half.add(layer - 1, piece, crossing.received(layer - 1, piece, torch.float32))
+            crossing.put(layer, piece, half.attend(layer, piece))
+    last = plan.num_layers - 1
+    for piece in plan.pieces:
+        yield plan.crossing(last, piece)
+        crossing.wait(last, piece)
+        half.add(last, piece, crossing.received(last, piece, torch.float32))
+    if batch.sampled:
+        _sample(kernels, half, batch, batch.sampled, outcome)
+    end_pass(kernels, lane, plan.num_crossings)
+
+
+def _sample(kernels: Launcher, half: ChunkHalf, batch: Batch, sampled: Sequence[SampledRow], outcome: Outcome) -> None:
+    """Logits of the rows that end here, their tokens, and both to where the host finds them after the chunk."""
+    logits = half.logits([row.token for row in sampled])
+    records = sampling_records(len(sampled))
+    for index, row in enumerate(sampled):
+        fill_sampling(records, index, batch.sampling_row(row))
+    sampler = Sampler(kernels, len(sampled), half.spec.vocab_size, logits.device)
+    words = torch.from_numpy(records.view("<i4").reshape(len(sampled), SAMPLING_WORDS))
+    sampler.rows.copy_(upload(words, logits.device))
+    tokens = pinned((len(sampled),), torch.int32, logits.device)
+    tokens.copy_(sampler(logits), non_blocking=True)
+    outcome.expect_tokens(sampled, tokens, logits)
