@@ -11,6 +11,7 @@ from crosspool.engine.config import EngineConfig
 from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
+from crosspool.kv_pool.split import KVSplit
 from crosspool.models.spec import DenseFFNSpec, GQASpec, LayerSpec, ModelSpec, RopeSpec, WeightFormat
 from tests.support.simulated_cluster import VOCAB_SIZE, SimulatedCluster, expected_tokens
 
@@ -25,6 +26,8 @@ def a_model(
     max_context: int = 1024,
     weights_ranks: Sequence[str] = ("w0",),
     kv_rank: str = "kv0",
+    kv_peers: Sequence[str] = (),
+    kv_split: KVSplit = "one",
     eos: Sequence[int] = (),
 ) -> ServedModel:
     """A model without weights."""
@@ -50,6 +53,8 @@ def a_model(
         frames_per_page=frames_per_page,
         frame_bytes=FRAME_BYTES,
         kv_rank=kv_rank,
+        kv_peers=tuple(kv_peers),
+        kv_split=kv_split,
     )
 
 
@@ -77,7 +82,13 @@ class Drive:
         self.core = EngineCore(config)
         for model in models:
             self.core.add_model(model)
-        self.cluster = SimulatedCluster(models, num_frames=config.num_frames, seed=seed, fail_rate=fail_rate)
+        self.cluster = SimulatedCluster(
+            models,
+            num_frames=config.num_frames,
+            seed=seed,
+            fail_rate=fail_rate,
+            kv_ranks=config.kv_ranks if len(config.kv_ranks) > 1 else (),
+        )
         self.is_ahead = is_ahead  # steps are handed out behind running ones, as the engine does
         self.num_ahead = 0
         self.now = 0.0
@@ -173,10 +184,12 @@ class Drive:
             assert sum(parts) == pool.frames_budget
             reusable = 0 if pages.prefix is None else pages.prefix.num_reusable
             assert pool.frames_used == pages.pool.budget - pages.pool.num_free - reusable
-            models = [m for m in stats.models if self.core.loads[m.name].model.kv_rank == pool.kv_rank]
-            assert sum(model.frames_used for model in models) == pool.frames_used
+            names = [name for name, load in self.core.loads.items() if pool.kv_rank in load.model.kv_ranks]
+            assert sum(pages.frames_used(name) for name in names) == pool.frames_used
             assert can_all_end(pages.pool.num_free + reusable, pages.budget.claims.values())
         for model in stats.models:
+            ranks = self.core.loads[model.name].model.kv_ranks
+            assert model.frames_used == sum(self.core.pages[rank].frames_used(model.name) for rank in ranks)
             assert model.num_queued <= self.core.config.max_queue + model.num_accepted * self.core.ranks.num_lost
             assert model.num_prefilling + model.num_decoding <= self.core.config.max_num_seqs
 

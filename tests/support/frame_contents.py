@@ -49,5 +49,7 @@ class FrameContents:
             for slot, mark in enumerate(marks):
                 assert slots.get(slot) == mark, f"slot {slot} of frame {frame} of {kv_rank} holds other tokens' KV"
 
-    def lose(self, kv_rank: str) -> None:
-        self._frames = {key: value for key, value in self._frames.items() if key[0] != kv_rank}
+    def lose(self, kv_rank: str, frames: range | None = None) -> None:
+        """What the rank's frames held is gone, or what these of them did."""
+        lost = {key for key in self._frames if key[0] == kv_rank and (frames is None or key[1] in frames)}
+        self._frames = {key: value for key, value in self._frames.items() if key not in lost}

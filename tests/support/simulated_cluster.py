@@ -18,6 +18,8 @@ from crosspool.scheduler.step import NewSequence, StepDescriptor, StepResult, St
 from tests.support.frame_contents import FrameContents, Marks
 
 VOCAB_SIZE = 64
+ALL_RANKS = "all KV ranks"
+"""Stands for the rank of frames that are numbered over all of them."""
 
 
 def token_at(seed: int, position: int) -> int:
@@ -56,9 +58,21 @@ class _Known:
 
 
 class SimulatedCluster:
-    """Time is an argument; `due(now)` gives the events up to `now`, in order."""
+    """Time is an argument; `due(now)` gives the events up to `now`, in order.
 
-    def __init__(self, models: Sequence[ServedModel], *, num_frames: int, seed: int, fail_rate: float = 0.0) -> None:
+    kv_ranks: those whose frames are numbered one after another, where there are several.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        *,
+        num_frames: int,
+        seed: int,
+        fail_rate: float = 0.0,
+        kv_ranks: Sequence[str] = (),
+    ) -> None:
+        self.kv_ranks = tuple(kv_ranks)
         self.models = {model.name: model for model in models}
         self.num_frames = num_frames
         self.fail_rate = fail_rate
@@ -67,6 +81,7 @@ class SimulatedCluster:
         self.running: dict[int, StepDescriptor] = {}
         self.behind: dict[int, StepDescriptor] = {}  # handed out behind the running one of the lane
         self.dead: set[int] = set()  # lanes whose step's KV rank was lost: its end is still to be told
+        self.dead_behind: set[int] = set()  # the same of the step behind, where that alone needs the rank
         self.known: dict[str, dict[int, _Known]] = {}
         self.last_seq: dict[int, int] = {}
         self.steps: list[StepDescriptor] = []
@@ -95,7 +110,7 @@ class SimulatedCluster:
             self._after(0.0, now, _failed(step, (), "a rank is away"))
 
     def _needs(self, step: StepDescriptor) -> tuple[str, ...]:
-        return (step.header.kv_rank, *self.models[step.header.model].weights_ranks)
+        return self.models[step.header.model].placement.step_ranks(step.header.kv_rank)
 
     def _begin(self, step: StepDescriptor, now: float) -> None:
         """Decide how the step will end, and when."""
@@ -122,16 +137,22 @@ class SimulatedCluster:
         """A rank dies; steps that need it fail, and it comes back after `back_in_s`."""
         self.down.add(rank)
         self.known.pop(rank, None)
-        self._contents.lose(rank)
+        if rank in self.kv_ranks:
+            first = self.kv_ranks.index(rank) * self.num_frames
+            self._contents.lose(ALL_RANKS, range(first, first + self.num_frames))
+        else:
+            self._contents.lose(rank)
         self._after(0.0, now, RankLost(rank=rank, reason="killed"))
         for lane, step in self.running.items():
-            if rank == step.header.kv_rank:
+            if rank in self._needs(step) and rank in self.models[step.header.model].kv_ranks:
                 self.dead.add(lane)
             if rank in self._needs(step):
                 self._events = [entry for entry in self._events if not _ends(entry[2], lane)]
                 delay_s = self.rng.uniform(0.0, 0.01)
                 self._after(delay_s, now, _failed(step, (rank,), f"{rank} is silent"))
             elif lane in self.behind and rank in self._needs(self.behind[lane]):
+                if rank in self.models[self.behind[lane].header.model].kv_ranks:
+                    self.dead_behind.add(lane)
                 self._after(self.rng.uniform(0.0, 0.01), now, _failed(self.behind[lane], (rank,), f"{rank} is silent"))
         heapq.heapify(self._events)
         if back_in_s is not None:
@@ -167,6 +188,9 @@ class SimulatedCluster:
         step = self.behind.pop(lane, None)
         if step is not None:
             self.running[lane] = step
+            if lane in self.dead_behind:
+                self.dead_behind.discard(lane)
+                self.dead.add(lane)
             if not any(_ends(entry[2], lane) for entry in self._events):
                 self._begin(step, now)
 
@@ -174,6 +198,7 @@ class SimulatedCluster:
         """A failed step, and with it the one behind it: that does not run and fails right after."""
         lane = event.lane
         behind = self.behind.pop(lane, None)
+        self.dead_behind.discard(lane)
         if behind is not None and behind.header.step_seq == event.step_seq:
             return [event]
         self.running.pop(lane)
@@ -184,8 +209,9 @@ class SimulatedCluster:
 
     def _alive(self) -> list[StepDescriptor]:
         """Steps in flight whose KV rank has not been lost under them."""
-        steps = [*self.running.items(), *self.behind.items()]
-        return [step for lane, step in steps if lane not in self.dead]
+        running = [step for lane, step in self.running.items() if lane not in self.dead]
+        behind = [step for lane, step in self.behind.items() if lane not in self.dead | self.dead_behind]
+        return running + behind
 
     def _after(self, delay_s: float, now: float, event: Event) -> None:
         self._count += 1
@@ -226,7 +252,7 @@ class SimulatedCluster:
             sequence.pages[row.first_new_page :] = row.new_pages
             needed = row.num_cached_tokens + row.num_new_tokens
             assert len(sequence.pages) * model.page_tokens >= needed, "a step without its pages"
-            assert all(len(page) == model.frames_per_page for page in sequence.pages)
+            self._check_places(step, sequence.pages)
             self._check_contents(step, row, sequence, all_pages=row.sequence_id in joining)
         self.check_frames(header.kv_rank)
         for row in step.rows:
@@ -240,14 +266,14 @@ class SimulatedCluster:
         for page in range(num_pages) if all_pages else [step.header.step_seq % max(1, num_pages)]:
             part = marks[page * page_tokens : (page + 1) * page_tokens]
             if part:
-                self._contents.check(step.header.kv_rank, step.header.model, sequence.pages[page], part)
+                self._contents.check(self._where(step), step.header.model, sequence.pages[page], part)
 
     def _spoil(self, step: StepDescriptor, row: StepRow, sequence: _Known) -> None:
         """What the row writes into is its sequence's alone, and nobody's to read before the step has ended well."""
         header = step.header
         others = [known for key, known in self.known[header.kv_rank].items() if key != row.sequence_id]
         for page, slots, _ in self._written(step, row):
-            self._contents.spoil(header.kv_rank, header.model, sequence.pages[page], slots)
+            self._contents.spoil(self._where(step), header.model, sequence.pages[page], slots)
             assert all(sequence.pages[page] not in other.pages for other in others), "a step writes into a shared page"
 
     def _written(self, step: StepDescriptor, row: StepRow) -> list[tuple[int, range, slice]]:
@@ -263,13 +289,37 @@ class SimulatedCluster:
         return found
 
     def check_frames(self, kv_rank: str) -> None:
-        """No frame is in two pages of the sequences that live on the rank, and none is frame 0."""
+        """No frame is in two pages of the sequences that live on the rank, and none is frame 0.
+
+        Of numbered ranks those of all of them are looked at together.
+        """
         owners: dict[int, tuple[tuple[int, ...], int]] = {}
-        for sequence in self.known.get(kv_rank, {}).values():
+        known = [self.known.get(kv_rank, {})] if not self.kv_ranks else self.known.values()
+        for sequence in (sequence for own in known for sequence in own.values()):
             for index, page in enumerate(sequence.pages):
                 for frame in page:
-                    assert 0 < frame < self.num_frames
+                    assert 0 < frame < self.num_frames * max(1, len(self.kv_ranks))
+                    assert frame % self.num_frames > 0, "a reserved frame"
                     assert owners.setdefault(frame, (page, index)) == (page, index), f"frame {frame} is owned twice"
+
+    def _where(self, step: StepDescriptor) -> str:
+        return ALL_RANKS if self.kv_ranks else step.header.kv_rank
+
+    def _check_places(self, step: StepDescriptor, pages: Sequence[tuple[int, ...]]) -> None:
+        """Every page has the right number of frames, on the ranks that the model's split says."""
+        model = self.models[step.header.model]
+        width = model.frames_per_page
+        if not self.kv_ranks:
+            assert all(len(page) == width for page in pages)
+            return
+        for page in pages:
+            on = [self.kv_ranks[frame // self.num_frames] for frame in page]
+            if model.kv_split == "heads":
+                assert on == [rank for rank in model.kv_ranks for _ in range(width)]
+            else:
+                assert len(page) == width
+                assert set(on) <= ({step.header.kv_rank} if model.kv_split == "one" else set(model.kv_ranks))
+                assert len(set(on)) == 1
 
     def _result(self, step: StepDescriptor) -> StepResult:
         known = self.known[step.header.kv_rank]
@@ -289,7 +339,7 @@ class SimulatedCluster:
                 sequence = known[row.sequence_id]
                 for page, slots, span in self._written(step, row):
                     marks = sequence.marks_to(span.stop)[span]
-                    where = (step.header.kv_rank, step.header.model, sequence.pages[page], slots)
+                    where = (self._where(step), step.header.model, sequence.pages[page], slots)
                     self._contents.write(*where, marks)
                 sequence.num_cached = row.num_cached_tokens + row.num_new_tokens
                 sequence.num_pages = max(sequence.num_pages, _num_pages(row))
