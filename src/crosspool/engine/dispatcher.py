@@ -72,7 +72,11 @@ class Dispatcher:
         if self.parked:
             return []
         decode = [lane for lane in self.lanes if lane.phase == "decode"]
-        open_ = [(lane.present.started_s, lane) for lane in decode if lane.present is not None and lane.queued is None]
+        open_ = [
+            (lane.present.started_s, lane)
+            for lane in decode
+            if lane.present is not None and lane.queued is None and not lane.present.is_abandoned
+        ]
         if not open_:
             return []
         num_batches = sum(len(self._homes(load, load.decoding.values())) for load in self._loads.values())
