@@ -177,4 +177,4 @@ async def test_a51_gauges_add_up_at_every_moment_and_are_nothing_when_idle(live:
         idle = await look()
         for key, value in idle.items():
             if key[0] in ("crosspool:num_requests_running", "crosspool:num_requests_waiting", "crosspool:kv_pages"):
-                assert value == 0, key
+                assert value == 0 or ("state", "reusable") in key, key

@@ -18,6 +18,7 @@ from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.serve_directory import served_model
 from crosspool.engine.served_model import ServedModel
+from crosspool.kv_pool.split import KVSplitChoice
 from crosspool.models.directory import read_model_dir
 from crosspool.units import KiB
 from tests.support.tiny_models import write_tiny_model
@@ -41,22 +42,29 @@ def load_undivided(directories: dict[str, Path]) -> dict[str, MonolithicModel]:
 
 
 class Deployment:
-    """Three models on one KV rank and two weights ranks."""
+    """Three models on two weights ranks and one KV rank, or several that take turns as homes."""
 
-    def __init__(self, directories: dict[str, Path], layout: str, **changes: object) -> None:
-        self.config = EngineConfig(
-            kv_budget_bytes=300 * FRAME_BYTES,
-            frame_bytes=FRAME_BYTES,
-            max_num_batched_tokens=32,
-            **changes,  # type: ignore[arg-type]
-        )
+    def __init__(
+        self, directories: dict[str, Path], layout: str, *, kv_split: KVSplitChoice = "auto", **changes: object
+    ) -> None:
+        sizes = {"kv_budget_bytes": 300 * FRAME_BYTES, "max_num_batched_tokens": 32}
+        self.config = EngineConfig(frame_bytes=FRAME_BYTES, **{**sizes, **changes})  # type: ignore[arg-type]
         self.models: list[ServedModel] = [
-            served_model(path, weights_ranks=WEIGHTS_RANKS, frame_bytes=FRAME_BYTES, page_tokens=16, name=family)
-            for family, path in directories.items()
+            served_model(
+                path,
+                kv_ranks=turned(self.config.kv_ranks, index),
+                kv_split=kv_split,
+                weights_ranks=WEIGHTS_RANKS,
+                frame_bytes=FRAME_BYTES,
+                page_tokens=16,
+                name=family,
+            )
+            for index, (family, path) in enumerate(directories.items())
         ]
         self.cluster = start_cluster(
             ClusterConfig(
                 layout=layout,  # type: ignore[arg-type]
+                kv_ranks=self.config.kv_ranks,
                 weights_ranks=WEIGHTS_RANKS,
                 num_frames=self.config.num_frames,
                 frame_bytes=FRAME_BYTES,
@@ -85,6 +93,12 @@ class Deployment:
                 return
             await asyncio.sleep(0.01)
         raise AssertionError(f"pages did not return: {pools}")
+
+
+def turned(ranks: tuple[str, ...], index: int) -> tuple[str, ...]:
+    """The ranks, beginning with another one for each index."""
+    first = index % len(ranks)
+    return ranks[first:] + ranks[:first]
 
 
 def requests(count: int, max_tokens: int) -> list[GenerationRequest]:
