@@ -105,9 +105,18 @@ class SplitKVModel:
         return halves
 
     def run(
-        self, step: StepDescriptor, rng: np.random.Generator, max_segments: int | None = None
+        self,
+        step: StepDescriptor,
+        rng: np.random.Generator,
+        max_segments: int | None = None,
+        *,
+        is_lagging: bool = False,
     ) -> tuple[SampledToken, ...] | None:
-        """Run one step; with `max_segments`, give up after as many segments and return None unless it has ended."""
+        """Run one step; with `max_segments`, give up after as many segments and return None unless it has ended.
+
+        is_lagging: shares run only when nobody else can, and what they have not begun when the home ends is dropped.
+        """
+        shares = self.placement.shares(self.placement.kv_rank)
         halves = self.halves(step)
         waits = dict.fromkeys(halves)
         result = None
@@ -115,6 +124,10 @@ class SplitKVModel:
         while halves:
             ready = [rank for rank in halves if waits[rank] is None or waits[rank].satisfied()]
             assert ready, f"a step that nobody can go on with: {waits}"
+            if is_lagging and self.placement.kv_rank not in halves and set(halves) <= set(shares):
+                break
+            if is_lagging:
+                ready = [rank for rank in ready if rank not in shares] or ready
             rank = ready[rng.integers(len(ready))]
             if num_segments == max_segments:
                 for half in halves.values():
@@ -126,6 +139,8 @@ class SplitKVModel:
             except StopIteration as stop:
                 result = stop.value if rank == self.placement.kv_rank else result
                 del halves[rank]
+        for half in halves.values():
+            half.close()
         return result
 
     def _links(self, rank, peers, exchange=()) -> LaneLinks:

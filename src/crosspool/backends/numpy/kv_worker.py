@@ -94,7 +94,10 @@ class NumpyAttentionWorker:
         return attention.finish()
 
     def run_share(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[None]:
-        """The part of this rank in a step that another KV rank leads (`backends.base.ShareWorker`)."""
+        """The part of this rank in a step that another KV rank leads (`backends.base.ShareWorker`).
+
+        Nobody waits for a share that has no part in a step, so what it has to remember of that is taken in at once.
+        """
         name = step.header.model
         share = self._shares.get(name)
         if share is None:
@@ -102,8 +105,11 @@ class NumpyAttentionWorker:
         self._join(step, name, share.part.spec, share.pages)
         rows = StepRows(step, self._sequences, share.page_tokens)
         (inlet,), (outlet,) = links.exchange_inlets.values(), links.exchange_outlets.values()
-        yield from share.part.answers(rows, step.header, inlet, outlet)
-        rows.commit({})
+        answers = share.part.answers(rows, step.header, inlet, outlet)
+        if answers is None:
+            rows.commit({})
+            return _no_part()
+        return _answered(answers, rows)
 
     def forget(self, sequence_ids: SequenceOf[int]) -> None:
         for sequence_id in sequence_ids:
@@ -118,3 +124,13 @@ class NumpyAttentionWorker:
         weights = sum(model.half.nbytes for model in list(self._models.values()))
         weights += sum(share.part.nbytes for share in list(self._shares.values()))
         return {"attention_weights": weights, "kv_cache": self._arena.nbytes, "ffn_weights": 0}
+
+
+def _no_part() -> HalfStep[None]:
+    yield from ()
+
+
+def _answered(answers: HalfStep[None], rows: StepRows) -> HalfStep[None]:
+    """The answers, and after the last of them what the step leaves behind."""
+    yield from answers
+    rows.commit({})

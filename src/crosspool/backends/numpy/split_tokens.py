@@ -111,12 +111,17 @@ class TokenShare:
         self._page_tokens = geometry.page_tokens
         self._number = number
 
-    def answers(self, rows: StepRows, header: StepHeader, inlet: Inlet, outlet: Outlet) -> HalfStep[None]:
-        """Write the home's new cache rows that belong here, and send partial attention back, layer by layer."""
+    def answers(self, rows: StepRows, header: StepHeader, inlet: Inlet, outlet: Outlet) -> HalfStep[None] | None:
+        """Write the home's new cache rows that belong here, and send partial attention back, layer by layer.
+
+        None for a step of whose rows no page lies here: the home does not wait for this rank then.
+        """
         part = PartOfStep.of(rows.slots, self._number, self._page_tokens)
-        if not len(part.tokens):
-            return
-        slots = rows.slots
+        return self._answers(part, rows.slots, header, inlet, outlet) if len(part.tokens) else None
+
+    def _answers(
+        self, part: PartOfStep, slots: StepSlots, header: StepHeader, inlet: Inlet, outlet: Outlet
+    ) -> HalfStep[None]:
         frames = tuple(line[part.tokens] for line in slots.write_frames)
         offsets = slots.write_offsets[part.tokens]
         for layer, cache in enumerate(self._caches):
