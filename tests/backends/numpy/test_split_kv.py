@@ -183,10 +183,10 @@ def test_a_rank_without_pages_of_a_step_takes_no_part_in_it(logits):
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v2"])
 def test_a_share_that_lags_behind_steps_without_it_knows_of_them(model):
     """The home does not wait for it there: the next step may come before the share has run the last one."""
-    swift, lagging = (SplitKVModel(model_dir(model), "tokens", 2) for _ in range(2))
+    swift, lagging = (SplitKVModel(model_dir(model), "tokens", 2, home=1) for _ in range(2))
     rng = np.random.default_rng(5)
     pairs = [
-        repaged(script(model, 6), SplitPaging(pools.placement, pools.geometry, NUM_FRAMES, in_turns(2)), "kv0")
+        repaged(script(model, 6), SplitPaging(pools.placement, pools.geometry, NUM_FRAMES, in_turns(2)), "kv1")
         for pools in (swift, lagging)
     ]
     for step, same in zip(*pairs, strict=True):
