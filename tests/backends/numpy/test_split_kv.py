@@ -186,7 +186,7 @@ def test_a_share_that_lags_behind_steps_without_it_knows_of_them(model):
     swift, lagging = (SplitKVModel(model_dir(model), "tokens", 2, home=1) for _ in range(2))
     rng = np.random.default_rng(5)
     pairs = [
-        repaged(script(model, 6), SplitPaging(pools.placement, pools.geometry, NUM_FRAMES, in_turns(2)), "kv1")
+        repaged(script(model, 6, (5,)), SplitPaging(pools.placement, pools.geometry, NUM_FRAMES, in_turns(2)), "kv1")
         for pools in (swift, lagging)
     ]
     for step, same in zip(*pairs, strict=True):
