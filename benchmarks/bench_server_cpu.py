@@ -74,7 +74,10 @@ def main() -> int:
         growth = soak.growth_percent()
         report.metric("soak_rss_growth_percent", max(growth.values()), limit=0.0, note="the process that grew most")
         report.metric("soak_requests", float(soak.statuses.total()), note=f"in {args.soak_minutes:g} minutes")
-        report.metric("soak_left_over", float(soak.frames_left + soak.sequences_left + soak.sockets_left))
+        report.metric(
+            "soak_left_over",
+            float(soak.frames_left + soak.sequences_left + soak.sockets_left + max(0, soak.tasks_left)),
+        )
     report.summary = (
         f"{tokens_per_s:.0f} SSE tokens a second through the whole server; the median first token costs "
         f"{sorted(overhead_ms)[len(overhead_ms) // 2]:.2f} ms beside {NUM_PACED_STREAMS} streams. "

@@ -1,7 +1,8 @@
 """Minutes of mixed traffic on a server of the demo models, in processes of their own, and what is left afterwards.
 
-Traffic: answers read whole, streams left in the middle, whole answers not waited for, several choices, bad bodies,
-metrics, health and the page's stream. Memory is read every few seconds for every process of the server.
+Traffic: answers read whole, streams left in the middle, whole answers not waited for, several choices, chats in three
+APIs, answers in a grammar, bad bodies, prompts far too long, metrics, health and the page's stream. Memory is read every
+few seconds for every process of the server.
 """
 
 from __future__ import annotations
@@ -35,6 +36,11 @@ SETTLE_S = 15
 WORDS = ("morning", "ship", "letter", "king")
 MODELS = ("austen", "holmes", "shakespeare")
 KV_POOL = "64MiB"  # small enough to be used to the last frame
+FORMS = (
+    None,
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2]}}},
+)
 LEFT = -1  # stands for a status where the client left
 
 BAD_BODIES: tuple[bytes, ...] = (
@@ -47,6 +53,7 @@ BAD_BODIES: tuple[bytes, ...] = (
     b'{"model": "holmes", "prompt": "x", "max_tokens": 1000000}',
     b'{"model": "austen", "prompt": "x", "logit_bias": {"99999999": 1}}',
     b'{"model": "shakespeare", "prompt": "\\ud83e", "stop": [""]}',
+    b'{"model": "austen", "prompt": "' + b"too long " * 100_000 + b'"}',
 )
 
 
@@ -61,6 +68,7 @@ class SoakResult:
     files_grown: int = 0
     frames_left: int = 0
     sequences_left: int = 0
+    tasks_left: int = 0
     exit_code: int | None = None
     log: str = ""
 
@@ -118,6 +126,7 @@ async def _soak(process: subprocess.Popen[bytes], url: str, seconds: float, seed
     root = psutil.Process(process.pid)
     async with httpx2.AsyncClient(base_url=url, timeout=120) as http:
         await _fill(http)
+        tasks = await _num_tasks(http)
         files = sum(child.num_fds() for child in _processes(root))
     deadline = time.monotonic() + seconds
     clients = [asyncio.create_task(_client(url, random.Random(seed + n), deadline, result)) for n in range(NUM_CLIENTS)]
@@ -129,7 +138,7 @@ async def _soak(process: subprocess.Popen[bytes], url: str, seconds: float, seed
         await asyncio.wait(clients, timeout=SAMPLE_EVERY_S)
     for client in clients:
         client.result()
-    await _settle(root, url, files, result)
+    await _settle(root, url, files, tasks, result)
     return result
 
 
@@ -141,12 +150,20 @@ async def _fill(http: httpx2.AsyncClient) -> None:
     assert all(answer.status_code == 200 for answer in answers), Counter(answer.status_code for answer in answers)
 
 
-async def _settle(root: psutil.Process, url: str, files: int, result: SoakResult) -> None:
+async def _num_tasks(http: httpx2.AsyncClient) -> int:
+    """Tasks of the server's event loop, that of this request and of its connection included."""
+    found = re.search(r"^crosspool:server_tasks (\d+)", (await http.get("/metrics")).text, re.MULTILINE)
+    assert found is not None, "the server tells no tasks"
+    return int(found[1])
+
+
+async def _settle(root: psutil.Process, url: str, files: int, tasks: int, result: SoakResult) -> None:
     """Wait until nothing is left, at most SETTLE_S, and note what is."""
     until = time.monotonic() + SETTLE_S
     while True:
         async with httpx2.AsyncClient(base_url=url, timeout=30) as http:
             stats = (await http.get("/stats")).json()
+            result.tasks_left = await _num_tasks(http) - tasks
         result.frames_left = sum(pool["frames_used"] + pool["frames_reserved"] for pool in stats["pools"])
         counts = ("num_queued", "num_prefilling", "num_decoding", "num_parked")
         result.sequences_left = sum(model[count] for model in stats["models"] for count in counts)
@@ -155,6 +172,7 @@ async def _settle(root: psutil.Process, url: str, files: int, result: SoakResult
         result.sockets_left = sum(connection.status == "ESTABLISHED" for connection in connections)
         result.files_grown = sum(child.num_fds() for child in _processes(root)) - files
         left = result.frames_left or result.sequences_left or result.sockets_left or result.files_grown > 0
+        left = left or result.tasks_left > 0
         if not left or time.monotonic() > until:
             return
 
@@ -173,7 +191,7 @@ async def _client(url: str, draw: random.Random, deadline: float, result: SoakRe
                 "temperature": draw.choice((0, 0.8)),
                 "ignore_eos": True,
             }
-            action = draw.choices((_whole, _stream, _leave_stream, _leave_whole, _bad, _look), (3, 3, 2, 1, 1, 1))[0]
+            action = draw.choices(ACTIONS, (3, 3, 2, 1, 1, 1, 2))[0]
             try:
                 status = await action(http, body, draw)
             except httpx2.TimeoutException:
@@ -217,7 +235,7 @@ async def _bad(http: httpx2.AsyncClient, body: dict[str, Any], draw: random.Rand
     content = draw.choice(BAD_BODIES)
     response = await http.post(path, content=content, headers={"Content-Type": "application/json"})
     if response.status_code not in (400, 404):
-        raise AssertionError(f"{content!r} got {response.status_code}: {response.text[:300]}")
+        raise AssertionError(f"{content[:200]!r} got {response.status_code}: {response.text[:300]}")
     return response.status_code
 
 
@@ -228,3 +246,24 @@ async def _look(http: httpx2.AsyncClient, body: dict[str, Any], draw: random.Ran
             if re.search("stream", path):
                 break
     return response.status_code
+
+
+async def _chat(http: httpx2.AsyncClient, body: dict[str, Any], draw: random.Random) -> int:
+    """A conversation in one of the three APIs, some of them in a grammar; a stream is read or left."""
+    said = [{"role": "user", "content": body["prompt"]}]
+    basic = {"model": body["model"], "stream": draw.random() < 0.5}
+    path, asked = draw.choice(
+        (
+            ("/v1/chat/completions", {"messages": said, "max_tokens": 24, "response_format": draw.choice(FORMS)}),
+            ("/v1/messages", {"messages": said, "max_tokens": 24}),
+            ("/v1/responses", {"input": said, "max_output_tokens": 24}),
+        )
+    )
+    async with http.stream("POST", path, json={**basic, **asked}) as response:
+        if draw.random() < 0.3:
+            return LEFT
+        await response.aread()
+    return response.status_code
+
+
+ACTIONS = (_whole, _stream, _leave_stream, _leave_whole, _bad, _look, _chat)

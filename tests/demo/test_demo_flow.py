@@ -5,7 +5,11 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
+from crosspool.demo.run import _free_port, _url
 from crosspool.demo.scenario import DEMO_MODELS, demo_requests
+from crosspool.errors import CrossPoolError
 
 
 def _demo(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -38,3 +42,13 @@ def test_a_taken_port_is_a_one_line_error_and_never_another_server():
         done = _demo("--port", str(port))
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}: Address already in use")
+
+
+def test_a_host_of_ipv6_has_a_port_and_an_address_in_brackets():
+    port = _free_port("::1", None)
+    with socket.socket(socket.AF_INET6) as listener:
+        listener.bind(("::1", port))
+        with pytest.raises(CrossPoolError, match=rf"cannot listen on ::1:{port}: .*; give another --host or --port"):
+            _free_port("::1", port)
+    assert _url("::1", port) == f"http://[::1]:{port}"
+    assert _url("127.0.0.1", 8000) == "http://127.0.0.1:8000"

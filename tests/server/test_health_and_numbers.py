@@ -109,6 +109,22 @@ async def test_metrics_have_vllms_suffixes_and_add_up(http: httpx2.AsyncClient, 
         assert samples[(f"crosspool:{suffix}", tiny)] == value, suffix
     assert samples[("crosspool:request_success_total", ("finished_reason", "length"), tiny)] == 2
     assert samples[("crosspool:admission_rejections_total", tiny, ("reason", "queue_full"))] == 1
+    decode = ("model_name", "tiny"), ("phase", "decode")
+    for suffix, value in {
+        "attention_seconds_count": 8,
+        "attention_seconds_sum": 0.5,
+        "ffn_seconds_count": 4,
+        "ffn_seconds_sum": 0.25,
+        "transfer_seconds_count": 4,
+        "transfer_seconds_sum": 0.125,
+        "iteration_tokens_total_count": 8,
+        "iteration_tokens_total_sum": 9,
+    }.items():
+        assert samples[(f"crosspool:{suffix}", *decode)] == value, suffix
+    assert samples[("crosspool:weight_bytes_moved_total", tiny)] == 300
+    assert samples[("crosspool:expert_tokens_total", ("layer", "1"), tiny)] == 2 * 9
+    assert ("crosspool:expert_tokens_total", ("layer", "0"), tiny) not in samples  # a dense layer
+    assert samples["crosspool:server_tasks",] >= 1
     kv = {key: value for key, value in samples.items() if key[0] == "crosspool:pool_bytes" and ("pool", "kv") in key}
     assert len(kv) == 4
     assert sum(kv.values()) == 100 * 4096

@@ -31,7 +31,9 @@ def numbers(http: httpx2.Client) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.parametrize("layout", ["inprocess", "processes"])
-def test_times_experts_and_weights_have_a_true_source(tmp_path: Path, layout: str) -> None:
+def test_times_experts_and_weights_have_a_true_source(
+    tmp_path: Path, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
     # deepseek_v2's first layer is dense, the others send each token to two experts
     path = write_tiny_model(tmp_path / "m", "deepseek_v2", num_layers=3)
     config = DeploymentConfig(
@@ -77,3 +79,6 @@ def test_times_experts_and_weights_have_a_true_source(tmp_path: Path, layout: st
             while numbers(http)["weight_bytes_moved_total",] != weights + own_bytes:
                 assert time.monotonic() < deadline, "the rank's weights were not counted again"
                 time.sleep(0.05)
+            told = [record.getMessage() for record in caplog.records if "lost" in record.getMessage()]
+            assert len(told) == 1, told  # a loss is one line of the log
+            assert "w0" in told[0]

@@ -22,6 +22,7 @@ def test_mixed_traffic_leaves_memory_flat_and_nothing_open() -> None:
     assert set(result.statuses) <= {200, 400, 404, 429, LEFT}
     assert (result.frames_left, result.sequences_left) == (0, 0)
     assert result.sockets_left == 0
+    assert result.tasks_left <= 0
     assert result.files_grown <= 0
     assert max(growth.values()) < MAX_GROWTH_PERCENT, growth
     assert result.exit_code == 0, result.log[-3000:]

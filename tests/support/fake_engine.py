@@ -12,7 +12,7 @@ from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.output import RequestOutput, Timings, TokenLogprobs, Usage
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.served_model import ServedModel
-from crosspool.engine.stats import EngineStats, LaneStats, ModelInfo, ModelState, ModelStats, PoolStats
+from crosspool.engine.stats import EngineStats, LaneStats, ModelInfo, ModelState, ModelStats, PoolStats, StepTotals
 from crosspool.engine.step_log import StepSpan
 from crosspool.errors import CrossPoolError, QueueFullError, UnknownModelError
 
@@ -113,6 +113,8 @@ class FakeEngine:
             total_bytes=300,
             bytes_by_rank={"kv0": 100, "w0": 200},
             load_s=0.5,
+            moved_bytes=300,
+            experts_by_layer=(0, 2),
         )
 
     def check(self) -> None:
@@ -147,6 +149,11 @@ class FakeEngine:
                 num_accepted=len(self.requests),
                 num_refused=0,
                 num_finished=self.finished[name],
+                steps={
+                    "decode": StepTotals(
+                        num_steps=8, num_tokens=9, num_told=4, attention_s=0.5, ffn_s=0.25, transfer_s=0.125
+                    )
+                },
             )
             for name in self.scripts
         )

@@ -32,7 +32,7 @@ def run_demo(*, host: str, port: int | None, keep: bool, as_json: bool, seed: in
     console = Console(stderr=as_json)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended too
     port = _free_port(host, port)
-    base_url = f"http://{host}:{port}"
+    base_url = _url(host, port)
     with _server(host, port, console) as server:
         try:
             report = asyncio.run(_ask(base_url, server, console, seed))
@@ -155,6 +155,10 @@ async def _until_ready(http: httpx2.AsyncClient, server: subprocess.Popen[bytes]
     raise CrossPoolError(f"the server was not ready after {START_TIMEOUT_S:.0f} s")
 
 
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _free_port(host: str, asked: int | None) -> int:
     """`asked`, or else 8000, as the guides say, or any free one where something listens there already.
 
@@ -162,7 +166,7 @@ def _free_port(host: str, asked: int | None) -> int:
     """
     wanted = (8000, 0) if asked is None else (asked,)
     for candidate in wanted:
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, candidate))

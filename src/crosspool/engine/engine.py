@@ -17,8 +17,6 @@ from crosspool.cluster.base import (
     Cluster,
     Event,
     RankFailed,
-    RankLost,
-    RankReady,
 )
 from crosspool.core import FinishReason, Request
 from crosspool.engine.config import EngineConfig
@@ -341,12 +339,6 @@ class Engine:
 
 
 def _log(event: Event) -> None:
-    match event:
-        case RankLost(rank=rank, reason=reason):
-            logger.warning("rank %s was lost: %s", rank, reason)
-        case RankReady(rank=rank, seconds=seconds):
-            logger.info("rank %s is ready after %.2f s", rank, seconds)
-        case RankFailed(rank=rank, error=error):
-            logger.error("rank %s stays lost: %s", rank, error)
-        case _:
-            pass
+    """What the cluster, which logs losses and returns, does not."""
+    if isinstance(event, RankFailed):
+        logger.error("rank %s stays lost: %s", event.rank, event.error)
