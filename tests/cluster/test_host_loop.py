@@ -29,6 +29,9 @@ class StubLoop:
         self.when_looked()
         return self.num_ready > 0
 
+    def looks(self):
+        return [self.has_work]
+
     def advance(self):
         if self.num_ready == 0:
             return False

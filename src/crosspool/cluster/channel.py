@@ -13,9 +13,11 @@ from collections.abc import Callable
 import numpy as np
 
 from crosspool.backends.base import FloatArray
-from crosspool.cluster.fence import Fence
+from crosspool.cluster.fence import STORES_ARE_ORDERED, Fence
 from crosspool.cluster.region import LINE_BYTES
 from crosspool.units import align_up
+
+VIEWS_KEPT = 64
 
 
 def channel_bytes(capacity: int) -> int:
@@ -45,19 +47,20 @@ class ChannelInlet:
 
     def __init__(self, memory: memoryview, capacity: int) -> None:
         self._flag = memory[:8].cast("Q")
-        self._slots = _slots(memory, capacity)
+        self._slots = Slots(memory, capacity)
         self._fence = Fence()
 
     def arrived(self, epoch: int) -> bool:
         """Whether the payload of `epoch`, or of a later one, lies in its slot."""
         if self._flag[0] < epoch:
             return False
-        self._fence.stores_or_loads()
+        if not STORES_ARE_ORDERED:
+            self._fence.full()
         return True
 
     def take(self, layer: int, num_tokens: int, width: int) -> FloatArray:
         """(num_tokens, width) float32 view of the slot of this layer's parity; valid until two layers later."""
-        return self._slots[layer & 1][: num_tokens * width].reshape(num_tokens, width)
+        return self._slots.view(layer, (num_tokens, width))
 
 
 class ChannelOutlet:
@@ -67,7 +70,7 @@ class ChannelOutlet:
 
     def __init__(self, memory: memoryview, capacity: int, ring: Callable[[], None]) -> None:
         self._flag = memory[:8].cast("Q")
-        self._slots = _slots(memory, capacity)
+        self._slots = Slots(memory, capacity)
         self._capacity = capacity
         self._fence = Fence()
         self._ring = ring
@@ -79,8 +82,9 @@ class ChannelOutlet:
                 f"{payload.shape[0]} tokens of width {payload.shape[1]} do not fit a channel of {self._capacity} "
                 "elements; raise max_tokens_per_step"
             )
-        np.copyto(self._slots[layer & 1][: payload.size].reshape(payload.shape), payload)
-        self._fence.stores_or_loads()
+        np.copyto(self._slots.view(layer, payload.shape), payload)
+        if not STORES_ARE_ORDERED:
+            self._fence.full()
         self._flag[0] = epoch
         self._ring()
 
@@ -89,9 +93,25 @@ def _slot_bytes(capacity: int) -> int:
     return align_up(4 * capacity, LINE_BYTES)
 
 
-def _slots(memory: memoryview, capacity: int) -> tuple[FloatArray, FloatArray]:
-    """Views of the slots of even and of odd layers."""
-    stride = _slot_bytes(capacity)
-    even = np.frombuffer(memory, np.float32, capacity, LINE_BYTES)
-    odd = np.frombuffer(memory, np.float32, capacity, LINE_BYTES + stride)
-    return even, odd
+class Slots:
+    """The two slots of a channel, as arrays of the shapes that cross; few shapes do, over and over."""
+
+    __slots__ = ("_arrays", "_views")
+
+    def __init__(self, memory: memoryview, capacity: int) -> None:
+        even = np.frombuffer(memory, np.float32, capacity, LINE_BYTES)
+        odd = np.frombuffer(memory, np.float32, capacity, LINE_BYTES + _slot_bytes(capacity))
+        self._arrays = (even, odd)
+        self._views: tuple[dict[tuple[int, ...], FloatArray], ...] = ({}, {})
+
+    def view(self, layer: int, shape: tuple[int, ...]) -> FloatArray:
+        """The slot of the layer's parity as (num_tokens, width)."""
+        parity = layer & 1
+        views = self._views[parity]
+        view = views.get(shape)
+        if view is None:
+            if len(views) >= VIEWS_KEPT:
+                views.clear()
+            num_tokens, width = shape
+            view = views[shape] = self._arrays[parity][: num_tokens * width].reshape(num_tokens, width)
+        return view

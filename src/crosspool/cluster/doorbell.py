@@ -55,9 +55,10 @@ class Doorbell:
 
 
 class Board:
-    """Shared words about every host, each in its own line: whether it may be asleep, and its beat.
+    """Shared words about every host, each in its own line: whether it may be asleep, its beat, and its post.
 
-    The beat grows with every turn of the host's loop; a host that owes work and does not beat hangs.
+    The beat grows with every turn of the host's loop; a host that owes work and does not beat hangs. The post grows
+    after the parent has sent messages, so that a host that works need not ask the system whether some have come.
     """
 
     def __init__(self, region: Region) -> None:
@@ -65,7 +66,7 @@ class Board:
 
     @staticmethod
     def num_bytes(num_hosts: int) -> int:
-        return 2 * LINE_BYTES * num_hosts
+        return _WORDS * LINE_BYTES * num_hosts
 
     def may_sleep(self, host: int) -> bool:
         return self._words[_asleep(host)] != 0
@@ -79,6 +80,12 @@ class Board:
     def set_beat(self, host: int, beat: int) -> None:
         self._words[_beat(host)] = beat
 
+    def post(self, host: int) -> int:
+        return self._words[_post(host)]
+
+    def add_post(self, host: int) -> None:
+        self._words[_post(host)] += 1
+
     def close(self) -> None:
         """Let go of the memory; nothing can be read after it."""
         self._words.release()
@@ -90,19 +97,26 @@ def ringer(doorbell: Doorbell, board: Board, host: int) -> Callable[[], None]:
     The consumer marks itself asleep, and only then looks at its flags once more; the producer raises the flag, and only
     then looks at the mark. With a full fence in between on both sides one of them sees the other.
     """
-    fence = Fence()
+    full_fence, may_sleep = Fence().full, board.may_sleep
 
     def ring() -> None:
-        fence.full()
-        if board.may_sleep(host):
+        full_fence()
+        if may_sleep(host):
             doorbell.ring()
 
     return ring
 
 
+_WORDS = 3
+
+
 def _asleep(host: int) -> int:
-    return 2 * host * LINE_BYTES // 8
+    return _WORDS * host * LINE_BYTES // 8
 
 
 def _beat(host: int) -> int:
-    return (2 * host + 1) * LINE_BYTES // 8
+    return (_WORDS * host + 1) * LINE_BYTES // 8
+
+
+def _post(host: int) -> int:
+    return (_WORDS * host + 2) * LINE_BYTES // 8

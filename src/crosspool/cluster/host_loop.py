@@ -11,6 +11,9 @@ from crosspool.cluster.fence import Fence
 from crosspool.cluster.messages import FromRank, Stop, ToRank
 from crosspool.cluster.rank_loop import RankLoop
 
+LOOK_TURNS = 256
+"""After so many turns of work on end descriptors are asked too: a parent that is gone posts nothing."""
+
 BUSY_NAP_S = 0.05
 """Longest sleep while something is in flight, so that the host's beat goes on and no lost ring costs more."""
 
@@ -32,7 +35,7 @@ class Inbox(Protocol):
         ...
 
     def has_messages(self) -> bool:
-        """Whether one lies there that no descriptor tells of."""
+        """Whether some have come, as far as that can be told without asking the system."""
         ...
 
     def answer(self, rank: str) -> Callable[[FromRank], None]:
@@ -54,6 +57,7 @@ class HostLoop:
         self._spin_s = spin_us * 1e-6
         self._fence = Fence()
         self._beat = board.beat(host)
+        self._has_slept = True
         self._poll = select.poll()
         for fd in (doorbell.read_fd, *inbox.fds):
             self._poll.register(fd, select.POLLIN)
@@ -70,10 +74,12 @@ class HostLoop:
 
     def turn(self) -> bool:
         """Take messages, run at most one segment of each rank, and rest if there was none. False after a `Stop`."""
-        for rank, message in self._inbox.receive():
-            if isinstance(message, Stop):
-                return False
-            self._loops[rank].handle(message)
+        if self._has_slept or self._inbox.has_messages() or self._beat % LOOK_TURNS == 0:
+            self._has_slept = False
+            for rank, message in self._inbox.receive():
+                if isinstance(message, Stop):
+                    return False
+                self._loops[rank].handle(message)
         self._beat += 1
         self._board.set_beat(self._host, self._beat)
         has_worked = False
@@ -89,15 +95,25 @@ class HostLoop:
     def _rest(self) -> None:
         """Sleep until a ring, a message or a deadline; first look for a short time if a step is in flight."""
         is_busy = any(loop.is_busy for loop in self._loops.values())
-        if is_busy and self._spin_s > 0:
-            until_s = time.perf_counter() + self._spin_s
-            while time.perf_counter() < until_s:
-                if self._has_work():
-                    return
-                _yield_core()
+        if is_busy and self._spin_s > 0 and self._look_around():
+            return
         self._board.set_asleep(self._host, True)
         self._fence.full()  # see `doorbell.ringer`: marked first, looked at last
         readable = [] if self._has_work() else self._poll.poll(1000 * BUSY_NAP_S if is_busy else None)
         self._board.set_asleep(self._host, False)
+        self._has_slept = True
         if any(fd == self._doorbell.read_fd for fd, _ in readable):
             self._doorbell.drain()
+
+    def _look_around(self) -> bool:
+        """Whether work comes within the time of a spin. What there is to look at stays the same meanwhile."""
+        looks = [self._inbox.has_messages]
+        for loop in self._loops.values():
+            looks += loop.looks()
+        until_s = time.perf_counter() + self._spin_s
+        while time.perf_counter() < until_s:
+            for look in looks:
+                if look():
+                    return True
+            _yield_core()
+        return False

@@ -62,17 +62,23 @@ class LaneRun:
 
         A segment left lying for `patience_s` outranks every priority, so that no lane starves.
         """
-        if self._wait is not None:
-            if not self._wait.satisfied():
-                return None
-            self._wait = None
-            self.has_waited = True
-            self.wait_s += now_s - self._since_s
-            self._ready_s = now_s
+        if not self.becomes_ready(now_s):
+            return None
         if self._ticket is None:
             self._ticket = next_ticket
         is_starving = now_s - self._ready_s > patience_s
         return Segment(self.header.lane, STARVING_PRIORITY if is_starving else self.header.priority, self._ticket)
+
+    def becomes_ready(self, now_s: float) -> bool:
+        """`is_ready`; a wait that is over is counted."""
+        if self._wait is not None:
+            if not self._wait.satisfied():
+                return False
+            self._wait = None
+            self.has_waited = True
+            self.wait_s += now_s - self._since_s
+            self._ready_s = now_s
+        return True
 
     def advance(self) -> None:
         """Run the segment up to its next wait. Raises StopIteration with the half's result at its end."""

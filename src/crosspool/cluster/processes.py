@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.control import ControlSocket
-from crosspool.cluster.doorbell import Doorbell
+from crosspool.cluster.doorbell import Board, Doorbell
 from crosspool.cluster.messages import Boot, FromRank, ToRank
 from crosspool.cluster.region import FileRegion
 
@@ -50,13 +50,20 @@ class ProcessHost:
     """A host that is a child process (`host.Host`)."""
 
     def __init__(
-        self, config: ClusterConfig, host: int, doorbells: Sequence[Doorbell], board: FileRegion, spawner: Spawner
+        self,
+        config: ClusterConfig,
+        host: int,
+        doorbells: Sequence[Doorbell],
+        board: Board,
+        board_file: FileRegion,
+        spawner: Spawner,
     ) -> None:
         self.ranks = config.all_hosts[host]
         self._config = config
         self._host = host
         self._doorbells = tuple(doorbells)
         self._board = board
+        self._board_file = board_file
         self._spawner = spawner
         self._process: subprocess.Popen[bytes] | None = None
         self._control: ControlSocket[FromRank, ToRank] | None = None
@@ -76,16 +83,18 @@ class ProcessHost:
                 ours.close()
                 raise
         self._control = ControlSocket(ours)
-        self.send(self.ranks[0], Boot(self._config, self._host, self._doorbells, self._board, os.getpid()))
+        self.send(self.ranks[0], Boot(self._config, self._host, self._doorbells, self._board_file, os.getpid()))
 
     def send(self, rank: str, message: ToRank) -> None:
         if self._control is not None:
             self._control.queue((rank, message))
+            self._board.add_post(self._host)
 
     def flush(self) -> bool:
-        if self._control is None:
+        if self._control is None or not self._control.has_unsent:
             return False
         self._control.flush()
+        self._board.add_post(self._host)
         return self._control.has_unsent
 
     def receive(self) -> Sequence[tuple[str, FromRank]]:

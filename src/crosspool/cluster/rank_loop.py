@@ -68,7 +68,11 @@ class RankLoop:
 
     def has_work(self) -> bool:
         """Whether `advance` would find something to do."""
-        return self._loader.has_outcomes() or any(run.is_ready() for run in self._runs.values())
+        return any(look() for look in self.looks())
+
+    def looks(self) -> list[Callable[[], bool]]:
+        """Functions of which one gives True when `advance` would find something to do; until then they stay as good."""
+        return [self._loader.has_outcomes, *(run.is_ready for run in self._runs.values())]
 
     def next_deadline_s(self) -> float | None:
         """When the first wait runs out, on the loop's clock."""
@@ -81,6 +85,11 @@ class RankLoop:
         if not self._runs:
             return False
         now_s = self._around.clock()
+        if len(self._runs) == 1:
+            (run,) = self._runs.values()
+            if run.becomes_ready(now_s):
+                self._run_segment(run, now_s)
+                return True
         ready = []
         for run in tuple(self._runs.values()):
             segment = run.segment(now_s, self._next_ticket, self._patience_s)

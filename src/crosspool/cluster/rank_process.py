@@ -27,6 +27,8 @@ class SocketInbox:
         self.fds = (control.fd,)
         self._control = control
         self._early: list[tuple[str, ToRank]] = []  # came along with the first message
+        self._post: Callable[[], int] = lambda: 0
+        self._seen_post = 0
 
     def boot(self) -> Boot:
         """Wait for the first message."""
@@ -38,14 +40,19 @@ class SocketInbox:
         assert isinstance(boot, Boot), f"the first message is {type(boot).__name__}, not Boot"
         return boot
 
+    def watch(self, board: Board, host: int) -> None:
+        """Learn from the board when messages have come."""
+        self._post = lambda: board.post(host)
+
     def receive(self) -> Sequence[tuple[str, ToRank]]:
+        self._seen_post = self._post()  # before looking, so that what comes meanwhile is looked for again
         if self._early:
             messages, self._early = self._early, []
             return messages
         return self._control.receive()
 
     def has_messages(self) -> bool:
-        return bool(self._early)
+        return self._post() != self._seen_post or bool(self._early)
 
     def answer(self, rank: str) -> Callable[[FromRank], None]:
         def emit(message: FromRank) -> None:
@@ -75,6 +82,7 @@ def _run(boot: Boot, inbox: SocketInbox) -> int:
     """Tells the parent what ends the loop early: all it could see of that by itself is that the socket ends."""
     board = Board(boot.board)
     boot.board.close()
+    inbox.watch(board, boot.host)
     loop = None
     try:
         loop = make_host_loop(boot.config, boot.host, boot.doorbells, board, inbox, LoadThreads(), boot.config.spin_us)

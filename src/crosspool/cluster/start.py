@@ -38,7 +38,7 @@ def _start_processes(config: ClusterConfig) -> RankCluster:
     board_file = FileRegion.create(Board.num_bytes(len(doorbells)))
     board = Board(board_file)
     spawner = Spawner()
-    hosts = [ProcessHost(config, number, doorbells, board_file, spawner) for number in range(len(doorbells))]
+    hosts = [ProcessHost(config, number, doorbells, board, board_file, spawner) for number in range(len(doorbells))]
 
     def release() -> None:
         spawner.close()
