@@ -1,5 +1,6 @@
 """The pure parts of the parent: states of ranks, models, channels, steps. No rank runs here."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from crosspool.cluster.channel_book import ChannelBook, Link
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.in_flight import InFlight
 from crosspool.cluster.roster import Roster
-from crosspool.cluster.supervisor import MAX_BACKOFF_S, RankState, Supervisor, backoff_s
+from crosspool.cluster.supervisor import LOOKS, MAX_BACKOFF_S, RankState, Supervisor, backoff_s
 from crosspool.scheduler.step import StepHeader
 
 
@@ -141,7 +142,7 @@ class TestSupervisor:
         bring_up(supervisor, 0, ("kv0",), 0.0)
         bring_up(supervisor, 1, ("w0", "w1"), 0.0)
         assert supervisor.next_look_s(5.0, owing=[]) is None
-        assert supervisor.next_look_s(5.0, owing=[1]) == 5.0 + 6.0 / 8
+        assert supervisor.next_look_s(5.0, owing=[1]) == 5.0 + 6.0 / LOOKS
         supervisor.has_ended(1, 5.0)
         assert supervisor.next_look_s(5.0, owing=[]) == 5.0
 
@@ -239,11 +240,18 @@ class TestInFlight:
         assert flights.end(0, 1) == (("kv0", "w0"), first)
         assert flights.doom(0, 1, first) == ()
 
-    def test_a_lane_carries_one_step_at_a_time(self):
+    def test_a_lane_carries_one_step_and_one_behind_it(self):
         flights = InFlight()
-        flights.begin(header(), ("kv0", "w0"))
-        with pytest.raises(ValueError, match="lane 0 still runs step 1; submit step 2 after"):
-            flights.begin(header(step_seq=2), ("kv0", "w0"))
+        assert not flights
+        assert flights.begin(header(), ("kv0", "w0")) == 0
+        with pytest.raises(ValueError, match="lane 0 of kv0 still runs step 1; submit step 2 of kv9 after"):
+            flights.begin(replace(header(step_seq=2), kv_rank="kv9"), ("kv9", "w0"))
+        assert flights.begin(header(step_seq=2), ("kv0", "w0")) == 1
+        with pytest.raises(ValueError, match="lane 0 of kv0 still runs step 1 and 2; submit step 3 of kv0 after"):
+            flights.begin(header(step_seq=3), ("kv0", "w0"))
+        assert [flight.step_seq for flight in flights.on_rank("w0")] == [1, 2]
+        flights.end(0, 1)
+        assert flights.begin(header(step_seq=3), ("kv0", "w0")) == 2
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ processes ever write to it. Unix only: descriptors cross by SCM_RIGHTS.
 """
 
 import os
-import select
 import socket
 import struct
 from collections import deque
@@ -21,7 +20,7 @@ Out = TypeVar("Out", ToRank, FromRank)
 
 _HEADER = struct.Struct("<IH")
 _CHUNK_BYTES = 1 << 16
-_MAX_FDS = 32
+_FDS_BYTES = socket.CMSG_SPACE(32 * struct.calcsize("i"))
 _RECEIVE_FLAGS = socket.MSG_DONTWAIT | getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -37,8 +36,6 @@ class ControlSocket(Generic[In, Out]):
         self._in = bytearray()
         self._in_fds: deque[int] = deque()
         self._is_ended = False
-        self._poll = select.poll()
-        self._poll.register(sock.fileno(), select.POLLIN)
 
     @property
     def fd(self) -> int:
@@ -82,15 +79,16 @@ class ControlSocket(Generic[In, Out]):
 
     def receive(self) -> list[tuple[str, In]]:
         """Messages that have arrived; never blocks. Raises EOFError once all are read and the other side is gone."""
-        while not self._is_ended and self._poll.poll(0):
+        while not self._is_ended:
             try:
-                data, fds, _, _ = socket.recv_fds(self._sock, _CHUNK_BYTES, _MAX_FDS, _RECEIVE_FLAGS)
+                data, ancillary, _, _ = self._sock.recvmsg(_CHUNK_BYTES, _FDS_BYTES, _RECEIVE_FLAGS)
             except BlockingIOError:
                 break
             except ConnectionResetError:
-                data, fds = b"", []
+                data, ancillary = b"", []
             self._in += data
-            self._in_fds.extend(fds)
+            for _, _, fds in ancillary:
+                self._in_fds.extend(memoryview(fds).cast("i"))
             self._is_ended = not data
             if len(data) < _CHUNK_BYTES:
                 break

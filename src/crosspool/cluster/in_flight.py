@@ -27,6 +27,9 @@ class InFlight:
     def __init__(self) -> None:
         self._flights: dict[tuple[int, int], _Flight] = {}  # by lane and step_seq
 
+    def __bool__(self) -> bool:
+        return bool(self._flights)
+
     def begin(self, header: StepHeader, ranks: tuple[str, ...]) -> int:
         """Take a step; gives the number of the one it comes behind, 0 if its lane is idle.
 

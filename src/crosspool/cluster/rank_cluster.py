@@ -7,7 +7,7 @@ it knows is kept in four pure parts: `Supervisor` (states of ranks), `Roster` (m
 import logging
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from crosspool.cluster import messages
 from crosspool.cluster.base import (
@@ -36,6 +36,8 @@ from crosspool.scheduler.step import StepDescriptor
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 3.0
+MAX_WAIT_S = 86_400.0
+NEVER_S = float("inf")
 HANG_FACTOR = 1.5
 """A host that owes work may be silent for this many step deadlines."""
 ACCUSED_FACTOR = 0.8
@@ -82,6 +84,10 @@ class RankCluster:
         self._events: list[Event] = []
         self._is_woken = False
         self._is_closed = False
+        self._watch_s = 0.0  # when to look after the hosts again; 0: at once
+        self._poll = select.poll()
+        self._polled: dict[int, int] = {}  # descriptors in `_poll`, with what they are polled for
+        self._poll_fds({doorbell.read_fd: select.POLLIN})
         self._launch_due(clock())
 
     def add_model(self, placement: ModelPlacement) -> None:
@@ -95,6 +101,7 @@ class RankCluster:
         if len(set(placement.kv_ranks)) < len(placement.kv_ranks):
             raise ValueError(f"KV ranks of {placement.name} are {placement.kv_ranks}; name each rank once")
         self._roster.add(placement, self._clock())
+        self._watch_s = 0.0
         for rank in self._roster.ranks(placement.name):
             if self._supervisor.state(rank) is RankState.FAILED:
                 self._drop_model(placement.name, f"{rank} could not be brought back; restart the server")
@@ -140,6 +147,8 @@ class RankCluster:
             return
         if self._channels.needs_lane(header.lane):
             self._open_missing()
+        if not self._flights:
+            self._watch_s = 0.0
         behind = self._flights.begin(header, ranks)
         for rank in placement.weights_ranks:
             self._send(rank, messages.Step(header, behind))
@@ -152,14 +161,16 @@ class RankCluster:
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Events since the last call; waits up to `timeout_s` for the first, without spinning."""
-        until_s = self._clock() + timeout_s
+        now_s = self._clock()
+        until_s = now_s + timeout_s
         while True:
-            self._receive()
+            may_wait = not (self._events or self._is_woken) and self._watch_s > now_s
+            self._receive(self._wait(max(0.0, min(until_s, self._watch_s) - now_s) if may_wait else 0.0))
             now_s = self._clock()
-            self._watch(now_s)
+            if now_s >= self._watch_s:
+                self._watch(now_s)
             if self._events or self._is_woken or now_s >= until_s:
                 break
-            self._sleep(now_s, until_s)
         self._is_woken = False
         events, self._events = self._events, []
         return events
@@ -198,26 +209,35 @@ class RankCluster:
         if self._supervisor.is_up(rank):
             self._hosts[self._host_of[rank]].send(rank, message)
 
-    def _sleep(self, now_s: float, until_s: float) -> None:
-        poll = select.poll()
-        poll.register(self._doorbell.read_fd, select.POLLIN)
+    def _wait(self, seconds: float) -> set[int]:
+        """Descriptors that are readable, waiting for the first. A host that has none rings the doorbell."""
+        fds = {self._doorbell.read_fd: select.POLLIN}
         for host in self._hosts:
-            fd = host.fd()
-            if fd is not None:
-                poll.register(fd, select.POLLIN | (select.POLLOUT if host.flush() else 0))
-        look_s = self._supervisor.next_look_s(now_s, self._owing())
-        until_s = until_s if look_s is None else min(until_s, look_s)
-        poll.poll(max(0.0, 1000 * (until_s - now_s)))
-        self._doorbell.drain()
+            if (fd := host.fd()) is not None:
+                fds[fd] = select.POLLIN | select.POLLOUT if host.flush() else select.POLLIN
+        if fds != self._polled:
+            self._poll_fds(fds)
+        readable = {fd for fd, _ in self._poll.poll(1000 * min(seconds, MAX_WAIT_S))}
+        if self._doorbell.read_fd in readable:
+            self._doorbell.drain()
+        return readable
+
+    def _poll_fds(self, fds: dict[int, int]) -> None:
+        for fd in self._polled.keys() - fds.keys():
+            self._poll.unregister(fd)
+        for fd, events in fds.items():
+            self._poll.register(fd, events)
+        self._polled = fds
 
     def _owing(self) -> list[int]:
         """Hosts that have a step to run or a model to load."""
         ranks = self._host_of.items()
         return [host for rank, host in ranks if self._flights.is_on(rank) or self._roster.is_loading(rank)]
 
-    def _receive(self) -> None:
+    def _receive(self, readable: Container[int]) -> None:
         for number, host in enumerate(self._hosts):
-            if not self._supervisor.is_up(host.ranks[0]):
+            fd = host.fd()
+            if (fd is not None and fd not in readable) or not self._supervisor.is_up(host.ranks[0]):
                 continue
             try:
                 for rank, message in host.receive():
@@ -233,6 +253,7 @@ class RankCluster:
             case messages.StepEnded():
                 self._step_ended(rank, message)
             case messages.Hello():
+                self._watch_s = 0.0
                 self._supervisor.said_hello(rank)
                 self._settle_loads((rank,))
             case messages.Ending(reason):
@@ -315,12 +336,15 @@ class RankCluster:
             reason = self._supervisor.overdue(number, now_s, self._board.beat(number), number in owing)
             if reason is not None:
                 self._lose(number, reason)
-            elif number in owing:
+            elif number in owing and self._supervisor.silent_s(number, now_s) > 0:
                 host.nudge()  # it may have done its part of a step that others still work on, and sleep
+        look_s = self._supervisor.next_look_s(now_s, owing)
+        self._watch_s = NEVER_S if look_s is None else look_s
 
     def _lose(self, number: int, reason: str | None) -> None:
         """A host has ended, or hangs for the given reason and is ended here."""
         host = self._hosts[number]
+        self._watch_s = 0.0
         can_restart = host.kill()
         if reason is not None and not can_restart:
             return  # a thread that hangs: its steps end by their deadlines

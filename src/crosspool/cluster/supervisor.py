@@ -13,6 +13,8 @@ from enum import StrEnum
 BACKOFF_S = 0.2
 """Wait before the start that follows a failed one; it doubles with each further failure."""
 MAX_BACKOFF_S = 10.0
+LOOKS = 32
+"""Looks at a host that owes work before it counts as hung."""
 
 
 class RankState(StrEnum):
@@ -132,7 +134,7 @@ class Supervisor:
             if state is RankState.LOST:
                 moments.append(host.restart_s)
             elif number in owing or state is RankState.STARTING:
-                moments.append(now_s + self._hang_s / 8)
+                moments.append(now_s + self._hang_s / LOOKS)
         return min(moments, default=None)
 
     def _set(self, host: int, state: RankState) -> None:
