@@ -1,26 +1,40 @@
-"""Messages as bytes: pickles in which the dataclasses of a step are taken apart and put together the short way.
+"""Messages as bytes: steps and their results as flat values, everything else as pickles.
 
-A step of many rows crosses as many small frozen objects. What `dataclasses` gives pickle for those with slots looks up
-their fields for each object; here the fields of a class are looked up once.
+A decode step crosses thousands of times a second and holds nothing but numbers and names, so it goes as tuples of the
+fields of its dataclasses (`marshal`), which costs a tenth of a pickle. What holds other objects (a joining sequence,
+log-probabilities) is pickled, with the dataclasses of a step taken apart and put together the short way: their fields
+are looked up once for a class, not for each object.
 """
 
 import copyreg
 import io
+import marshal
 import pickle
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+from crosspool.cluster.messages import Step, StepFinished
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepResult, StepRow
 
 _CLASSES: tuple[type[Any], ...] = (StepDescriptor, StepHeader, StepRow, NewSequence, StepResult, SampledToken)
 _set = object.__setattr__
 
+_PICKLED, _FLAT_HEADER, _FLAT_STEP, _FLAT_RESULT = range(4)
+"""First byte of a message: how the rest is to be read."""
 
-def dumps(message: object) -> bytes:
-    """The message as bytes for `loads`."""
+
+def dumps(message: tuple[str, object]) -> bytes:
+    """The name of a rank and a message to or from it, as bytes for `loads`."""
+    try:
+        flat = _flat(*message)
+        if flat is not None:
+            return bytes((flat[0],)) + marshal.dumps(flat[1])
+    except ValueError:  # a field holds an object that is not plain data
+        pass
     buffer = io.BytesIO()
+    buffer.write(bytes((_PICKLED,)))
     pickler = pickle.Pickler(buffer, pickle.HIGHEST_PROTOCOL)
     pickler.dispatch_table = _dispatch_table
     pickler.dump(message)
@@ -28,8 +42,36 @@ def dumps(message: object) -> bytes:
 
 
 def loads(data: bytes | memoryview) -> Any:
-    """The message. Only for bytes that this program's own processes wrote."""
-    return pickle.loads(data)
+    """The rank and the message. Only for bytes that this program's own processes wrote."""
+    kind, rest = data[0], data[1:]
+    if kind == _PICKLED:
+        return pickle.loads(rest)
+    rank, behind, header, rows = marshal.loads(rest)
+    if kind == _FLAT_HEADER:
+        return rank, Step(_header(*header), behind)
+    if kind == _FLAT_STEP:
+        step = StepDescriptor(header=_header(*header), rows=tuple([_row(*row) for row in rows]))
+        return rank, Step(step, behind)
+    lane, step_seq, _, attention_s, wait_s = header
+    sampled = tuple([SampledToken(*token) for token in rows])
+    result = StepResult(lane=lane, step_seq=step_seq, sampled=sampled, attention_s=attention_s, wait_s=wait_s)
+    return rank, StepFinished(result)
+
+
+def _flat(rank: str, message: object) -> tuple[int, tuple[Any, ...]] | None:
+    """What kind of message it is and its plain values; None for one that is pickled."""
+    if isinstance(message, Step):
+        work = message.work
+        if isinstance(work, StepHeader):
+            return _FLAT_HEADER, (rank, message.behind, _header_values(work), ())
+        if not work.joining:
+            rows = tuple(map(_row_values, work.rows))
+            return _FLAT_STEP, (rank, message.behind, _header_values(work.header), rows)
+    elif isinstance(message, StepFinished):
+        result = message.result
+        header = (result.lane, result.step_seq, None, result.attention_s, result.wait_s)
+        return _FLAT_RESULT, (rank, 0, header, tuple(map(_token_values, result.sampled)))
+    return None
 
 
 def _build(cls: type[Any], *values: object) -> object:
@@ -40,9 +82,16 @@ def _build(cls: type[Any], *values: object) -> object:
     return new
 
 
+def _maker(cls: type[Any]) -> Callable[..., Any]:
+    return lambda *values: _build(cls, *values)
+
+
 def _reducer(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
     values_of = attrgetter(*cls.__slots__)
     return lambda message: (_build, (cls, *values_of(message)))
 
 
 _dispatch_table = copyreg.dispatch_table | {cls: _reducer(cls) for cls in _CLASSES}
+
+_header_values, _row_values, _token_values = (attrgetter(*cls.__slots__) for cls in (StepHeader, StepRow, SampledToken))
+_header, _row = _maker(StepHeader), _maker(StepRow)
