@@ -55,10 +55,11 @@ class Doorbell:
 
 
 class Board:
-    """Shared words about every host, each in its own line: whether it may be asleep, its beat, and its post.
+    """Shared words about every host, each in its own line: whether it may be asleep, its beat, its post, its answers.
 
     The beat grows with every turn of the host's loop; a host that owes work and does not beat hangs. The post grows
-    after the parent has sent messages, so that a host that works need not ask the system whether some have come.
+    after the parent has sent messages, so that a host that works need not ask the system whether some have come; the
+    answers grow after the host has. The parent has a place behind the last host's, for its sleep.
     """
 
     def __init__(self, region: Region) -> None:
@@ -66,7 +67,7 @@ class Board:
 
     @staticmethod
     def num_bytes(num_hosts: int) -> int:
-        return _WORDS * LINE_BYTES * num_hosts
+        return _WORDS * LINE_BYTES * (num_hosts + 1)
 
     def may_sleep(self, host: int) -> bool:
         return self._words[_asleep(host)] != 0
@@ -85,6 +86,12 @@ class Board:
 
     def add_post(self, host: int) -> None:
         self._words[_post(host)] += 1
+
+    def answers(self, host: int) -> int:
+        return self._words[_answers(host)]
+
+    def add_answer(self, host: int) -> None:
+        self._words[_answers(host)] += 1
 
     def close(self) -> None:
         """Let go of the memory; nothing can be read after it."""
@@ -107,7 +114,7 @@ def ringer(doorbell: Doorbell, board: Board, host: int) -> Callable[[], None]:
     return ring
 
 
-_WORDS = 3
+_WORDS = 4
 
 
 def _asleep(host: int) -> int:
@@ -120,3 +127,7 @@ def _beat(host: int) -> int:
 
 def _post(host: int) -> int:
     return (_WORDS * host + 2) * LINE_BYTES // 8
+
+
+def _answers(host: int) -> int:
+    return (_WORDS * host + 3) * LINE_BYTES // 8

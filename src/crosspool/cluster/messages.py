@@ -20,7 +20,7 @@ class Boot:
 
     config: ClusterConfig
     host: int
-    doorbells: tuple[Doorbell, ...]  # of every host, in order
+    doorbells: tuple[Doorbell, ...]  # of every host, in order, and the parent's
     board: FileRegion
     parent_pid: int
 

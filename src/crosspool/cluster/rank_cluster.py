@@ -7,7 +7,7 @@ it knows is kept in four pure parts: `Supervisor` (states of ranks), `Roster` (m
 import logging
 import select
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from crosspool.cluster import messages
 from crosspool.cluster.base import (
@@ -25,6 +25,7 @@ from crosspool.cluster.channel import link_bytes
 from crosspool.cluster.channel_book import ChannelBook
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell
+from crosspool.cluster.fence import Fence
 from crosspool.cluster.host import Host
 from crosspool.cluster.in_flight import InFlight
 from crosspool.cluster.messages import FromRank, ToRank
@@ -85,6 +86,8 @@ class RankCluster:
         self._is_woken = False
         self._is_closed = False
         self._watch_s = 0.0  # when to look after the hosts again; 0: at once
+        self._answers = [0] * len(hosts)  # of each host, those that have been read
+        self._fence = Fence()
         self._poll = select.poll()
         self._polled: dict[int, int] = {}  # descriptors in `_poll`, with what they are polled for
         self._poll_fds({doorbell.read_fd: select.POLLIN})
@@ -210,17 +213,34 @@ class RankCluster:
             self._hosts[self._host_of[rank]].send(rank, message)
 
     def _wait(self, seconds: float) -> set[int]:
-        """Descriptors that are readable, waiting for the first. A host that has none rings the doorbell."""
+        """Hosts that may have said something, waiting for the first.
+
+        A host says so on the board and rings the doorbell; its descriptor tells of its end, and of room to send in.
+        """
         fds = {self._doorbell.read_fd: select.POLLIN}
         for host in self._hosts:
             if (fd := host.fd()) is not None:
-                fds[fd] = select.POLLIN | select.POLLOUT if host.flush() else select.POLLIN
+                fds[fd] = select.POLLOUT if host.flush() else 0
         if fds != self._polled:
             self._poll_fds(fds)
-        readable = {fd for fd, _ in self._poll.poll(1000 * min(seconds, MAX_WAIT_S))}
-        if self._doorbell.read_fd in readable:
-            self._doorbell.drain()
-        return readable
+        parent = len(self._hosts)
+        if seconds > 0:
+            self._board.set_asleep(parent, True)
+            self._fence.full()  # see `doorbell.ringer`: marked first, looked at last
+        found = self._answering()
+        told = self._poll.poll(0 if found else 1000 * min(seconds, MAX_WAIT_S))
+        if seconds > 0:
+            self._board.set_asleep(parent, False)
+        if told:
+            fds_told = {fd for fd, _ in told}
+            if self._doorbell.read_fd in fds_told:
+                self._doorbell.drain()
+            found |= self._answering() | {number for number, host in enumerate(self._hosts) if host.fd() in fds_told}
+        return found | {number for number, host in enumerate(self._hosts) if host.fd() is None}
+
+    def _answering(self) -> set[int]:
+        """Hosts that tell on the board of answers which have not been read."""
+        return {number for number, seen in enumerate(self._answers) if self._board.answers(number) != seen}
 
     def _poll_fds(self, fds: dict[int, int]) -> None:
         for fd in self._polled.keys() - fds.keys():
@@ -234,10 +254,11 @@ class RankCluster:
         ranks = self._host_of.items()
         return [host for rank, host in ranks if self._flights.is_on(rank) or self._roster.is_loading(rank)]
 
-    def _receive(self, readable: Container[int]) -> None:
-        for number, host in enumerate(self._hosts):
-            fd = host.fd()
-            if (fd is not None and fd not in readable) or not self._supervisor.is_up(host.ranks[0]):
+    def _receive(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            host = self._hosts[number]
+            self._answers[number] = self._board.answers(number)
+            if not self._supervisor.is_up(host.ranks[0]):
                 continue
             try:
                 for rank, message in host.receive():

@@ -8,9 +8,10 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from crosspool.cluster.control import ControlSocket
-from crosspool.cluster.doorbell import Board
+from crosspool.cluster.doorbell import Board, ringer
 from crosspool.cluster.host import make_host_loop
 from crosspool.cluster.loading import LoadThreads, one_line
 from crosspool.cluster.messages import Boot, Ending, FromRank, ToRank
@@ -29,6 +30,7 @@ class SocketInbox:
         self._early: list[tuple[str, ToRank]] = []  # came along with the first message
         self._post: Callable[[], int] = lambda: 0
         self._seen_post = 0
+        self._answered: Callable[[], None] = lambda: None
 
     def boot(self) -> Boot:
         """Wait for the first message."""
@@ -40,9 +42,14 @@ class SocketInbox:
         assert isinstance(boot, Boot), f"the first message is {type(boot).__name__}, not Boot"
         return boot
 
-    def watch(self, board: Board, host: int) -> None:
-        """Learn from the board when messages have come."""
-        self._post = lambda: board.post(host)
+    def watch(self, board: Board, host: int, ring: Callable[[], None]) -> None:
+        """Learn from the board when messages have come, and tell the parent there, with `ring`, of answers."""
+
+        def answered() -> None:
+            board.add_answer(host)
+            ring()
+
+        self._post, self._answered = partial(board.post, host), answered
 
     def receive(self) -> Sequence[tuple[str, ToRank]]:
         self._seen_post = self._post()  # before looking, so that what comes meanwhile is looked for again
@@ -57,6 +64,7 @@ class SocketInbox:
     def answer(self, rank: str) -> Callable[[FromRank], None]:
         def emit(message: FromRank) -> None:
             self._control.send((rank, message))
+            self._answered()
 
         return emit
 
@@ -82,7 +90,8 @@ def _run(boot: Boot, inbox: SocketInbox) -> int:
     """Tells the parent what ends the loop early: all it could see of that by itself is that the socket ends."""
     board = Board(boot.board)
     boot.board.close()
-    inbox.watch(board, boot.host)
+    parent = len(boot.doorbells) - 1
+    inbox.watch(board, boot.host, ringer(boot.doorbells[parent], board, parent))
     loop = None
     try:
         loop = make_host_loop(boot.config, boot.host, boot.doorbells, board, inbox, LoadThreads(), boot.config.spin_us)

@@ -38,7 +38,8 @@ def _start_processes(config: ClusterConfig) -> RankCluster:
     board_file = FileRegion.create(Board.num_bytes(len(doorbells)))
     board = Board(board_file)
     spawner = Spawner()
-    hosts = [ProcessHost(config, number, doorbells, board, board_file, spawner) for number in range(len(doorbells))]
+    everyone = (*doorbells, parent)
+    hosts = [ProcessHost(config, number, everyone, board, board_file, spawner) for number in range(len(doorbells))]
 
     def release() -> None:
         spawner.close()
