@@ -52,10 +52,8 @@ def loads(data: bytes | memoryview) -> Any:
     if kind == _FLAT_STEP:
         step = StepDescriptor(header=_header(*header), rows=tuple([_row(*row) for row in rows]))
         return rank, Step(step, behind)
-    lane, step_seq, _, attention_s, wait_s = header
     sampled = tuple([SampledToken(*token) for token in rows])
-    result = StepResult(lane=lane, step_seq=step_seq, sampled=sampled, attention_s=attention_s, wait_s=wait_s)
-    return rank, StepFinished(result)
+    return rank, StepFinished(_result(sampled, *header))
 
 
 def _flat(rank: str, message: object) -> tuple[int, tuple[Any, ...]] | None:
@@ -68,9 +66,8 @@ def _flat(rank: str, message: object) -> tuple[int, tuple[Any, ...]] | None:
             rows = tuple(map(_row_values, work.rows))
             return _FLAT_STEP, (rank, message.behind, _header_values(work.header), rows)
     elif isinstance(message, StepFinished):
-        result = message.result
-        header = (result.lane, result.step_seq, None, result.attention_s, result.wait_s)
-        return _FLAT_RESULT, (rank, 0, header, tuple(map(_token_values, result.sampled)))
+        sampled, *header = _result_values(message.result)
+        return _FLAT_RESULT, (rank, 0, header, tuple(map(_token_values, sampled)))
     return None
 
 
@@ -82,8 +79,16 @@ def _build(cls: type[Any], *values: object) -> object:
     return new
 
 
-def _maker(cls: type[Any]) -> Callable[..., Any]:
-    return lambda *values: _build(cls, *values)
+def _maker(cls: type[Any], names: tuple[str, ...]) -> Callable[..., Any]:
+    """What makes an instance of the values of the fields `names`; they were checked when it was first made."""
+
+    def make(*values: object) -> object:
+        new = object.__new__(cls)
+        for name, value in zip(names, values, strict=True):
+            _set(new, name, value)
+        return new
+
+    return make
 
 
 def _reducer(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
@@ -94,4 +99,6 @@ def _reducer(cls: type[Any]) -> Callable[[Any], tuple[Any, ...]]:
 _dispatch_table = copyreg.dispatch_table | {cls: _reducer(cls) for cls in _CLASSES}
 
 _header_values, _row_values, _token_values = (attrgetter(*cls.__slots__) for cls in (StepHeader, StepRow, SampledToken))
-_header, _row = _maker(StepHeader), _maker(StepRow)
+_header, _row = _maker(StepHeader, StepHeader.__slots__), _maker(StepRow, StepRow.__slots__)
+_RESULT_NAMES = ("sampled", *(name for name in StepResult.__slots__ if name != "sampled"))
+_result_values, _result = attrgetter(*_RESULT_NAMES), _maker(StepResult, _RESULT_NAMES)

@@ -4,7 +4,7 @@ A lane's next decode step is handed out while its present one runs (`fill_ahead`
 engine between two steps. It holds a row for each sequence that is sure to go on unless its very next token ends it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
@@ -79,7 +79,8 @@ class Dispatcher:
         ]
         if not open_:
             return []
-        num_batches = sum(len(self._homes(load, load.decoding.values())) for load in self._loads.values())
+        loads = [load for load in self._loads.values() if load.decoding]
+        num_batches = sum(len(self._homes(load, load.decoding.values())) for load in loads)
         next_step = self._same_again if num_batches <= len(decode) else self._next_turn
         steps = (next_step(lane, now) for _, lane in sorted(open_, key=lambda entry: entry[0]))
         return [step for step in steps if step is not None]
@@ -138,7 +139,7 @@ class Dispatcher:
     def _homes(self, load: ModelLoad, sequences: Iterable[Sequence]) -> list[str]:
         """Homes of `sequences` whose steps can run: the model has a batch for each."""
         homes = load.homes_up(self._ranks)
-        taken = {sequence.kv_rank for sequence in sequences}
+        taken = {sequence.kv_rank for sequence in sequences} if homes else ()
         return [home for home in homes if home in taken]
 
     def drop_parked_row(self, sequence: Sequence) -> None:
@@ -167,13 +168,22 @@ class Dispatcher:
 
     def _decode_step(self, lane: Lane, now: float) -> StepDescriptor | None:
         """The next model's whole decode batch: all its decoding sequences that have a slot for one more token."""
-        for name in self._turns["decode"].ready({name for name, load in self._loads.items() if load.decoding}):
+        flying = self._decode_steps()
+        for name in self._turns["decode"].ready(self._decoding(flying)):
             load = self._loads[name]
             for home in self._homes(load, load.decoding.values()):
-                step = None if self._num_decode_steps(name, home) else self._decode_batch(lane, load, home, now)
+                step = None if (name, home) in flying else self._decode_batch(lane, load, home, now)
                 if step is not None:
                     return step
         return None
+
+    def _decoding(self, flying: Container[tuple[str, str]]) -> set[str]:
+        """Models with decoding sequences that may be in no step yet."""
+        return {
+            name
+            for name, load in self._loads.items()
+            if load.decoding and any((name, home) not in flying for home in load.needs)
+        }
 
     def _decode_batch(self, lane: Lane, load: ModelLoad, home: str, now: float) -> StepDescriptor | None:
         decoding = [sequence for sequence in load.decoding.values() if sequence.kv_rank == home]
@@ -192,7 +202,7 @@ class Dispatcher:
         assert lane.step is not None
         name, home = lane.step.header.model, lane.step.header.kv_rank
         load = self._loads.get(name)
-        if load is None or not self._ranks.are_up(load.needs[home]) or self._num_decode_steps(name, home) != 1:
+        if load is None or not self._ranks.are_up(load.needs[home]) or self._decode_steps().count((name, home)) != 1:
             return None
         batch = []
         for sequence in load.decoding.values():
@@ -218,9 +228,10 @@ class Dispatcher:
         has another one the lane is left to become idle, so that it takes it.
         """
         assert lane.step is not None
-        for name in self._turns["decode"].ready({name for name, load in self._loads.items() if load.decoding}):
+        flying = self._decode_steps()
+        for name in self._turns["decode"].ready(self._decoding(flying)):
             load, home = self._loads[name], lane.step.header.kv_rank
-            homes = [own for own in self._homes(load, load.decoding.values()) if not self._num_decode_steps(name, own)]
+            homes = [own for own in self._homes(load, load.decoding.values()) if (name, own) not in flying]
             if not homes:
                 continue
             if home not in homes:
@@ -232,7 +243,8 @@ class Dispatcher:
 
     def _prefill_step(self, lane: Lane, now: float) -> StepDescriptor | None:
         """The next model's chunk, shared by its prefilling sequences."""
-        for name in self._turns["prefill"].ready({name for name, load in self._loads.items() if load.prefilling}):
+        names = {name for name, load in self._loads.items() if load.prefilling}
+        for name in self._turns["prefill"].ready(names) if names else ():
             load = self._loads[name]
             waiting = [sequence for sequence in load.prefilling.values() if not sequence.in_step]
             for home in self._homes(load, waiting):
@@ -283,8 +295,8 @@ class Dispatcher:
     def _flights(self) -> list[Flight]:
         return [flight for lane in self.lanes for flight in lane.flights()]
 
-    def _num_decode_steps(self, name: str, home: str) -> int:
-        """Decode steps of the model and home that are in flight or parked: such decode requests share one lane."""
-        steps = [flight.step for flight in self._flights()] + [parked.step for parked in self.parked]
-        headers = [step.header for step in steps if step.header.phase == "decode"]
-        return sum(header.model == name and header.kv_rank == home for header in headers)
+    def _decode_steps(self) -> list[tuple[str, str]]:
+        """Model and home of every decode step in flight or parked: decode requests that share both share one lane."""
+        steps = [flight.step for lane in self.lanes if lane.phase == "decode" for flight in lane.flights()]
+        steps += [parked.step for parked in self.parked if parked.step.header.phase == "decode"]
+        return [(step.header.model, step.header.kv_rank) for step in steps]

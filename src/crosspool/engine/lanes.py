@@ -85,7 +85,9 @@ class Lane:
 
     def flights(self) -> list[Flight]:
         """The running step and the one behind it, as far as there are such."""
-        return [flight for flight in (self.present, self.queued) if flight is not None]
+        if self.present is None:
+            return []
+        return [self.present] if self.queued is None else [self.present, self.queued]
 
     def next_seq(self) -> int:
         self.step_seq += 1

@@ -37,10 +37,14 @@ class ModelLoad:
 
     def homes_up(self, ranks: RankHealth) -> list[str]:
         """Homes whose steps can run: every rank that they need is up."""
-        return [home for home, needs in self.needs.items() if ranks.are_up(needs)]
+        return (
+            [home for home, needs in self.needs.items() if ranks.are_up(needs)] if ranks.any_down else list(self.needs)
+        )
 
     def expires_s(self, ranks: RankHealth) -> float | None:
         """When requests stop waiting for a home whose steps can run; None while there is one."""
+        if not ranks.any_down:
+            return None
         moments = [ranks.expires_s(needs) for needs in self.needs.values()]
         ends = [moment for moment in moments if moment is not None]
         return max(ends) if len(ends) == len(moments) else None

@@ -52,6 +52,10 @@ class ModelQueue:
         self._num_turns = 0
         self._admission_times_s: deque[float] = deque(maxlen=ADMISSION_TIMES_KEPT)
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self._lines or self._returning)
+
     def __len__(self) -> int:
         return len(self._returning) + sum(map(len, self._lines.values()))
 

@@ -13,6 +13,10 @@ class RankHealth:
         self.given_up: set[str] = set()  # the cluster no longer tries to bring these back
         self.num_lost = 0
 
+    @property
+    def any_down(self) -> bool:
+        return bool(self.down_since_s)
+
     def lost(self, rank: str, reason: str, now: float) -> None:
         """A rank that is lost again while down keeps its first moment, so that the wait stays bounded."""
         self.num_lost += 1

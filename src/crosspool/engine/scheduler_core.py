@@ -249,7 +249,7 @@ class EngineCore:
         """End what has waited too long: in a queue past its deadline, or for a lost rank past the recovery bound."""
         updates = []
         for load in self.loads.values():
-            for sequence in load.queue.expired(now):
+            for sequence in load.queue.expired(now) if not load.queue.is_empty else ():
                 waited_s = now - sequence.request.arrival_s
                 error = (
                     f"request {sequence.request.request_id} waited {waited_s:.1f} s in the queue of {load.model.name}"
@@ -268,8 +268,9 @@ class EngineCore:
         """The next moment at which `on_time` or `schedule` has something to do without any event."""
         moments: list[float | None] = []
         for load in self.loads.values():
-            moments.append(load.queue.next_deadline())
-            if load.owes:
+            if not load.queue.is_empty:
+                moments.append(load.queue.next_deadline())
+            if self.ranks.any_down and load.owes:
                 moments.append(load.expires_s(self.ranks))
         for parked in self.dispatcher.parked:
             moments.append(parked.trouble.first_failed_s + self.config.recovery_timeout_s)
