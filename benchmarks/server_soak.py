@@ -1,8 +1,8 @@
 """Minutes of mixed traffic on a server of the demo models, in processes of their own, and what is left afterwards.
 
 Traffic: answers read whole, streams left in the middle, whole answers not waited for, several choices, chats in three
-APIs, answers in a grammar, bad bodies, prompts far too long, metrics, health and the page's stream. Memory is read every
-few seconds for every process of the server.
+APIs, answers in a grammar, bad bodies, prompts far too long, metrics, health and the page's stream. Memory is read
+every few seconds for every process of the server.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from typing import Any
 
 import httpx2
 import psutil
+
+from crosspool.units import MiB
 
 NUM_CLIENTS = 8
 SAMPLE_EVERY_S = 2.0
@@ -71,6 +73,22 @@ class SoakResult:
     tasks_left: int = 0
     exit_code: int | None = None
     log: str = ""
+
+    @property
+    def num_left(self) -> int:
+        """Frames, sequences, tasks and sockets that nobody uses and nobody let go of."""
+        return self.frames_left + self.sequences_left + self.sockets_left + max(0, self.tasks_left)
+
+    def figures(self) -> dict[str, Any]:
+        """What is worth keeping, for JSON."""
+        return {
+            "minutes": self.seconds / 60,
+            "growth_percent": self.growth_percent(),
+            "rss_mib": {name: round(samples[-1][1] / MiB, 1) for name, samples in self.rss.items()},
+            "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
+            "num_requests": self.statuses.total(),
+            "num_left": self.num_left,
+        }
 
     def growth_percent(self) -> dict[str, float]:
         """By process: median memory of the last window over that of the first after the warm-up."""

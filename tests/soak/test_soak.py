@@ -1,8 +1,10 @@
-"""`make soak`: SOAK_MINUTES (30) of mixed traffic leave memory flat and nothing open."""
+"""`make soak`: SOAK_MINUTES (30) of mixed traffic leave memory flat and nothing open. SOAK_JSON: a file for its figures."""
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +17,8 @@ MAX_GROWTH_PERCENT = 2.0
 @pytest.mark.soak
 def test_mixed_traffic_leaves_memory_flat_and_nothing_open() -> None:
     result = run_soak(MINUTES)
+    if kept := os.environ.get("SOAK_JSON"):
+        Path(kept).write_text(json.dumps(result.figures(), indent=2) + "\n")
     growth = result.growth_percent()
     print(f"\n{MINUTES:g} minutes: {dict(result.statuses)}; growth in percent by process: {growth}")
     assert result.statuses[200] > 10 * MINUTES
