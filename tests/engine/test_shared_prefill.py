@@ -171,6 +171,23 @@ def test_a_page_whose_twin_has_gone_meanwhile_is_known_from_then_on():
     assert rank.admit(ALIKE).num_cached_tokens == 16
 
 
+def test_sequences_of_the_same_prompt_have_its_keys_made_once_and_those_of_their_answers_apart():
+    rank = Rank()
+    first, second, other = rank.admit(ALIKE, 9), rank.admit(list(ALIKE), 9), rank.admit([*ALIKE[:-1], 0], 9)
+    for sequence, token_id in ((first, 1), (second, 2), (other, 1)):
+        rank.run(sequence, 40)
+        sequence.request.output_token_ids += [token_id] * 8
+        assert rank.pages.ensure_slot(sequence)
+        rank.run(sequence, 8)
+    chains = [sequence.prefix.chain.keys for sequence in (first, second, other)]
+    assert chains[0][0] is chains[1][0]
+    assert chains[0][0] is not chains[2][0]
+    assert chains[0][:5] == chains[1][:5]
+    assert chains[0][:4] == chains[2][:4]
+    assert len({keys[4] for keys in chains}) == 2
+    assert len({keys[5] for keys in chains}) == 3
+
+
 class Sixteen(Reserve):
     def expected_tokens(self, model: str, num_generated: int, max_tokens: int) -> int:
         return 16

@@ -36,8 +36,20 @@ def test_a_chain_grows_with_its_sequence_and_keeps_its_keys(token_ids, page_toke
 
 def test_keys_are_too_long_to_be_forged_and_the_same_on_every_run():
     assert len(root_key("p", None)) == 32
-    assert page_key(root_key("p", None), [1, 2, 3]).hex().startswith("bb9404abe42c7bb8")
+    assert page_key(root_key("p", None), [1, 2, 3]).hex().startswith("d772cb67a688b257")
 
 
 def test_names_and_salts_do_not_run_into_each_other():
     assert len({root_key("ab", "c"), root_key("a", "bc"), root_key('a", "b', "c"), root_key("ab", None)}) == 4
+
+
+@given(tokens, st.lists(st.integers(0, 3), max_size=8), st.lists(st.integers(0, 3), max_size=8), st.integers(1, 4))
+def test_a_fork_goes_its_own_way(prompt, one, other, page_tokens):
+    chain = PrefixChain("p", "s", page_tokens)
+    tokens_of = [*prompt, *one]
+    chain.reach(len(tokens_of) // page_tokens, lambda start, stop: tokens_of[start:stop])
+    fork = chain.fork(len(prompt) // page_tokens)
+    others = [*prompt, *other]
+    fork.reach(len(others) // page_tokens, lambda start, stop: others[start:stop])
+    assert fork.keys == keys("p", "s", page_tokens, others)
+    assert chain.keys == keys("p", "s", page_tokens, tokens_of)

@@ -37,6 +37,7 @@ class PrefixPages:
         self._pool = pool
         self._budget = budget
         self._models = models
+        self._newest: tuple[tuple[str, str | None, list[int]], PrefixChain] | None = None
 
     def add_model(self, name: str) -> None:
         self.cache.add_model(name)
@@ -45,6 +46,7 @@ class PrefixPages:
     def remove_model(self, name: str) -> None:
         self._pool.free(name, self.cache.remove_model(name))
         del self.counts[name]
+        self._newest = None
 
     def drop_unused(self) -> None:
         """Forget every page that nobody uses: its tokens are not there any more, or are not to be found any more."""
@@ -159,9 +161,7 @@ class PrefixPages:
         while pool.used(model) + num_frames > limits.ceiling(model) and self._evict(self.cache.oldest([model])):
             pass
         withheld = pool.budget - limits.budget
-        while pool.num_free < withheld + num_frames and self._evict(
-            self.cache.oldest(self._over_floor(model)) or self.cache.oldest(self.counts)
-        ):
+        while pool.num_free < withheld + num_frames and self._evict(self._oldest(model)):
             pass
         assert pool.num_free >= num_frames, f"{num_frames} frames were granted to {model} that nobody can give"
 
@@ -177,14 +177,16 @@ class PrefixPages:
         self.counts[cached.model].evictions += 1
         return True
 
-    def _over_floor(self, model: str) -> list[str]:
-        """`model` itself, and those that keep their floor if they lose a page."""
-        limits, used = self._budget.limits, self._pool.used
-        return [
-            name
-            for name in self.counts
-            if name == model or used(name) - self._models[name].frames_per_page >= limits.floor(name)
-        ]
+    def _oldest(self, model: str) -> CachedPage | None:
+        """The page that goes first to make room for `model`: not one of a model's floor, unless nothing else is left."""
+        oldest = self.cache.oldest(self.counts)
+        if oldest is None or self._may_lose(oldest.model, model):
+            return oldest
+        return self.cache.oldest([name for name in self.counts if self._may_lose(name, model)]) or oldest
+
+    def _may_lose(self, name: str, model: str) -> bool:
+        left = self._pool.used(name) - self._models[name].frames_per_page
+        return name == model or left >= self._budget.limits.floor(name)
 
     def _leave(self, cached: CachedPage, sequence_id: int) -> None:
         self.cache.leave(cached, sequence_id)
@@ -193,10 +195,17 @@ class PrefixPages:
 
     def _prefix(self, sequence: Sequence) -> SequencePrefix:
         if sequence.prefix is None:
-            request = sequence.request
-            chain = PrefixChain(request.model, request.cache_salt, sequence.table.page_tokens)
-            sequence.prefix = SequencePrefix(chain)
+            sequence.prefix = SequencePrefix(self._chain(sequence))
         return sequence.prefix
+
+    def _chain(self, sequence: Sequence) -> PrefixChain:
+        """Its own, or with the keys that the newest one has where the prompt is the same, as with `n` above 1."""
+        request, newest = sequence.request, self._newest
+        if newest is not None and newest[0] == (request.model, request.cache_salt, request.prompt_token_ids):
+            return newest[1].fork(len(request.prompt_token_ids) // sequence.table.page_tokens)
+        chain = PrefixChain(request.model, request.cache_salt, sequence.table.page_tokens)
+        self._newest = (request.model, request.cache_salt, request.prompt_token_ids), chain
+        return chain
 
     def _width(self, found: Items[CachedPage]) -> int:
         return self._models[found[0].model].frames_per_page if found else 0
