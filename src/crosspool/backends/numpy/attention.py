@@ -15,8 +15,12 @@ MAX_SCORES = 1 << 21
 MAX_PADDING = 2
 """Scores of a decode step's rows are padded to the longest row's, unless that makes them so many times as many."""
 
-SMALL_PRODUCT = 40_000
-"""Multiplications up to which OpenBLAS is quick with a transposed view as right operand; beyond, as left operand."""
+FEW_SLOTS = 128
+"""Slots up to which a transposed view of the queries is as quick as a copy of it."""
+
+SAFE_SCORE = 60.0
+SAFE_TOTAL = 1e-20
+"""Largest score, and smallest sum of e^score, with which a softmax is exact without subtracting the largest score."""
 
 
 def attend(
@@ -49,9 +53,8 @@ def _attend_one(
 ) -> FloatArray:
     """(K, G, V) from the queries (K, G, D) of one token."""
     keys, values = cache.read(*span)
-    scores = _scores(query, keys)
-    totals = _exp(scores, sinks)
-    attended = _by_kv_head(scores, values)
+    weights, totals = softmax_parts(_scores(query, keys).copy(), sinks)
+    attended = _by_kv_head(weights, values)
     attended /= totals
     return attended
 
@@ -62,26 +65,26 @@ def _attend_decode(query: FloatArray, cache: LayerCache, spans: Spans, sinks: Fl
     if num_rows == 1 or num_rows * spans.longest > MAX_PADDING * spans.total:
         return np.stack([_attend_one(own, cache, span, sinks) for own, span in zip(query, spans.rows, strict=True)])
     scores = np.full((num_rows, num_kv_heads, group, spans.longest), -np.inf, dtype=np.float32)
-    seen = []
-    for own, row, span in zip(query, scores, spans.rows, strict=True):
-        keys, values = cache.read(*span)
-        part = row[..., : keys.shape[-1]]
-        part[...] = _scores(own, keys)
-        seen.append((part, values))
-    totals = _exp(scores, sinks)
+    seen = [cache.read(*span) for span in spans.rows]
+    for idx, (keys, _) in enumerate(seen):
+        scores[idx, :, :, : keys.shape[2]] = _scores(query[idx], keys)
+    weights, totals = softmax_parts(scores, sinks)
     attended = np.empty((num_rows, num_kv_heads, group, cache.value_width), dtype=np.float32)
-    for (part, values), out in zip(seen, attended, strict=True):
-        np.matmul(part, values, out=out)
+    for idx, (_, values) in enumerate(seen):
+        np.matmul(weights[idx, :, :, : values.shape[1]], values, out=attended[idx])
     attended /= totals
     return attended
 
 
 def _scores(query: FloatArray, keys: FloatArray) -> FloatArray:
-    """(K, G, n) from one token's query (K, G, D) and keys (K, D, n), which lie in memory as (K, n, D)."""
-    if query[0].size * keys.shape[-1] <= SMALL_PRODUCT:
-        return _by_kv_head(query, keys)
-    large: FloatArray = np.matmul(keys.swapaxes(1, 2), np.ascontiguousarray(query.swapaxes(1, 2)))
-    return large.swapaxes(1, 2)
+    """(K, G, n), a view, from one token's query (K, G, D) and keys (K, D, n), which lie in memory as (K, n, D).
+
+    The keys go left, as they lie: OpenBLAS may take five times as long with such a transposed view as right operand.
+    """
+    right = query.swapaxes(1, 2)
+    if keys.shape[-1] > FEW_SLOTS:
+        right = right.copy()
+    return _by_kv_head(keys.swapaxes(1, 2), right).swapaxes(1, 2)
 
 
 def _by_kv_head(left: FloatArray, right: FloatArray) -> FloatArray:
@@ -93,8 +96,22 @@ def _by_kv_head(left: FloatArray, right: FloatArray) -> FloatArray:
     return products
 
 
-def _exp(scores: FloatArray, sinks: FloatArray | None) -> FloatArray:
-    """Turn scores (..., q, n) into e^(score - largest), in place; the sums (..., q, 1), each with its sink (..., q)."""
+def softmax_parts(scores: FloatArray, sinks: FloatArray | None) -> tuple[FloatArray, FloatArray]:
+    """Softmax over the last axis as weights (..., q, n) and what to divide by, (..., q, 1). May overwrite `scores`.
+
+    sinks: (..., q), a further score of each row that counts in the sum only. Where no score is so large, and no row's
+    scores are so small, that e^score leaves float32's range, the largest need not be subtracted first.
+    """
+    if sinks is None and scores.item(scores.argmax()) < SAFE_SCORE:
+        weights = np.exp(scores)
+        totals: FloatArray = np.add.reduce(weights, axis=-1, keepdims=True)
+        if totals.item(totals.argmin()) > SAFE_TOTAL:
+            return weights, totals
+    return scores, exp_in_place(scores, sinks)
+
+
+def exp_in_place(scores: FloatArray, sinks: FloatArray | None) -> FloatArray:
+    """Turn scores (..., q, n) into e^(score - largest); the sums (..., q, 1), each with its sink (..., q)."""
     largest = np.maximum.reduce(scores, axis=-1, keepdims=True)
     if sinks is not None:
         largest = np.maximum(largest, sinks[..., None])
@@ -130,7 +147,7 @@ def attend_chunk(
         num_queries = stop - start
         _mask(scores.reshape(num_kv_heads, num_queries, group, -1), num_before + start - begin, window)
         tiled = None if sinks is None else np.tile(sinks, (1, num_queries))
-        totals = _exp(scores, tiled)
+        totals = exp_in_place(scores, tiled)
         result = np.matmul(scores, values[:, begin:end])
         result /= totals
         attended[start:stop] = result.reshape(num_kv_heads, num_queries, group, -1).transpose(1, 0, 2, 3)

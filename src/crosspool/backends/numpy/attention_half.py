@@ -67,6 +67,9 @@ class AttentionHalf:
 
     def embed(self, token_ids: IntArray) -> FloatArray:
         """(num_tokens, hidden): a new array, the step's residual stream."""
+        if len(token_ids) == 1:
+            row: FloatArray = self._embed[token_ids[0]].copy()
+            return row[None]
         return np.ascontiguousarray(self._embed[token_ids])
 
     def turns(self, positions: IntArray) -> dict[RopeSpec, ComplexArray]:

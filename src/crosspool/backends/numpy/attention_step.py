@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import isnan
 from typing import Protocol
-
-import numpy as np
 
 from crosspool.backends.base import FloatArray, HalfStep, LaneLinks
 from crosspool.backends.numpy.attention_half import AttentionHalf
@@ -59,7 +58,7 @@ class AttentionStep:
     def logits(self) -> FloatArray:
         """(rows that sample, vocabulary), of each row's last token."""
         last = [slots.stop - 1 for slots, row in zip(self.slots.rows, self._rows.rows, strict=True) if row.sample]
-        return self.half.logits(self.hidden[last])
+        return self.half.logits(self.hidden if len(last) == len(self.hidden) else self.hidden[last])
 
     def finish(self) -> tuple[SampledToken, ...]:
         """Sample and commit: one token per row with `sample`, in row order.
@@ -79,6 +78,5 @@ class AttentionStep:
 
 def _require_numbers(logits: FloatArray, sampled: tuple[SampledToken, ...]) -> None:
     """Raise ValueError for a row with NaN among its logits: its argmax, which such a row gets, is one."""
-    chosen = logits[np.arange(len(sampled)), [token.token_id for token in sampled]]
-    if np.isnan(chosen).any():
+    if any(isnan(logits.item(idx, token.token_id)) for idx, token in enumerate(sampled)):
         raise ValueError("the model's logits are not numbers; its checkpoint or its KV holds NaN or infinity")

@@ -103,13 +103,13 @@ class MoEFFN:
         summed: FloatArray = np.matmul(weights[:, None], by_token)[:, 0]
         return summed
 
-    def _groups(self, pairs: IntArray) -> list[tuple[int, slice]]:
-        """Each expert that any pair chose, with its place among the sorted pairs."""
-        groups = []
+    def _groups(self, pairs: IntArray) -> list[tuple[int, int | slice]]:
+        """Each expert that any pair chose, with its place among the sorted pairs: that of its only one, or a slice."""
+        groups: list[tuple[int, int | slice]] = []
         start = 0
         for expert, count in enumerate(np.bincount(pairs, minlength=self.spec.num_experts).tolist()):
             if count:
-                groups.append((expert, slice(start, start + count)))
+                groups.append((expert, start if count == 1 else slice(start, start + count)))
                 start += count
         return groups
 

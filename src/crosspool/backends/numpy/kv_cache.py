@@ -79,21 +79,28 @@ class StepSlots:
 
     @classmethod
     def of(cls, rows: Sequence[RowSlots], page_tokens: int) -> "StepSlots":
-        is_decode = all(row.num_tokens == 1 for row in rows)
-        if is_decode:
-            positions = np.array([row.first_position for row in rows], dtype=np.int64)
-        else:
-            positions = np.concatenate([np.arange(row.first_position, row.num_slots) for row in rows])
+        if all(row.stop - row.start == 1 for row in rows):
+            return cls._of_single_tokens(rows, page_tokens)
+        positions = np.concatenate([np.arange(row.first_position, row.num_slots) for row in rows])
         pages, offsets = np.divmod(positions, page_tokens)
         num_frames = len(rows[0].frames)
+        write_frames = tuple(
+            np.concatenate([row.frames[idx][pages[row.start : row.stop]] for row in rows]) for idx in range(num_frames)
+        )
+        return cls(tuple(rows), positions, write_frames, offsets, False)
+
+    @classmethod
+    def _of_single_tokens(cls, rows: Sequence[RowSlots], page_tokens: int) -> "StepSlots":
+        """The same where every row runs one token, with plain numbers: a step of few rows spares many small arrays."""
+        positions = [row.first_position for row in rows]
+        pages = [position // page_tokens for position in positions]
         if len(rows) == 1:
-            write_frames = tuple(rows[0].frames[idx][pages] for idx in range(num_frames))
+            write_frames = tuple(line[pages[0] : pages[0] + 1] for line in rows[0].frames)
         else:
-            write_frames = tuple(
-                np.concatenate([row.frames[idx][pages[row.start : row.stop]] for row in rows])
-                for idx in range(num_frames)
-            )
-        return cls(tuple(rows), positions, write_frames, offsets, is_decode)
+            columns = [[line[page] for line in row.frames] for row, page in zip(rows, pages, strict=True)]
+            write_frames = tuple(np.array(columns, dtype=np.int64).T)
+        offsets = np.array([position % page_tokens for position in positions], dtype=np.int64)
+        return cls(tuple(rows), np.array(positions, dtype=np.int64), write_frames, offsets, True)
 
     def spans(self, window: int | None) -> Spans:
         """What each row's last token sees; every layer of a step shares it."""
@@ -155,8 +162,9 @@ class LayerCache:
         if page == last_page:
             frame = frames[page]
             return self._keys[frame, :, :, begin:end], self._values[frame, :, begin:end]
-        rows = self._rows[frames[page : last_page + 1]]
-        keys, values = self._by_head(rows.reshape(-1, rows.shape[-1])[begin:end])
+        gathered = self._rows[frames[page : last_page + 1]]
+        rows = gathered.reshape(-1, gathered.shape[-1])[begin:end]
+        keys, values = self._by_head(rows)
         return keys.transpose(1, 2, 0), values.swapaxes(0, 1)
 
     def read_rows(self, row: RowSlots) -> FloatArray:

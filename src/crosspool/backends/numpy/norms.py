@@ -27,8 +27,7 @@ class RMSNorm:
         scale = np.vecdot(x, x)
         scale += self._eps_array
         np.sqrt(scale, scale)
-        normed: FloatArray = np.divide(x, scale[..., None], out)
-        normed *= self._weight
+        normed: FloatArray = np.multiply(x, self._weight / scale[..., None], out)
         return normed
 
     def _one(self, x: FloatArray, out: FloatArray | None) -> FloatArray:
