@@ -119,8 +119,20 @@ def test_a_peer_past_its_deadline_ends_its_pass_alone(tmp_path):
     server.post(good.memory, good.served, BASE)
     assert late.memory.late_epoch(0) == BASE + 2
     assert late.memory.done_epoch == BASE + 3
-    assert late.answered == BASE + 1
     good.check(2)
+
+
+def test_the_only_pass_past_its_deadline_runs_on_and_ends(tmp_path):
+    late = Lane(layers_of("qwen3_moe", tmp_path), 1, rule=WaitRule(deadline_s=0.3))
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [late.memory], idle_s=0.0)
+    late.raise_flag(BASE + 1)
+    server.post(late.memory, late.served, BASE)
+    assert late.memory.late_epoch(0) == BASE + 2
+    assert late.memory.done_epoch == BASE + 3
+    late.raise_flag(BASE * 2 + 3)
+    server.post(late.memory, late.served, BASE * 2)
+    assert late.answered == BASE * 2 + 3
+    late.check(2)
 
 
 def test_a_pass_that_the_host_gives_up_ends_at_once(tmp_path):

@@ -61,7 +61,7 @@ class ServedPass:
 def serve_layers(
     layers: Sequence[FFNLayerWeights], crossing: FFNCrossing, rows: int, scratch: FFNScratch
 ) -> ServedPass:
-    """Passes of `rows` rows over a lane's crossing. `scratch` is the server's alone: it holds logits by their meeting."""
+    """Passes of `rows` rows over a lane's crossing. `scratch` is the server's alone: its logits carry its meetings."""
     built = [
         fused_layer(
             weights,
@@ -92,7 +92,7 @@ class FFNServer:
             raise ValueError(f"{len(lanes)} lanes; an FFN server serves 1 to {MAX_LANES}")
         self._kernels, self._device, self._lanes = kernels, device, tuple(lanes)
         self._idle_s = idle_s
-        self._order = torch.zeros(4, dtype=torch.int64, device=device)
+        self._order = torch.zeros(5, dtype=torch.int64, device=device)
         self._meetings = torch.zeros(1, dtype=torch.int64, device=device)
         self._control = pinned((2,), torch.int64, device)
         self._words = self._control.numpy()

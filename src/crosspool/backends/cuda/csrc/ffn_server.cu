@@ -12,7 +12,9 @@ constexpr int MAX_LANES = 16;
 constexpr int LOOKS = 32;  // looks at the flags between two at the host's words, while a pass is under way
 
 enum ServerWord { STOP = 0, LEFT = 1 };            // pinned: the launch that is to leave; the launch that left
-enum OrderWord { ORDER = 0, PASS = 1, END = 2 };   // device: sequence and layer; base of its pass; epoch to tell the host, or 0
+// Device: sequence and layer; base of its pass; epoch to tell the host, or 0; the rows' epoch where they were not there
+// yet, or 0; the turn whose rows will not come.
+enum OrderWord { ORDER = 0, PASS = 1, END = 2, ROWS = 3, GIVEN_UP = 4, ORDER_WORDS = 5 };
 
 struct alignas(128) ServedLayer {
   FusedParams layer;
@@ -25,7 +27,7 @@ struct ServedLane {
 
 struct ServerParams {
   ServedLane lanes[MAX_LANES];
-  u64* order;       // device: three words, zero at launch
+  u64* order;       // device: ORDER_WORDS, zero at launch
   u64* meetings;    // device
   u64* control;     // pinned
   u64 launch;       // grows by one a launch
@@ -40,6 +42,14 @@ struct LaneState {
   const ServedLayer* layers;
   int layer, count, is_ready;
 };
+
+struct ServerSmem {
+  ServedLayer served;
+  LaneState states[MAX_LANES];
+  u64 order[ORDER_WORDS];  // this turn's
+  int lane, has_given_up;  // block 0: whose turn it is, and whether its rows did not come
+};
+constexpr int SERVER_SMEM_BYTES = (sizeof(ServerSmem) + 127) / 128 * 128;
 
 DEVICE u64 order_word(u32 turn, const ServedLayer* layer) {
   return static_cast<u64>(turn & 0x3fff) << 50 | reinterpret_cast<u64>(layer) >> 7;
@@ -106,15 +116,33 @@ struct Arbiter {
   }
   DEVICE bool has_pass() const { return warp_max_u32(is_mine && states[l].count > 0) != 0; }
 
-  // Wait for the next layer and publish it as this turn; false: the server leaves, and that is published.
-  DEVICE bool publish_next(u32 turn) {
+  // The lane in the middle of the only pass under way; -1: none, or several.
+  DEVICE int only_one() const {
+    const bool has_pass = is_mine && states[l].count > 0;
+    const u32 key = has_pass ? (31 - l) << 1 | (states[l].layer > 0) : 0, best = warp_max_u32(has_pass ? key | 64 : 0);
+    const u32 least = ~warp_max_u32(has_pass ? ~(key | 64) : 0);
+    return best != 0 && best == least && best & 1 ? 31 - static_cast<int>(best >> 1 & 31) : -1;
+  }
+
+  // Publish this turn's layer: the one whose rows came first, or that of a lone pass, whose rows every block awaits itself.
+  // Where no pass is under way the server waits for one, or leaves and publishes that.
+  DEVICE void publish_next(u32 turn, ServerSmem& s) {
+    if (s.has_given_up) {
+      if (l == s.lane && states[l].count > 0) end_early(p.lanes[l], states[l], false);
+      warp_sync();
+      s.has_given_up = 0;
+    }
     u64 idle_since = timer_ns();
     for (u32 looks = 0;; ++looks) {
       look_at_flag();
-      const int chosen = oldest_ready();
+      warp_sync();
+      const int ready = oldest_ready(), chosen = ready >= 0 ? ready : only_one();
       if (chosen >= 0) {
-        if (l == chosen) publish(turn);
-        return true;
+        if (l == chosen) {
+          publish(turn, ready >= 0);
+          s.lane = l;
+        }
+        return;
       }
       if (!has_pass()) {
         look_at_host();
@@ -123,7 +151,7 @@ struct Arbiter {
           idle_since = timer_ns();
         } else if (may_leave(idle_since)) {
           if (l == 0) store_release_device(p.order + ORDER, order_word(turn, nullptr));
-          return false;
+          return;
         }
       } else if (looks % LOOKS == LOOKS - 1) {
         look_at_host();
@@ -131,10 +159,11 @@ struct Arbiter {
       }
     }
   }
-  DEVICE void publish(u32 turn) {
+  DEVICE void publish(u32 turn, bool rows_are_there) {
     LaneState& s = states[l];
     const bool is_last = s.layer + 1 == s.count;
     p.order[PASS] = s.base;
+    p.order[ROWS] = rows_are_there ? 0 : s.base + s.layer + 1;
     p.order[END] = is_last ? s.base + s.count : 0;
     store_release_device(p.order + ORDER, order_word(turn, s.layers + s.layer));
     s.is_ready = 0;
@@ -174,16 +203,9 @@ DEVICE void end_layer(const Departure& departure, u64 base, u64 end) {
   if (end) store_release(v.host + DONE, end);
 }
 
-struct ServerSmem {
-  ServedLayer served;
-  LaneState states[MAX_LANES];
-  u64 order[3];  // this turn's
-};
-constexpr int SERVER_SMEM_BYTES = (sizeof(ServerSmem) + 127) / 128 * 128;
-
 // Every thread of a block gets this turn's layer; null: the server leaves.
 DEVICE const ServedLayer* await_turn(const ServerParams& p, ServerSmem& s, u32 turn) {
-  if (blockIdx.x == 0 && threadIdx.x < 32) Arbiter(p, s.states).publish_next(turn);
+  if (blockIdx.x == 0 && threadIdx.x < 32) Arbiter(p, s.states).publish_next(turn, s);
   if (threadIdx.x == 0) {
     u64 word;
     while ((word = load_relaxed_device(p.order + ORDER)) >> 50 != (turn & 0x3fff)) spin();
@@ -191,9 +213,43 @@ DEVICE const ServedLayer* await_turn(const ServerParams& p, ServerSmem& s, u32 t
     s.order[ORDER] = word << 14 >> 7;  // without the turn, times 128
     s.order[PASS] = load_relaxed_device(p.order + PASS);
     s.order[END] = load_relaxed_device(p.order + END);
+    s.order[ROWS] = load_relaxed_device(p.order + ROWS);
   }
   block_sync();
   return reinterpret_cast<const ServedLayer*>(s.order[ORDER]);
+}
+
+// Block 0 decides that rows will not come, so that all blocks do the same; their result is then worthless, and the host
+// knows it.
+DEVICE void give_up(const ServerParams& p, ServerSmem& s, u32 turn, u64 want) {
+  store_release(s.served.layer.route.arrival.view.host + LATE, want);
+  s.has_given_up = 1;
+  store_release_device(p.order + GIVEN_UP, turn);
+}
+
+// Every thread of a block waits for the rows of its turn, whose layer is in shared memory.
+DEVICE void await_rows(const ServerParams& p, ServerSmem& s, u32 turn) {
+  const u64 want = s.order[ROWS];
+  if (want == 0) return;
+  if (threadIdx.x == 0) {
+    const Arrival& arrival = s.served.layer.route.arrival;
+    const u64* flag = arrival.flags.flag[0];
+    const u64 start = timer_ns();
+    u64 looked = start;
+    for (bool is_there = arrival.view.deadline_ns < 0; !is_there;) {
+      for (int i = 0; i < POLLS_PER_LOOK && !is_there; ++i) is_there = load_relaxed(flag) >= want;
+      if (is_there || load_relaxed_device(p.order + GIVEN_UP) == turn) break;
+      spin();
+      if (blockIdx.x != 0) continue;
+      const u64 now = timer_ns();
+      if (now - start > static_cast<u64>(arrival.view.deadline_ns)) give_up(p, s, turn, want);
+      if (now - looked < ABORT_LOOK_NS) continue;
+      looked = now;
+      if (load_relaxed(arrival.view.host + ABORT) >= s.order[PASS]) give_up(p, s, turn, want);
+    }
+    load_acquire(flag);
+  }
+  block_sync();
 }
 
 // What probably follows: the next layer of the same pass or, where two lanes alternate, of the one before.
@@ -212,6 +268,7 @@ KERNEL(ffn_server, ServerParams, MOE_THREADS, 1) {
   GridMeeting meeting(p.meetings);
   Guess guess;
   if (blockIdx.x == 0 && threadIdx.x < MAX_LANES) s.states[threadIdx.x].count = 0;
+  if (threadIdx.x == 0) s.has_given_up = 0;
   block_sync();
   for (u32 turn = 1;; ++turn) {
     const ServedLayer* layer = guess.next();
@@ -234,6 +291,7 @@ KERNEL(ffn_server, ServerParams, MOE_THREADS, 1) {
           continue;
         }
       }
+      await_rows(p, s, turn);
       work.run(meeting);
       end_layer(s.served.layer.moe.departure, s.order[PASS], s.order[END]);
       guess.turn(layer, s.order[END] != 0);

@@ -16,7 +16,7 @@ KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 1) {
     lists.copy(p);
     block_sync();
   }
-  up.run(unique);
+  up.run(unique, [&] { prefetch_down(p, lists, unique); });
 }
 
 KERNEL(moe_down, MoeParams, MOE_THREADS, 1) {
