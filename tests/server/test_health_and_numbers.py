@@ -126,6 +126,11 @@ async def test_metrics_have_vllms_suffixes_and_add_up(http: httpx2.AsyncClient, 
     assert ("crosspool:expert_tokens_total", ("layer", "0"), tiny) not in samples  # a dense layer
     assert samples["crosspool:server_tasks",] >= 1
     kv = {key: value for key, value in samples.items() if key[0] == "crosspool:pool_bytes" and ("pool", "kv") in key}
+    by_rank = {key: value for key, value in samples.items() if key[0] == "crosspool:kv_rank_bytes"}
+    assert sum(by_rank.values()) > 0
+    for state in ("used", "reserved", "reusable"):
+        own = sum(value for key, value in by_rank.items() if ("state", state) in key)
+        assert own == sum(value for key, value in kv.items() if ("state", state) in key)
     assert len(kv) == 4
     assert sum(kv.values()) == 100 * 4096
     assert all(key[0].startswith("crosspool:") for key in samples)

@@ -54,6 +54,13 @@ def test_a_model_that_may_not_be_asked_says_so(state: str) -> None:
     assert (found.state, found.is_live) == (state, False)
 
 
+def test_a_model_over_several_kv_ranks_depends_on_all_of_them() -> None:
+    split = replace(INFO, kv_peers=("kv1",), kv_split="tokens")
+    stats = moment(ranks_down={"kv1": 99.0})
+    assert (judge_model(INFO, stats).state, judge_model(split, stats).state) == ("idle", "recovering")
+    assert {"kv0", "kv1", "w0"} == set(judge_workers([split], stats))
+
+
 def test_workers_are_told_apart() -> None:
     other = replace(INFO, name="other", weights_ranks=("w1",), kv_rank="kv1", state="loading")
 

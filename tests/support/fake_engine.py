@@ -12,7 +12,16 @@ from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.output import RequestOutput, Timings, TokenLogprobs, Usage
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.served_model import ServedModel
-from crosspool.engine.stats import EngineStats, LaneStats, ModelInfo, ModelState, ModelStats, PoolStats, StepTotals
+from crosspool.engine.stats import (
+    EngineStats,
+    LaneStats,
+    ModelInfo,
+    ModelState,
+    ModelStats,
+    PoolStats,
+    RankFrames,
+    StepTotals,
+)
 from crosspool.engine.step_log import StepSpan
 from crosspool.errors import CrossPoolError, QueueFullError, UnknownModelError
 
@@ -149,6 +158,7 @@ class FakeEngine:
                 num_accepted=len(self.requests),
                 num_refused=0,
                 num_finished=self.finished[name],
+                frames_by_rank={"kv0": RankFrames(used=4, reserved=2, reusable=6)},
                 steps={
                     "decode": StepTotals(
                         num_steps=8, num_tokens=9, num_told=4, attention_s=0.5, ffn_s=0.25, transfer_s=0.125

@@ -65,13 +65,10 @@ def view(stats: dict[str, Any], width: int) -> RenderableType:
 def _kv_bars(stats: dict[str, Any], width: int) -> list[Text]:
     """One bar for each KV rank: frames of each model, then what is free."""
     bars = []
-    ranks = {card["id"]: card["crosspool"]["kv_rank"] for card in stats["cards"]}
     for pool in stats["pools"]:
-        shares = [
-            (load["name"], load["frames_used"] + load["frames_reserved"])
-            for load in stats["models"]
-            if ranks.get(load["name"]) == pool["kv_rank"]
-        ]
+        rank = pool["kv_rank"]
+        own = [(load["name"], load["frames_by_rank"].get(rank)) for load in stats["models"]]
+        shares = [(name, frames["used"] + frames["reserved"]) for name, frames in own if frames is not None]
         taken = pool["frames_used"] + pool["frames_reserved"]
         frame = pool["frame_bytes"]
         label = f"{format_bytes(taken * frame)} of {format_bytes(pool['frames_budget'] * frame)}"

@@ -8,6 +8,7 @@ from crosspool.engine.prefix_pages import PrefixCounts, PrefixPages
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.split_pages import SplitPages
+from crosspool.engine.stats import RankFrames
 
 SequencePages = KVRankPages | SplitPages
 """What a sequence takes its pages from: one rank, or the ranks that share its model."""
@@ -82,16 +83,23 @@ class KVPages:
             return max(frames)
         return SplitPages(model, ()).reach(frames)
 
+    def frames_by_rank(self, model: str, sequences: Iterable[Sequence]) -> dict[str, RankFrames]:
+        """Frames on each of the model's ranks; `sequences` are its live ones."""
+        live = list(sequences)
+        found = {}
+        for pages in self._ranks(model):
+            is_here = model in self._split
+            ids = [sequence.sequence_id for sequence in live if is_here or sequence.kv_rank == pages.kv_rank]
+            found[pages.kv_rank] = RankFrames(
+                used=pages.frames_used(model),
+                reserved=pages.frames_reserved(ids),
+                reusable=0 if pages.prefix is None else pages.prefix.frames_reusable(model),
+            )
+        return found
+
     def frames_used(self, model: str) -> int:
         """Frames in block tables of the model, on all its ranks."""
         return sum(pages.frames_used(model) for pages in self._ranks(model))
-
-    def frames_reserved(self, model: str, sequences: Iterable[Sequence]) -> int:
-        """Frames promised to these live sequences of the model beyond those they hold."""
-        by_home: dict[str, list[int]] = {}
-        for sequence in sequences:
-            by_home.setdefault(sequence.kv_rank, []).append(sequence.sequence_id)
-        return sum(self._at(model, home).frames_reserved(ids) for home, ids in by_home.items())
 
     def prefix(self, model: str, home: str) -> PrefixPages | None:
         """The prefix cache that sequences of the model with this home use."""
@@ -105,10 +113,6 @@ class KVPages:
             hits=sum(count.hits for count in counts),
             evictions=sum(count.evictions for count in counts),
         )
-
-    def frames_reusable(self, model: str) -> int:
-        """Frames of its cached pages that nobody uses, on all its ranks."""
-        return sum(pages.prefix.frames_reusable(model) for pages in self._ranks(model) if pages.prefix is not None)
 
     def _ranks(self, model: str) -> list[KVRankPages]:
         return [self.by_rank[rank] for rank in self._models[model].kv_ranks]

@@ -60,6 +60,8 @@ class ModelRegistry:
             context_limit=context_limit,
             created_s=time.time(),
             kv_rank=model.kv_rank,
+            kv_peers=model.kv_peers,
+            kv_split=model.kv_split,
             weights_ranks=model.weights_ranks,
             kv_bytes_per_token=model.spec.kv_bytes_per_token(model.kv_dtype),
             experts_by_layer=tuple(

@@ -37,9 +37,11 @@ def _model_stats(load: ModelLoad, kv: KVPages, num_parked: int, log: StepLog) ->
     """Frames are those of all its KV ranks together; limits hold for each of them."""
     model = load.model
     name, width = model.name, model.frames_per_page * (len(model.kv_ranks) if model.kv_split == "heads" else 1)
-    frames_used = kv.frames_used(name)
-    frames_reusable, counts = kv.frames_reusable(name), kv.prefix_counts(name)
-    frames_reserved = kv.frames_reserved(name, [*load.live(), *load.lingering.values()])
+    by_rank = kv.frames_by_rank(name, [*load.live(), *load.lingering.values()])
+    frames_used = sum(frames.used for frames in by_rank.values())
+    frames_reserved = sum(frames.reserved for frames in by_rank.values())
+    frames_reusable = sum(frames.reusable for frames in by_rank.values())
+    counts = kv.prefix_counts(name)
     limits = {rank: kv.by_rank[rank].limits for rank in model.kv_ranks}
     return ModelStats(
         name=name,
@@ -67,6 +69,7 @@ def _model_stats(load: ModelLoad, kv: KVPages, num_parked: int, log: StepLog) ->
         frames_floor=limits[model.kv_rank].floor(name),
         frames_ceiling=limits[model.kv_rank].ceilings.get(name),
         frames_reach=kv.reach(model, {rank: own.reach(name) for rank, own in limits.items()}),
+        frames_by_rank=by_rank,
         busy_since_s=_busy_since_s(load, log.last_end_s(name)),
         steps=log.totals(name),
     )

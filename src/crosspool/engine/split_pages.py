@@ -5,7 +5,6 @@ a page of one rank while it holds those of another, and each rank's budget can b
 prefixes are not cached.
 """
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
@@ -97,11 +96,6 @@ class SplitPages:
                 parts[rank].append(part)
         for pages, own in zip(self._ranks, parts, strict=True):
             pages.take_back(sequence.sequence_id, self._model.name, own)
-
-    def frames_reserved(self, sequence_ids: Iterable[int]) -> int:
-        """Frames promised to these live sequences beyond those they hold, on all ranks."""
-        ids = list(sequence_ids)
-        return sum(pages.frames_reserved(ids) for pages in self._ranks)
 
     def reach(self, frames: Items[int]) -> int:
         """Frames by which the model's capacity is counted, where it can come to hold `frames` on each rank."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from crosspool.kv_pool.split import KVSplit
 from crosspool.scheduler.step import Phase
 
 ModelState = Literal["loading", "ready", "draining", "failed"]
@@ -31,6 +32,17 @@ class ModelInfo:
     error: str | None = None
     moved_bytes: int = 0  # weights read into the ranks' memory since it was added, loads after a loss included
     experts_by_layer: tuple[int, ...] = ()  # experts that a token goes to; 0 for a dense layer
+    kv_peers: tuple[str, ...] = ()  # KV ranks beside kv_rank that hold KV of the model
+    kv_split: KVSplit = "one"
+
+    @property
+    def kv_ranks(self) -> tuple[str, ...]:
+        return (self.kv_rank, *self.kv_peers)
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """Every rank that holds a part of the model."""
+        return (*self.kv_ranks, *self.weights_ranks)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,6 +58,15 @@ class StepTotals:
     attention_s: float = 0.0
     ffn_s: float = 0.0
     transfer_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFrames:
+    """Frames of one model on one KV rank."""
+
+    used: int
+    reserved: int
+    reusable: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +98,7 @@ class ModelStats:
     frames_floor: int = 0  # kept for the model
     frames_ceiling: int | None = None  # the most it may hold; None: as much as the pool's limits leave
     frames_reach: int = 0  # what one sequence could hold while the other models hold no more than their floors
+    frames_by_rank: dict[str, RankFrames] = field(default_factory=dict)
     busy_since_s: float | None = None  # since when admitted sequences have waited for a step of the model to end
     steps: dict[Phase, StepTotals] = field(default_factory=dict)
 

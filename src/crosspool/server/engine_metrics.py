@@ -1,6 +1,6 @@
 """The engine's own numbers, read from its snapshot at the moment Prometheus asks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
@@ -70,12 +70,13 @@ def _pages(stats: EngineStats, models: list[ModelInfo]) -> Iterator[Family]:
     pages = GaugeMetricFamily("crosspool:kv_pages", "KV pages of a model", labels=("model_name", "state"))
     usage = _gauge("kv_cache_usage_perc", "frames a model uses, as a part of its KV pool, 0 to 1")
     budgets = {pool.kv_rank: pool.frames_budget for pool in stats.pools}
-    rank_of = {model.name: model.kv_rank for model in models}
+    ranks_of = {model.name: model.kv_ranks for model in models}
     for model in stats.models:
         pages.add_metric([model.name, "used"], model.pages_used)
         pages.add_metric([model.name, "reserved"], model.pages_reserved)
         pages.add_metric([model.name, "reusable"], model.pages_reusable)
-        usage.add_metric([model.name], _share(model, budgets.get(rank_of.get(model.name, ""), 0)))
+        budget = sum(budgets.get(rank, 0) for rank in ranks_of.get(model.name, ()))
+        usage.add_metric([model.name], _share(model, budget))
     pool_bytes = GaugeMetricFamily("crosspool:pool_bytes", "memory of a pool", labels=("pool", "rank", "state"))
     for pool in stats.pools:
         for state, frames in (
@@ -91,7 +92,20 @@ def _pages(stats: EngineStats, models: list[ModelInfo]) -> Iterator[Family]:
             weights[rank] = weights.get(rank, 0) + num_bytes
     for rank, num_bytes in sorted(weights.items()):
         pool_bytes.add_metric(["weights", rank, "used"], num_bytes)
-    yield from (pages, usage, pool_bytes, _cache_config(stats, rank_of))
+    yield from (pages, usage, pool_bytes, _rank_bytes(stats), _cache_config(stats, ranks_of))
+
+
+def _rank_bytes(stats: EngineStats) -> GaugeMetricFamily:
+    """What each model has on each KV rank: several, where its KV is split or its sequences go to several."""
+    found = GaugeMetricFamily(
+        "crosspool:kv_rank_bytes", "KV memory of a model on a KV rank", labels=("model_name", "kv_rank", "state")
+    )
+    frame_bytes = {pool.kv_rank: pool.frame_bytes for pool in stats.pools}
+    for model in stats.models:
+        for rank, frames in model.frames_by_rank.items():
+            for state, count in (("used", frames.used), ("reserved", frames.reserved), ("reusable", frames.reusable)):
+                found.add_metric([model.name, rank, state], count * frame_bytes[rank])
+    return found
 
 
 def _prefixes(stats: EngineStats) -> Iterator[Family]:
@@ -105,13 +119,12 @@ def _prefixes(stats: EngineStats) -> Iterator[Family]:
     yield from (queries, hits, evictions)
 
 
-def _cache_config(stats: EngineStats, rank_of: Mapping[str, str]) -> GaugeMetricFamily:
+def _cache_config(stats: EngineStats, ranks_of: Mapping[str, Sequence[str]]) -> GaugeMetricFamily:
     names = ("model_name", "kv_rank", "page_tokens", "frames_per_page", "frame_bytes", "num_frames")
     found = GaugeMetricFamily("crosspool:cache_config_info", "how a model's pages are cut; always 1", labels=names)
     pools = {pool.kv_rank: pool for pool in stats.pools}
     for model in stats.models:
-        pool = pools.get(rank_of.get(model.name, ""))
-        if pool is not None:
+        for pool in (pools[rank] for rank in ranks_of.get(model.name, ()) if rank in pools):
             sizes = (model.page_tokens, model.frames_per_page, pool.frame_bytes, pool.frames_budget)
             found.add_metric([model.name, pool.kv_rank, *map(str, sizes)], 1)
     return found

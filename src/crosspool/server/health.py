@@ -64,7 +64,7 @@ def judge_model(info: ModelInfo, stats: EngineStats) -> Health:
     """The state of one model: of its ranks, then of its own steps. A model whose requests only queue is busy."""
     if info.state != "ready":
         return Health(info.state, detail=info.error)
-    down = {rank: since for rank, since in stats.ranks_down.items() if rank in (info.kv_rank, *info.weights_ranks)}
+    down = {rank: since for rank, since in stats.ranks_down.items() if rank in info.ranks}
     if down:
         return judge(replace(stats, ranks_down=down))
     load = next((load for load in stats.models if load.name == info.name), None)
@@ -75,7 +75,7 @@ def judge_model(info: ModelInfo, stats: EngineStats) -> Health:
 
 def judge_workers(models: Sequence[ModelInfo], stats: EngineStats) -> dict[str, Health]:
     """The state of every rank. A rank is as busy, or as stuck, as the step that has been longest in flight on it."""
-    ranks_of = {info.name: (info.kv_rank, *info.weights_ranks) for info in models}
+    ranks_of = {info.name: info.ranks for info in models}
     found: dict[str, Health] = {}
     for rank in dict.fromkeys(rank for ranks in ranks_of.values() for rank in ranks):
         if rank in stats.ranks_down:

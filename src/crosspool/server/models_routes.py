@@ -55,6 +55,8 @@ def model_card(frontend: ModelFrontend, info: ModelInfo) -> dict[str, Any]:
             "load_s": info.load_s,
             "kv_bytes_per_token": info.kv_bytes_per_token,
             "kv_rank": info.kv_rank,
+            "kv_ranks": list(info.kv_ranks),
+            "kv_split": info.kv_split,
             "weights_ranks": list(info.weights_ranks),
             "has_chat_template": frontend.template is not None,
             "error": info.error,

@@ -238,6 +238,7 @@ def test_forgotten_and_unknown_sequences_are_named():
         ({"new_pages": ()}, "needs 5 slots and has 0 pages of 8"),
         ({"new_pages": ((0, 0),)}, "a page of qwen3_moe is 1 frames, and frame 0 is reserved"),
         ({"new_pages": ((0,),)}, "frame 0 is reserved"),
+        ({"first_new_page": 2}, "page 2 of sequence 0 comes after the 0 pages known here"),
         ({"num_new_tokens": 4, "token_ids": (1, 2, 3, 4)}, "rows hold 4 tokens, its header says 5"),
     ],
 )

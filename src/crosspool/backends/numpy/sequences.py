@@ -36,6 +36,11 @@ class Sequence:
         """(frames_per_page, pages) with the row's new pages written in; the sequence's own is left as it is."""
         if not row.new_pages:
             return self._table
+        if row.first_new_page > self._table.shape[1]:
+            raise ValueError(
+                f"page {row.first_new_page} of sequence {self._sequence_id} comes after the {self._table.shape[1]} "
+                "pages known here; send those between too"
+            )
         entries = self._pages.entries(row.new_pages, self._sequence_id)
         end = row.first_new_page + len(row.new_pages)
         table = np.zeros((len(self._table), max(end, self._table.shape[1])), dtype=np.int64)

@@ -7,13 +7,14 @@ const CELL = 13;
 const ROWS = 8;
 
 export function drawKvPools(root, stats) {
-  const ranks = new Map(stats.cards.map((card) => [card.id, card.crosspool.kv_rank]));
   for (const pool of stats.pools) {
-    const own = stats.models.filter((model) => ranks.get(model.name) === pool.kv_rank);
+    const own = stats.models
+      .filter((model) => pool.kv_rank in model.frames_by_rank)
+      .map((model) => ({ name: model.name, ...model.frames_by_rank[pool.kv_rank] }));
     const shares = [
-      ...own.map((model) => ({ size: model.frames_used, colour: full(model.name), text: `${model.name} uses` })),
-      ...own.map((model) => ({ size: model.frames_reusable ?? 0, colour: half(model.name), text: `${model.name} keeps` })),
-      ...own.map((model) => ({ size: model.frames_reserved, colour: pale(model.name), text: `${model.name} reserves` })),
+      ...own.map((model) => ({ size: model.used, colour: full(model.name), text: `${model.name} uses` })),
+      ...own.map((model) => ({ size: model.reusable, colour: half(model.name), text: `${model.name} keeps` })),
+      ...own.map((model) => ({ size: model.reserved, colour: pale(model.name), text: `${model.name} reserves` })),
     ];
     const size = (frames) => bytes(frames * pool.frame_bytes);
     const reusable = pool.frames_reusable ? `${size(pool.frames_reusable)} reusable, ` : "";
