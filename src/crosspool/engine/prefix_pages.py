@@ -178,7 +178,7 @@ class PrefixPages:
         return True
 
     def _oldest(self, model: str) -> CachedPage | None:
-        """The page that goes first to make room for `model`: not one of a model's floor, unless nothing else is left."""
+        """The page that goes first to make room for `model`: not one of a floor, unless nothing else is left."""
         oldest = self.cache.oldest(self.counts)
         if oldest is None or self._may_lose(oldest.model, model):
             return oldest
