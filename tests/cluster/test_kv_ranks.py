@@ -128,7 +128,7 @@ def check(undivided, results):
 @pytest.mark.parametrize("num_kv", [2, 3])
 def test_models_of_every_split_in_many_interleavings(directories, undivided, num_kv):
     for seed in range(6):
-        stepped = SteppedCluster(make_config("inprocess", num_kv), seed)
+        stepped = SteppedCluster(make_config("processes", num_kv), seed)
         lanes = start_lanes(stepped, directories, num_kv)
         check(undivided, play(stepped.cluster, lanes, stepped.turn))
         stepped.cluster.close()
@@ -148,7 +148,11 @@ def start_lanes(stepped, directories, num_kv):
 
 @pytest.mark.parametrize(
     ("layout", "hosts"),
-    [("inprocess", ()), ("inprocess", (("kv0", "kv1", "w0", "w1"),)), ("processes", (("kv0", "w0"), ("kv1", "w1")))],
+    [
+        ("inprocess", (("kv0",), ("kv1",), ("w0",), ("w1",))),
+        ("inprocess", ()),
+        ("processes", (("kv0", "w0"), ("kv1", "w1"))),
+    ],
     ids=["threads", "one thread", "processes"],
 )
 def test_threads_and_processes(directories, undivided, layout, hosts):
@@ -163,7 +167,7 @@ def test_threads_and_processes(directories, undivided, layout, hosts):
 
 def test_a_share_that_dies_fails_the_steps_that_need_it_and_no_others(directories):
     for seed in range(8):
-        stepped = SteppedCluster(make_config("inprocess", 2), seed)
+        stepped = SteppedCluster(make_config("processes", 2), seed)
         lanes = start_lanes(stepped, directories, 2)
         for steps in lanes:
             stepped.cluster.submit(steps[0])
@@ -193,7 +197,7 @@ def test_a_share_that_dies_fails_the_steps_that_need_it_and_no_others(directorie
 
 
 def test_the_home_names_a_share_that_does_not_answer(directories):
-    stepped = SteppedCluster(make_config("inprocess", 2, step_deadline_s=1.0), 1)
+    stepped = SteppedCluster(make_config("processes", 2, step_deadline_s=1.0), 1)
     lanes = start_lanes(stepped, directories, 2)
     stepped.by_rank["kv1"].is_frozen = True
     stepped.cluster.submit(lanes[0][0])
@@ -226,7 +230,7 @@ class TestLinks:
 
 
 def test_a_step_of_a_model_must_be_led_by_one_of_its_homes(directories):
-    stepped = SteppedCluster(make_config("inprocess", 2), 0)
+    stepped = SteppedCluster(make_config("processes", 2), 0)
     lanes = start_lanes(stepped, directories, 2)
     step = lanes[0][0]
     with pytest.raises(ValueError, match="step names KV rank kv1, but qwen3_moe lives on kv0"):
