@@ -1,4 +1,4 @@
-"""`make soak`: SOAK_MINUTES (30) of mixed traffic leave memory flat and nothing open. SOAK_JSON: a file for its figures."""
+"""`make soak`: SOAK_MINUTES (30) of mixed traffic leave memory flat and nothing open. SOAK_JSON keeps the figures."""
 
 from __future__ import annotations
 
