@@ -34,6 +34,7 @@ SAMPLE_EVERY_S = 2.0
 WARM_UP = 0.3  # of the whole time: caches and allocators fill
 WINDOW = 0.3  # of what follows: the first and the last of it are compared
 START_TIMEOUT_S = 120
+FILL_TIMEOUT_S = 900  # beside other work of the machine
 SETTLE_S = 15
 WORDS = ("morning", "ship", "letter", "king")
 MODELS = ("austen", "holmes", "shakespeare")
@@ -142,7 +143,7 @@ def _server() -> Iterator[tuple[subprocess.Popen[bytes], str, str]]:
 async def _soak(process: subprocess.Popen[bytes], url: str, seconds: float, seed: int) -> SoakResult:
     result = SoakResult(seconds)
     root = psutil.Process(process.pid)
-    async with httpx2.AsyncClient(base_url=url, timeout=120) as http:
+    async with httpx2.AsyncClient(base_url=url, timeout=FILL_TIMEOUT_S) as http:
         await _fill(http)
         tasks = await _num_tasks(http)
         files = sum(child.num_fds() for child in _processes(root))
