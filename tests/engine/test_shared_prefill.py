@@ -165,7 +165,7 @@ def test_a_page_whose_twin_has_gone_meanwhile_is_known_from_then_on():
     rank.run(first, 16)
     rank.run(second, 16)
     rank.pages.release(first)
-    rank.pages.prefix.drop_unused()
+    assert rank.pages.prefix.drop_unused("p") == 2
     rank.pages.release(second)
     assert rank.pages.prefix.num_reusable == 2
     assert rank.admit(ALIKE).num_cached_tokens == 16

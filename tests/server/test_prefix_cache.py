@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
+from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig, ServerConfig
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.tiny_models import write_tiny_model
@@ -32,6 +33,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DeploymentConfig:
         ),
         pools=PoolsConfig(layout="inprocess", kv_pool_bytes=16 * MiB, frame_bytes=64 * KiB),
         scheduling=SchedulingConfig(max_num_batched_tokens=32),
+        server=ServerConfig(admin_api_keys=("boss",)),
     )
 
 
@@ -161,3 +163,34 @@ def test_switched_off_every_token_is_computed(config: DeploymentConfig):
         assert [cached(answer) for answer in answers] == [0, 0]
         assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
         assert live.stats().pools[0].frames_reusable == 0
+
+
+def test_a32_idle_models_pages_are_the_others_at_once_and_a_trim_gives_them_back(config: DeploymentConfig):
+    """48 requests of mixed lengths to P, then nothing: Q can have the whole pool, with or without a trim."""
+    boss = {"Authorization": "Bearer boss"}
+    small = replace(config, pools=replace(config.pools, kv_pool_bytes=60 * 64 * KiB))
+    rng = random.Random(32)
+    with live_deployment(small) as live, httpx2.Client(base_url=live.url, timeout=60, headers=boss) as http:
+
+        def fill() -> None:
+            for _ in range(48):
+                body = {"model": "P", "prompt": [rng.randrange(1, 500) for _ in range(rng.randint(20, 400))]}
+                assert http.post("/v1/completions", json={**body, "max_tokens": 10}).status_code == 200
+
+        fill()
+        (pool,) = live.stats().pools
+        assert (pool.frames_used, pool.frames_reserved) == (0, 0)
+        assert pool.frames_reusable > 40
+        pages = live.stats().models[1].frames_per_page
+        most = pool.frames_budget // pages * 16
+        whole = {"model": "Q", "prompt": [5] * (most - 20), "max_tokens": 20, "ignore_eos": True}
+        assert http.post("/v1/completions", json=whole).status_code == 200
+        fill()
+        assert http.post("/admin/prefix_cache/trim", headers={"Authorization": "Bearer x"}).status_code == 401
+        freed = http.post("/admin/prefix_cache/trim", json={"model": "Q"}).json()["freed_bytes"]
+        assert freed.keys() == {"Q"}
+        assert http.post("/admin/prefix_cache/trim").json()["freed_bytes"]["P"] > 0
+        (pool,) = live.stats().pools
+        assert pool.frames_free == pool.frames_budget
+        unknown = http.post("/admin/prefix_cache/trim", json={"model": "nonesuch"})
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")

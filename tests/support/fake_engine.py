@@ -99,6 +99,9 @@ class FakeEngine:
             await asyncio.sleep(0.01)
         del self.scripts[name], self.states[name]
 
+    def trim(self, model: str) -> int:
+        return 6 if model in self.scripts else 0
+
     def set_limits(self, change: LimitChange) -> None:
         if self.limit_error is not None:
             raise self.limit_error

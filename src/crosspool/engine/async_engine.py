@@ -58,6 +58,10 @@ class AsyncEngine:
         """Change what models may hold in the KV pool, at once. Raises UnknownModelError or ValueError; see Engine."""
         self.engine.set_limits(change)
 
+    def trim(self, model: str) -> int:
+        """Give its cached pages that no request uses back to the pool; the number of frames. UnknownModelError."""
+        return self.engine.trim(model)
+
     def models(self) -> list[ModelInfo]:
         """Every model, in the order they were added, loading and failed ones included."""
         return self.engine.models()
@@ -65,6 +69,10 @@ class AsyncEngine:
     def model(self, name: str) -> ModelInfo:
         """Raises UnknownModelError, naming the served models."""
         return self.engine.model(name)
+
+    def memory_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes by rank and kind, as the workers last reported them."""
+        return self._engine.memory_bytes()
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

@@ -152,6 +152,15 @@ class Engine:
             self._calls.append(self._core.refuse_unfitting)
         self._cluster.wake()
 
+    def trim(self, model: str) -> int:
+        """Give the model's cached pages that no request uses back to the pool, from any thread; the number of frames.
+
+        Nothing needs this: reusable pages are as good as free. Raises UnknownModelError.
+        """
+        with self._lock:
+            self._check_open()
+            return self._core.trim(model)
+
     def models(self) -> list[ModelInfo]:
         with self._lock:
             return self._models.infos()

@@ -114,6 +114,10 @@ class KVPages:
             evictions=sum(count.evictions for count in counts),
         )
 
+    def trim(self, model: str) -> int:
+        """Forget its cached pages that nobody uses, on all its ranks; the number of frames that are free now."""
+        return sum(pages.prefix.drop_unused(model) for pages in self._ranks(model) if pages.prefix is not None)
+
     def _ranks(self, model: str) -> list[KVRankPages]:
         return [self.by_rank[rank] for rank in self._models[model].kv_ranks]
 

@@ -202,7 +202,8 @@ class KVRankPages:
     def memory_lost(self) -> None:
         """The rank's memory is gone, and its sequences have been released: nothing can be used again."""
         if self.prefix is not None:
-            self.prefix.drop_unused()
+            for model in self._models:
+                self.prefix.drop_unused(model)
 
     def frames_used(self, model: str) -> int:
         """Frames in block tables of the model, each once."""

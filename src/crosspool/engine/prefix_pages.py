@@ -48,10 +48,11 @@ class PrefixPages:
         del self.counts[name]
         self._newest = None
 
-    def drop_unused(self) -> None:
-        """Forget every page that nobody uses: its tokens are not there any more, or are not to be found any more."""
-        for name in self.counts:
-            self._pool.free(name, self.cache.clear(name))
+    def drop_unused(self, model: str) -> int:
+        """Forget the model's pages that nobody uses, and give them back; the number of frames that are free now."""
+        pages = self.cache.clear(model)
+        self._pool.free(model, pages)
+        return sum(map(len, pages))
 
     def frames_reusable(self, model: str) -> int:
         return self.cache.num_reusable(model) * self._models[model].frames_per_page

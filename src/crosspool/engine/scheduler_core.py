@@ -111,6 +111,10 @@ class EngineCore:
             self.pages[kv_rank].set_limits(limits)
         self._admission_due = True
 
+    def trim(self, model: str) -> int:
+        """Give the model's cached pages that nobody uses back to the pool; their frames. Raises UnknownModelError."""
+        return self.kv.trim(self._load(model).model.name)
+
     def refuse_unfitting(self, now: float) -> list[SequenceUpdate]:
         """End queued sequences that no longer can fit, with the true numbers: nobody waits for what cannot come."""
         updates = []

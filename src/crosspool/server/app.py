@@ -22,6 +22,7 @@ from crosspool.server import (
     live_routes,
     messages_routes,
     models_routes,
+    prefix_routes,
     responses_routes,
     stats_routes,
     token_routes,
@@ -81,6 +82,7 @@ def create_app(
         ui_routes,
         admin_routes,
         limits_routes,
+        prefix_routes,
     ):
         app.include_router(routes.router)
     for kind, handler in HANDLERS.items():
