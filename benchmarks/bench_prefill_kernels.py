@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,19 @@ from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import guarded, write_failures
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.chunk_ffn import ChunkFFN
-from crosspool.backends.cuda.chunk_half import ChunkHalf
+from crosspool.backends.cuda.chunk_half import ChunkHalf, ChunkRows
 from crosspool.backends.cuda.chunk_plan import chunk_plan
 from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.prefill_attention import DeviceRound, Tile, gqa_attention, mla_attention, tile_of
+from crosspool.backends.cuda.prefill_attention import (
+    EXPANDED_KEYS,
+    DeviceRound,
+    Library,
+    PieceAttention,
+    Tile,
+    gqa_attention,
+    mla_attention,
+    tile_of,
+)
 from crosspool.backends.cuda.prefill_blocks import Stretch, expanded_rounds, frame_round
 from crosspool.backends.cuda.weights import random_attention_weights, random_ffn_weights
 from crosspool.kv_pool.geometry import page_geometry
@@ -36,15 +45,7 @@ from crosspool.units import MiB
 
 SEED = 7
 PAGE_TOKENS = 256
-TILES = (
-    Tile(128, 64, 8, 2),
-    Tile(128, 64, 8, 3),
-    Tile(128, 128, 8, 2),
-    Tile(128, 64, 4, 3),
-    Tile(128, 32, 8, 3),
-    Tile(64, 64, 4, 3),
-    Tile(64, 64, 4, 2),
-)
+TILES = (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(128, 64, 4, 3))
 
 
 def time_us(work: Callable[[], object], repeats: int = 10) -> float:
@@ -59,6 +60,23 @@ def time_us(work: Callable[[], object], repeats: int = 10) -> float:
     torch.cuda.synchronize()
     times = sorted(begin.elapsed_time(end) * 1e3 for begin, end in events)
     return float(times[len(times) // 2])
+
+
+def show_kernels(work: Callable[[], object]) -> None:
+    """What the GPU does, and how long the host takes to launch it."""
+    begin = time.perf_counter()
+    for _ in range(5):
+        work()
+    host_us = (time.perf_counter() - begin) * 2e5
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    events = sorted(profile.key_averages(), key=lambda event: -event.device_time_total)
+    total = sum(event.device_time_total for event in events)
+    print(f"    host {host_us:.0f} us, device {total:.0f} us", flush=True)
+    for event in events[:9]:
+        print(f"    {event.device_time_total:8.1f} us {event.count:3d} x {event.key[:70]}", flush=True)
 
 
 def product_tflops() -> float:
@@ -90,7 +108,7 @@ class Layer:
 
     def half(self, tokens: int, cached: int) -> tuple[ChunkHalf, Any]:
         plan = chunk_plan(tokens, 1, 1, tokens)
-        batch: Any = SimpleNamespace(
+        batch = ChunkRows(
             token_ids=np.arange(tokens) % 1000,
             positions=np.arange(cached, cached + tokens),
             row_of_token=np.zeros(tokens, dtype=np.int64),
@@ -128,12 +146,17 @@ class Bench:
 
             def run(tile: Tile = tile) -> None:
                 if isinstance(spec, MLASpec):
-                    rounds = [DeviceRound.of(part, device) for part in expanded_rounds(stretch, tile.rows, 8192)]
-                    rope = q[:, :, : spec.qk_rope_head_dim].contiguous()
-                    work = lambda: mla_attention(self.kernels, spec, weights, q, rope, cache, 0, rounds, tile)  # noqa: E731
+                    rounds = expanded_rounds(stretch, tile.rows, EXPANDED_KEYS)
                 else:
-                    part = DeviceRound.of(frame_round(stretch, tile.rows), device)
-                    work = lambda: gqa_attention(spec, q, cache, 0, part, None, tile)  # noqa: E731
+                    rounds = [frame_round(stretch, tile.rows)]
+                piece = PieceAttention((), tuple(DeviceRound.of(part, device) for part in rounds))
+
+                def work() -> None:
+                    if isinstance(spec, MLASpec):
+                        mla_attention(self.kernels, spec, weights, q, tokens, cache, 0, piece, Library(), tile)
+                    else:
+                        gqa_attention(self.kernels, spec, q, tokens, cache, 0, piece, None, Library(), tile)
+
                 us = time_us(work)
                 label = f"{tile.rows}x{tile.keys}.w{tile.warps}.s{tile.stages}"
                 name = f"attention_us.{layer.name}.t{tokens}.c{cached}.{label}"
@@ -176,6 +199,7 @@ class Bench:
         add = time_us(lambda: half.add(0, piece, sums))
         self.report.metric(f"add_us.{layer.name}.t{tokens}.c{cached}", add)
         print(f"half {layer.name} t{tokens} c{cached}: attend {us:.0f} us, add {add:.0f} us", flush=True)
+        show_kernels(lambda: half.attend(0, piece))
 
     def ffn(self, layer: Layer, ffn: ChunkFFN, tokens: int) -> None:
         x = torch.randn(tokens, layer.spec.hidden_size, device=self.kernels.device).bfloat16()
@@ -188,11 +212,7 @@ class Bench:
         self.report.metric(f"ffn_us.{layer.name}.t{tokens}", us, limit=flops / self.tflops / 1e6)
         print(f"ffn {layer.name} t{tokens}: {us:.0f} us, {flops / us / 1e6:.0f} TFLOP/s", flush=True)
         if tokens == 2048:
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-                ffn.run(0, x, out)
-                torch.cuda.synchronize()
-            for event in sorted(profile.key_averages(), key=lambda e: -e.device_time_total)[:12]:
-                print(f"    {event.device_time_total:8.1f} us {event.count:3d} x {event.key[:90]}", flush=True)
+            show_kernels(lambda: ffn.run(0, x, out))
 
 
 FAILURES: dict[str, str] = {}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from crosspool.models.families.registry import spec_from_config
@@ -106,3 +109,25 @@ def full_spec(name: str, num_layers: int | None = None) -> ModelSpec:
     """The model's spec, or that of its last `num_layers` layers (the MoE ones)."""
     spec = spec_from_config(CONFIGS[name])
     return spec if num_layers is None else replace(spec, layers=spec.layers[-num_layers:])
+
+
+def write_model_dir(directory: Path, name: str) -> Path:
+    """A model directory without weights (`--weights random`): config, and a tokenizer of words w0, w1, ... by id."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    path = directory / name
+    path.mkdir(parents=True, exist_ok=True)
+    config = CONFIGS[name]
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    words = {f"w{number}": number for number in range(config["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+if __name__ == "__main__":  # python -m benchmarks.full_models DIRECTORY
+    for model in CONFIGS:
+        print(write_model_dir(Path(sys.argv[1]), model))

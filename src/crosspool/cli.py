@@ -50,7 +50,9 @@ def serve(
     served_model_name: Annotated[Words, typer.Option(help="name (and aliases) of the model, or one for each")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="context limit: tokens of prompt + output")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="sequences of a model that run at once  [32]")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="prompt tokens of one prefill step  [512]")] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="prompt tokens of a prefill step  [512, cuda 8192]")
+    ] = None,
     max_queue: Annotated[int | None, typer.Option(help="sequences of a model that may wait  [64]")] = None,
     max_queue_per_key: Annotated[int | None, typer.Option(help="of them, those of one API key")] = None,
     queue_timeout: Annotated[float | None, typer.Option(help="seconds a request may wait; then 408")] = None,
@@ -62,6 +64,9 @@ def serve(
     ] = None,
     weights_ranks: Annotated[int | None, typer.Option(help="ranks that every FFN is sliced over  [1]")] = None,
     backend: Annotated[str | None, typer.Option(help="numpy, or cuda with a GPU for each rank  [numpy]")] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="checkpoint, or random ones of the same shapes (cuda)  [checkpoint]")
+    ] = None,
     layout: Annotated[
         str | None, typer.Option(help="processes (one a rank) or inprocess (threads)  [processes]")
     ] = None,

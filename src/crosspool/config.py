@@ -11,12 +11,16 @@ from crosspool.units import GiB, KiB, MiB
 
 Layout = Literal["inprocess", "processes"]
 Backend = Literal["numpy", "cuda"]
+WeightsSource = Literal["checkpoint", "random"]
 AdmissionPolicy = Literal["reserve", "forecast"]
 KVSplit = Literal["auto", "heads", "tokens", "one"]
 DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 LogFormat = Literal["auto", "text", "json"]
 MetricsCompat = Literal["vllm"]
+
+PREFILL_TOKENS: dict[Backend, int] = {"numpy": 512, "cuda": 8192}
+"""Tokens of a prefill step unless the deployment says otherwise: on GPUs large products want many rows."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]i?B?|B)?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "B": 1, "K": KiB, "M": MiB, "G": GiB}
@@ -73,6 +77,7 @@ class PoolsConfig:
     """The two pools: how much memory, how many ranks, threads or processes, and what they compute on."""
 
     backend: Backend = "numpy"  # cuda: a GPU for the KV rank and one for each weights rank
+    weights: WeightsSource = "checkpoint"  # random: drawn on the GPUs at the models' shapes
     layout: Layout = "processes"
     kv_pool_bytes: int = 256 * MiB  # of each KV rank: one budget over all models, cut into frames
     num_kv_ranks: int = 1
@@ -81,6 +86,10 @@ class PoolsConfig:
     num_weights_ranks: int = 1
 
     def __post_init__(self) -> None:
+        if self.weights == "random" and self.backend != "cuda":
+            raise ValueError(
+                f"weights is random with backend {self.backend}; only the CUDA backend draws weights itself"
+            )
         if self.frame_bytes < 4 * KiB:
             raise ValueError(f"frame_bytes is {self.frame_bytes}; it must be at least 4 KiB")
         if self.kv_pool_bytes < 2 * self.frame_bytes:

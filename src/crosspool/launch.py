@@ -150,7 +150,12 @@ def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel
             page_tokens=model.page_tokens,
             max_context=model.max_model_len,
         )
-        served = replace(served, kv_floor_bytes=model.kv_floor_bytes, kv_ceiling_bytes=model.kv_ceiling_bytes)
+        served = replace(
+            served,
+            kv_floor_bytes=model.kv_floor_bytes,
+            kv_ceiling_bytes=model.kv_ceiling_bytes,
+            has_random_weights=config.pools.weights == "random",
+        )
         return PreparedModel(served, _frontend(model, served, directory))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"model {name}: {error}") from None

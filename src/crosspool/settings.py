@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from crosspool.config import (
+    PREFILL_TOKENS,
     AdmissionPolicy,
     Backend,
     DeploymentConfig,
@@ -29,6 +30,7 @@ from crosspool.config import (
     PoolsConfig,
     SchedulingConfig,
     ServerConfig,
+    WeightsSource,
     parse_size,
 )
 from crosspool.model_source import is_hub_id
@@ -87,6 +89,9 @@ class Settings(BaseSettings):
     metrics_compat: MetricsCompat | None = Field(None, description="vllm: the common metrics also under vLLM's names")
     sse_keep_alive_interval: float = Field(10.0, gt=0, description="seconds between comment lines of waiting streams")
     backend: Backend = Field("numpy", description="what computes: numpy on CPUs, or cuda with a GPU for each rank")
+    weights: WeightsSource = Field(
+        "checkpoint", description="random: seeded weights of the models' shapes, without checkpoints; for measurements"
+    )
     layout: Layout = Field("processes", description="a process for each rank, or threads of one process")
     kv_pool_bytes: Size = Field("256MiB", description="the KV pool that all models share; on each of several KV ranks")
     frame_bytes: Size = Field("2MiB", description="granularity of KV memory")
@@ -94,7 +99,9 @@ class Settings(BaseSettings):
     kv_split: KVSplit = Field("auto", description="how a model's KV lies over KV ranks: heads, tokens, one or auto")
     weights_ranks: int = Field(1, description="ranks that every FFN is sliced over")
     max_num_seqs: int = Field(32, description="sequences of a model that run at once")
-    max_num_batched_tokens: int = Field(512, description="prompt tokens of one prefill step")
+    max_num_batched_tokens: int | None = Field(
+        None, description="prompt tokens of one prefill step; default: 512 on CPUs, 8192 with cuda"
+    )
     max_queue: int = Field(64, description="sequences of a model that may wait; one more is a 429")
     max_queue_per_key: int | None = Field(None, description="sequences of one API key that may wait for a model")
     decode_lanes: int = Field(2, description="decode batches in flight at once")
@@ -233,6 +240,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
         models=tuple(_with_common(model, settings) for model in models or default_models),
         pools=PoolsConfig(
             backend=settings.backend,
+            weights=settings.weights,
             layout=settings.layout,
             kv_pool_bytes=parse_size(settings.kv_pool_bytes),
             frame_bytes=parse_size(settings.frame_bytes),
@@ -242,7 +250,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
         ),
         scheduling=SchedulingConfig(
             max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_batched_tokens=settings.max_num_batched_tokens or PREFILL_TOKENS[settings.backend],
             max_queue=settings.max_queue,
             max_queue_per_key=settings.max_queue_per_key,
             num_decode_lanes=settings.decode_lanes,

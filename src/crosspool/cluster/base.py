@@ -21,6 +21,7 @@ class ModelPlacement:
     kv_peers: the other KV ranks that hold KV of the model, in order. Under the splits `tokens` and `heads` the model's
     home is `kv_rank` and these hold shares; under `one` each is the home of its own sequences.
     exchange_width: most elements that one token crosses with between two KV ranks.
+    has_random_weights: the ranks draw weights of the model's shapes, the same each time; no checkpoint is read.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ModelPlacement:
     kv_peers: tuple[str, ...] = ()
     kv_split: KVSplit = "one"
     exchange_width: int = 0
+    has_random_weights: bool = False
 
     @property
     def kv_ranks(self) -> tuple[str, ...]:

@@ -53,3 +53,13 @@ def _report(engine: AsyncEngine, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
+    for rank, kinds in sorted(engine.engine.memory_bytes().items()):
+        parts = [
+            f"{kind} {format_bytes(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]) if size
+        ]
+        if parts:
+            console.print(
+                f"memory of {rank}: {format_bytes(sum(kinds.values()))} ({', '.join(parts)})",
+                highlight=False,
+                soft_wrap=True,
+            )

@@ -16,6 +16,7 @@ class ServedModel:
 
     kv_peers: the other KV ranks that hold KV of the model, and kv_split how (`kv_pool/split.py`); a page then takes
     `frames_per_page` frames of one rank, or under `heads` of each.
+    has_random_weights: drawn at the model's shapes; no checkpoint is read.
     max_context: asked limit of prompt plus output tokens; None means the model's own. frames_per_page: from
     `kv_pool/geometry.py`. weights_ranks: in the order in which their partial sums are added.
     kv_floor_bytes are kept for the model in its KV rank's pool, kv_ceiling_bytes are the most it may hold there; both
@@ -37,6 +38,7 @@ class ServedModel:
     kv_floor_bytes: int = 0
     kv_ceiling_bytes: int | None = None
     max_context: int | None = None
+    has_random_weights: bool = False
     tokenizer: Tokenizer | None = None
 
     def __post_init__(self) -> None:
@@ -75,4 +77,5 @@ class ServedModel:
             kv_peers=self.kv_peers,
             kv_split=self.kv_split,
             exchange_width=exchange_width(self.spec, self.kv_split),
+            has_random_weights=self.has_random_weights,
         )

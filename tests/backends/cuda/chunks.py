@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from crosspool.backends.cuda.batch import Batch
 from crosspool.backends.cuda.chunk_ffn import ChunkFFN
-from crosspool.backends.cuda.chunk_half import ChunkHalf
+from crosspool.backends.cuda.chunk_half import ChunkHalf, ChunkRows
 from crosspool.backends.cuda.chunk_plan import chunk_plan
 from crosspool.backends.cuda.weights import attention_weights_from_numpy, ffn_weights_from_numpy
 from crosspool.kv_pool.geometry import page_geometry
@@ -38,10 +36,10 @@ class ChunkModel:
             for idx in range(num_slices)
         ]
 
-    def batch(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> Batch:
+    def batch(self, parts: Sequence[tuple[int, int, Sequence[int]]]) -> ChunkRows:
         """A step's rows: (sequence, tokens cached before, tokens to run)."""
         counts = [len(tokens) for _, _, tokens in parts]
-        return SimpleNamespace(  # type: ignore[return-value]
+        return ChunkRows(
             token_ids=np.concatenate([np.array(tokens, dtype=np.int64) for _, _, tokens in parts]),
             positions=np.concatenate(
                 [np.arange(cached, cached + count) for (_, cached, _), count in zip(parts, counts, strict=True)]

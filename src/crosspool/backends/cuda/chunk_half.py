@@ -9,14 +9,14 @@ for layer in range(num_layers):
 logits = half.logits(tokens)
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from crosspool.backends.cuda.attention_weights import AttentionLayerWeights, GQAWeights, MLAWeights
-from crosspool.backends.cuda.batch import Batch
 from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.channel_map import Rows
 from crosspool.backends.cuda.chunk_params import MlaChunkParams, NormRowsParams
@@ -30,6 +30,7 @@ from crosspool.backends.cuda.prefill_attention import (
     EXPANDED_KEYS,
     DeviceRound,
     DeviceSpan,
+    Library,
     PieceAttention,
     gqa_attention,
     key_dim,
@@ -39,7 +40,7 @@ from crosspool.backends.cuda.prefill_attention import (
     tile_of,
     upload,
 )
-from crosspool.backends.cuda.prefill_blocks import SpanSizes, expanded_rounds, frame_round, spans, stretches
+from crosspool.backends.cuda.prefill_blocks import NO_SPANS, SpanSizes, expanded_rounds, frame_round, spans, stretches
 from crosspool.backends.cuda.products import linear
 from crosspool.backends.cuda.rope import RopeTable, gqa_input, rope_cache
 from crosspool.backends.cuda.weights import AttentionWeights
@@ -48,6 +49,18 @@ from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 from crosspool.units import ceil_div
 
 _WARPS = 4
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """A step's rows: arrays over its tokens, and each row's frames (frames_per_page, pages)."""
+
+    token_ids: IntArray
+    positions: IntArray
+    row_of_token: IntArray
+    tables: list[IntArray]
 
 
 class ChunkHalf:
@@ -60,11 +73,13 @@ class ChunkHalf:
         weights: AttentionWeights,
         arena: torch.Tensor,
         geometry: PageGeometry,
-        batch: Batch,
+        batch: ChunkRows,
         plan: ChunkPlan,
         sizes: SpanSizes | None = None,
+        libraries: Mapping[GQASpec | MLASpec, Library] | None = None,
     ) -> None:
-        """sizes: of the library's spans; None: those of the device."""
+        """sizes: of the library's spans; None: those of the device. libraries: how a shape's spans run, if captured."""
+        self._libraries = libraries or {}
         self._kernels, self.spec, self._weights = kernels, spec, weights
         device, tokens = arena.device, len(batch.token_ids)
         self._device = device
@@ -166,7 +181,9 @@ class ChunkHalf:
             q[: piece.num_tokens],
             table_rows=self._table_rows[part],
         )
-        return gqa_attention(self._kernels, spec, q, piece.num_tokens, self._cache, layer, part_of, attention.sinks)
+        return gqa_attention(
+            self._kernels, spec, q, piece.num_tokens, self._cache, layer, part_of, attention.sinks, self._library(spec)
+        )
 
     def _mla(self, layer: int, piece: Piece, weights: AttentionLayerWeights, attention: MLAWeights) -> torch.Tensor:
         spec = weights.spec
@@ -200,7 +217,7 @@ class ChunkHalf:
             cache=self._cache.view(layer),
         )
         self._kernels.launch(
-            "chunk_mla",
+            "chunk_attention",
             "mla_chunk",
             grid=(tokens, ceil_div(spec.num_heads + 2, _WARPS), 1),
             threads=_WARPS * 32,
@@ -208,12 +225,20 @@ class ChunkHalf:
             params=params,
             overlap=False,
         )
-        return mla_attention(self._kernels, spec, attention, queries, tokens, self._cache, layer, part_of)
+        return mla_attention(
+            self._kernels, spec, attention, queries, tokens, self._cache, layer, part_of, self._library(spec)
+        )
 
     def _queries(self, spec: GQASpec | MLASpec, piece: Piece, part: PieceAttention) -> torch.Tensor:
         """(rows, heads, D) for a piece's queries, and room for what its spans compute behind them."""
         rows = span_rows(piece.num_tokens, [span.span for span in part.spans])
+        room = self._library(spec).queries(rows) if part.spans else None
+        if room is not None:
+            return room
         return torch.empty(rows, spec.num_heads, key_dim(spec), dtype=torch.bfloat16, device=self._device)
+
+    def _library(self, spec: GQASpec | MLASpec) -> Library:
+        return self._libraries.get(spec) or Library()
 
     def _norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """(rows, width) bf16: RMSNorm of strided rows."""
@@ -229,7 +254,7 @@ class ChunkHalf:
             eps=eps,
         )
         self._kernels.launch(
-            "chunk_mla",
+            "chunk_attention",
             "norm_rows",
             grid=(ceil_div(rows, _WARPS), 1, 1),
             threads=_WARPS * 32,
@@ -240,17 +265,20 @@ class ChunkHalf:
         return out
 
     def _plan(
-        self, batch: Batch, plan: ChunkPlan, sizes: SpanSizes | None
+        self, batch: ChunkRows, plan: ChunkPlan, sizes: SpanSizes | None
     ) -> dict[GQASpec | MLASpec, list[PieceAttention]]:
         """For every shape of attention, what each piece's is made of."""
         return {
-            spec: [
-                self._plan_piece(spec, batch, piece, sizes or span_sizes(spec, self._device)) for piece in plan.pieces
-            ]
+            spec: [self._plan_piece(spec, batch, piece, sizes or self._span_sizes(spec)) for piece in plan.pieces]
             for spec in {layer.attention for layer in self.spec.layers}
         }
 
-    def _plan_piece(self, spec: GQASpec | MLASpec, batch: Batch, piece: Piece, sizes: SpanSizes) -> PieceAttention:
+    def _span_sizes(self, spec: GQASpec | MLASpec) -> SpanSizes:
+        """The device's, where a slot holds this layer's elements alone."""
+        is_alone = spec.kv_elements_per_token == self._cache.geometry.elements_per_token_layer
+        return span_sizes(spec, self._device) if is_alone else NO_SPANS
+
+    def _plan_piece(self, spec: GQASpec | MLASpec, batch: ChunkRows, piece: Piece, sizes: SpanSizes) -> PieceAttention:
         own = slice(piece.start, piece.stop)
         parts = stretches(batch.row_of_token[own], batch.positions[own], sizes)
         rows = tile_of(spec).rows
@@ -263,7 +291,7 @@ class ChunkHalf:
         )
 
 
-def _frame_tables(batch: Batch, device: torch.device) -> torch.Tensor:
+def _frame_tables(batch: ChunkRows, device: torch.device) -> torch.Tensor:
     """(rows, pages, frames_per_page) int32 of the step's sequences; frame 0 behind a table's end."""
     pages = max(table.shape[1] for table in batch.tables)
     held = np.zeros((len(batch.tables), pages, batch.tables[0].shape[0]), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Parameters of the kernels in `csrc/chunk_ffn.cu` and `csrc/chunk_mla.cu`, field by field; a test compares sizes."""
+"""Parameters of the kernels in `csrc/chunk_*.cu`, field by field; a test compares the sizes."""
 
 import ctypes
 
@@ -59,6 +59,14 @@ class MlaChunkParams(ctypes.Structure):
 
 class GatherSlotsParams(ctypes.Structure):
     _fields_ = [("cache", CacheView), *((name, _P) for name in ("table_rows", "positions", "out")), ("slots", _I)]
+
+
+class MergePartParams(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("part", "log_sums", "acc", "sums")),
+        *((name, _L) for name in ("row_stride", "head_stride", "log_sums_stride")),
+        *((name, _I) for name in ("rows", "heads", "width", "is_first")),
+    ]
 
 
 class NormRowsParams(ctypes.Structure):

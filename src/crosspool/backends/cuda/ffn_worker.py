@@ -11,7 +11,9 @@ from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
 from crosspool.backends.cuda.chunk_ffn import ChunkFFN, chunk_routers
 from crosspool.backends.cuda.chunk_plan import chunk_plan
 from crosspool.backends.cuda.chunk_run import run_pieces
-from crosspool.backends.cuda.chunk_support import runs_in_pieces
+from crosspool.backends.cuda.chunk_support import is_supported, runs_in_pieces
+from crosspool.backends.cuda.chunk_warm_up import warm_up_ffn
+from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.ffn_chunk import ffn_chunk
 from crosspool.backends.cuda.ffn_half import FFNHalf
 from crosspool.backends.cuda.ffn_pass import FFNPass
@@ -22,7 +24,7 @@ from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
 from crosspool.backends.cuda.passes import PASS_TOKENS, passes
 from crosspool.backends.cuda.prepare import COMMON_BUCKETS, open_lanes
-from crosspool.backends.cuda.random_slices import num_bytes
+from crosspool.backends.cuda.random_slices import draw_share, num_bytes
 from crosspool.backends.cuda.streaming import stream_share
 from crosspool.backends.cuda.transport import FFNCrossing
 from crosspool.backends.cuda.weights import pack_ffn_weights
@@ -59,7 +61,12 @@ class CudaFFNWorker:
         directory = read_model_dir(placement.directory)
         index, count = placement.weights_ranks.index(rank), len(placement.weights_ranks)
         shares = placement.weights_shares or None
-        _, layers = stream_share(directory, "weights", self._site.device, progress, index, count, shares)
+        device = self._site.device
+        with naming_consumers(rank, device, f"the FFN weights of {placement.name}", self._consumers):
+            if placement.has_random_weights:
+                _, layers = draw_share(directory.spec, "weights", device, progress, index, count, shares)
+            else:
+                _, layers = stream_share(directory, "weights", device, progress, index, count, shares)
         self.add_weights(placement.name, directory.spec, pack_ffn_weights(directory.spec, iter(layers)))
         if self._site.device.type == "cuda":
             self.prepare(placement, progress)
@@ -70,8 +77,12 @@ class CudaFFNWorker:
         self._models[name] = FFNModel(spec, tuple(layers))
 
     def prepare(self, placement: ModelPlacement, progress: Progress) -> None:
-        """Capture the model's common passes for every lane that is open."""
+        """Load what chunks need, and capture the model's common passes for every lane that is open."""
         model, total = self._models[placement.name], num_bytes(self._models[placement.name].layers)
+        if is_supported(model.spec):
+            model.routers = chunk_routers(model.layers)
+            warm_up_ffn(self._kernels, model.layers, model.routers)
+            finish(self._site.device)
         for number, lane in sorted(self._lanes.items()):
             for _, links in open_lanes([lane], [placement.kv_rank]):
                 for bucket in COMMON_BUCKETS:
@@ -150,14 +161,19 @@ class CudaFFNWorker:
             lane.drop(model)
         self._models.pop(model, None)
 
+    def _consumers(self) -> dict[str, int]:
+        """Bytes by what they are for, each model's weights apart."""
+        return {f"FFN weights of {name}": num_bytes(model.layers) for name, model in tuple(self._models.items())}
+
     def memory_bytes(self) -> Mapping[str, int]:
         weights = sum(num_bytes(model.layers) for model in tuple(self._models.values()))
-        return {
+        known = {
             "ffn_weights": weights,
             "kv_cache": 0,
             "graphs": sum(lane.graph_bytes for lane in self._lanes.values()),
             "channels": sum(lane.channel_bytes for lane in self._lanes.values()),
         }
+        return known | remainder(self._site.device, known)
 
     def _lane(self, number: int) -> WorkerLane:
         lane = self._lanes.get(number)
@@ -171,7 +187,8 @@ class CudaFFNWorker:
             if half is None:
                 half = model.halves[number] = FFNHalf(self._kernels, model.layers, PASS_TOKENS)
             crossing = FFNCrossing(self._kernels, lane.memory, links[0].map())
-            return FFNPass(self._kernels, lane.memory, half, crossing, bucket, model.spec.hidden_size)
+            hidden = model.spec.hidden_size
+            return FFNPass(self._kernels, lane.memory, half, crossing, bucket, hidden, sums_by="words")
 
         source = lane.find_pass(name, links, bucket, make)
         assert isinstance(source, FFNPass)

@@ -11,10 +11,12 @@ import torch
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
 from crosspool.backends.cuda.batch import Batch, SampledRow
 from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
-from crosspool.backends.cuda.chunk_half import ChunkHalf
+from crosspool.backends.cuda.chunk_half import ChunkHalf, ChunkRows
 from crosspool.backends.cuda.chunk_plan import chunk_plan
 from crosspool.backends.cuda.chunk_run import run_pieces
-from crosspool.backends.cuda.chunk_support import runs_in_pieces
+from crosspool.backends.cuda.chunk_support import is_supported, runs_in_pieces
+from crosspool.backends.cuda.chunk_warm_up import capture_spans, warm_up_attention
+from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.kv_chunk import kv_chunk
 from crosspool.backends.cuda.kv_pass import KVPass, KVRows
 from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish
@@ -23,8 +25,11 @@ from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
 from crosspool.backends.cuda.outcome import Outcome
 from crosspool.backends.cuda.passes import Pass, passes
+from crosspool.backends.cuda.prefill_attention import Library
 from crosspool.backends.cuda.prepare import COMMON_BUCKETS, open_lanes
+from crosspool.backends.cuda.random_slices import draw_share
 from crosspool.backends.cuda.sampling import fill_sampling, sampling_records
+from crosspool.backends.cuda.span_attention import SpanGraphs
 from crosspool.backends.cuda.streaming import stream_share
 from crosspool.backends.cuda.transport import AttentionCrossing
 from crosspool.backends.cuda.weights import AttentionWeights, pack_attention_weights
@@ -33,9 +38,9 @@ from crosspool.cluster.base import ModelPlacement
 from crosspool.core import SampledToken
 from crosspool.kv_pool.geometry import PageGeometry, page_geometry
 from crosspool.models.directory import read_model_dir
-from crosspool.models.spec import ModelSpec
+from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 from crosspool.scheduler.step import StepDescriptor, StepHeader
-from crosspool.units import ceil_div
+from crosspool.units import GiB, ceil_div
 
 
 @dataclass
@@ -48,6 +53,7 @@ class KVModel:
     geometry: PageGeometry
     max_pages: int
     rows: dict[tuple[int, int], KVRows] = field(default_factory=dict)
+    spans: dict[GQASpec | MLASpec, SpanGraphs] = field(default_factory=dict)
 
 
 class CudaAttentionWorker:
@@ -55,7 +61,9 @@ class CudaAttentionWorker:
 
     def __init__(self, site: Site, kernels: Launcher, rule: WaitRule, num_frames: int, frame_bytes: int) -> None:
         self._site, self._kernels, self._rule = site, kernels, rule
-        self._arena = torch.zeros((num_frames, frame_bytes), dtype=torch.uint8, device=site.device)
+        wanted = f"a KV cache of {num_frames * frame_bytes / GiB:.1f} GiB"
+        with naming_consumers(site.rank, site.device, wanted, dict):
+            self._arena = torch.zeros((num_frames, frame_bytes), dtype=torch.uint8, device=site.device)
         finish(site.device)
         self._models: dict[str, KVModel] = {}
         self._lanes: dict[int, WorkerLane] = {}
@@ -65,8 +73,14 @@ class CudaAttentionWorker:
         enter(self._site.device)
         directory = read_model_dir(placement.directory)
         self.check(placement)
-        model, layers = stream_share(directory, "kv", self._site.device, progress)
-        weights = pack_attention_weights(directory.spec, model, iter(layers))
+        with naming_consumers(
+            self._site.rank, self._site.device, f"the attention weights of {placement.name}", self._consumers
+        ):
+            if placement.has_random_weights:
+                model, layers = draw_share(directory.spec, "kv", self._site.device, progress)
+            else:
+                model, layers = stream_share(directory, "kv", self._site.device, progress)
+            weights = pack_attention_weights(directory.spec, model, iter(layers))
         num_bytes = sum(tensor.nbytes for tensors in (model, *layers) for tensor in tensors.values())
         self.add_weights(placement, directory.spec, weights, num_bytes)
         if self._site.device.type == "cuda":
@@ -98,8 +112,12 @@ class CudaAttentionWorker:
         self._models[placement.name] = KVModel(spec, weights, num_bytes, geometry, max(1, most))
 
     def prepare(self, placement: ModelPlacement, progress: Progress) -> None:
-        """Capture the model's common passes for every lane that is open."""
+        """Load what chunks need, and capture the model's common passes for every lane that is open."""
         model = self._models[placement.name]
+        if is_supported(model.spec):
+            warm_up_attention(self._kernels, model.spec, model.weights, self._arena, model.geometry)
+            model.spans = capture_spans(self._site, model.spec)
+            finish(self._site.device)
         for number, lane in sorted(self._lanes.items()):
             for _, links in open_lanes([lane], placement.weights_ranks):
                 for bucket in COMMON_BUCKETS:
@@ -166,8 +184,19 @@ class CudaAttentionWorker:
         maps = [inlet.link.map() for inlet in inlets]
         crossing = ChunkCrossing(self._kernels, lane.memory, maps, plan, model.spec.hidden_size)
 
+        graphs = self._take_graphs(model)
+        streams = lane.prefill_streams if graphs else None
+
+        def is_shared() -> bool:
+            return streams is not None and streams.is_shared
+
+        libraries = {shape: Library(each, is_shared) for shape, each in graphs.items()}
+
         def make_half() -> ChunkHalf:
-            return ChunkHalf(self._kernels, model.spec, model.weights, self._arena, model.geometry, batch, plan)
+            rows = ChunkRows(batch.token_ids, batch.positions, batch.row_of_token, batch.tables)
+            return ChunkHalf(
+                self._kernels, model.spec, model.weights, self._arena, model.geometry, rows, plan, None, libraries
+            )
 
         has_ended = False
         try:
@@ -179,9 +208,18 @@ class CudaAttentionWorker:
                 yield Wait((outcome,), plan.last_epoch)
             has_ended = True
         finally:
+            for each in graphs.values():
+                each.is_taken = False
             if not has_ended:
                 lane.give_up(plan.last_epoch)
         return outcome.finish()
+
+    def _take_graphs(self, model: KVModel) -> dict[GQASpec | MLASpec, SpanGraphs]:
+        """The model's span graphs for one chunk; none while another chunk of it runs."""
+        free = {shape: graphs for shape, graphs in model.spans.items() if not graphs.is_taken}
+        for graphs in free.values():
+            graphs.is_taken = True
+        return free
 
     def _decodes_beside(self, lane: WorkerLane) -> bool:
         now_s = time.monotonic()
@@ -197,14 +235,20 @@ class CudaAttentionWorker:
         self._models.pop(model, None)
         self._sequences = {key: sequence for key, sequence in self._sequences.items() if sequence.model != model}
 
+    def _consumers(self) -> dict[str, int]:
+        """Bytes by what they are for, each model's weights apart."""
+        models = {f"attention weights of {name}": model.num_bytes for name, model in tuple(self._models.items())}
+        return {"KV cache": int(self._arena.nbytes), **models}
+
     def memory_bytes(self) -> Mapping[str, int]:
-        return {
+        known = {
             "attention_weights": sum(model.num_bytes for model in tuple(self._models.values())),
             "kv_cache": int(self._arena.nbytes),
             "ffn_weights": 0,
             "graphs": sum(lane.graph_bytes for lane in self._lanes.values()),
             "channels": sum(lane.channel_bytes for lane in self._lanes.values()),
         }
+        return known | remainder(self._site.device, known)
 
     def _lane(self, number: int) -> WorkerLane:
         lane = self._lanes.get(number)
@@ -227,7 +271,9 @@ class CudaAttentionWorker:
                     kind.bucket,
                     model.max_pages,
                 )
-            crossing = AttentionCrossing(self._kernels, lane.memory, [link.map() for link in links])
+            crossing = AttentionCrossing(
+                self._kernels, lane.memory, [link.map() for link in links], takes_words=True
+            )
             return KVPass(self._kernels, lane.memory, rows, crossing, samples=kind.samples, is_decode=kind.is_decode)
 
         source = lane.find_pass(name, links, kind, make)

@@ -24,7 +24,7 @@ SOURCES = (
     "transport",
     "sample",
     "chunk_ffn",
-    "chunk_mla",
+    "chunk_attention",
 )
 
 

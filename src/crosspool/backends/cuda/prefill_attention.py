@@ -6,7 +6,7 @@ scoring latents would be.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,11 @@ import torch
 from crosspool.backends.cuda.attention import LOG2_E
 from crosspool.backends.cuda.attention_weights import MLAWeights
 from crosspool.backends.cuda.cache import PagedCache
-from crosspool.backends.cuda.chunk_params import GatherSlotsParams
+from crosspool.backends.cuda.chunk_params import GatherSlotsParams, MergePartParams
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.params import address
 from crosspool.backends.cuda.prefill_blocks import NO_SPANS, SPAN_SIZES, Round, Span, SpanSizes, span_keys
+from crosspool.backends.cuda.span_attention import Part, SpanGraphs, full_attention
 from crosspool.models.spec import GQASpec, MLASpec
 from crosspool.units import ceil_div
 
@@ -79,6 +80,42 @@ class PieceAttention:
         return bool(self.spans) or len(self.rounds) > 1
 
 
+class Library:
+    """How a chunk's spans run: by the model's captured graphs, where it holds them, or by calls."""
+
+    def __init__(self, graphs: SpanGraphs | None = None, is_shared: Callable[[], bool] = lambda: False) -> None:
+        """is_shared: whether torch's current stream is the partition's."""
+        self._graphs, self._is_shared = graphs, is_shared
+
+    def queries(self, rows: int) -> torch.Tensor | None:
+        """Where the queries of a piece of one sequence may lie, so that its spans find them."""
+        return None if self._graphs is None or rows > len(self._graphs.buffers.q) else self._graphs.buffers.q
+
+    def slots(self, span: Span) -> torch.Tensor | None:
+        """Room for a span's cache rows."""
+        return self._graphs.buffers.slots[: span.count] if self._graphs and self._takes(span) else None
+
+    def keys_and_values(self, span: Span) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Room for a span's expanded keys and values."""
+        if self._graphs is None or not self._takes(span):
+            return None
+        held = self._graphs.buffers
+        return held.keys[:, : span.count], held.values[:, : span.count]
+
+    def run(
+        self, spec: GQASpec | MLASpec, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span
+    ) -> Part:
+        """Attention of the span's rows of q (rows, heads, D) to its keys (kv_heads, count, D), in the room for them."""
+        if self._graphs is not None and self._takes(span):
+            return self._graphs.replay(span.rows, span.count, self._is_shared())
+        first = span.stretch.first_row
+        return full_attention(q[first : first + span.rows], keys, values, spec.softmax_scale)
+
+    def _takes(self, span: Span) -> bool:
+        """The graphs' queries begin at the piece's first row."""
+        return span.stretch.first_row == 0
+
+
 def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`values` on the device, without waiting for what runs there."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.clone()
@@ -129,6 +166,7 @@ def gqa_attention(
     layer: int,
     piece: PieceAttention,
     sinks: torch.Tensor | None,
+    library: Library,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """(tokens, heads, head_dim) from q (rows >= tokens, heads, head_dim), normed and turned; own keys are in the cache.
@@ -138,11 +176,12 @@ def gqa_attention(
     """
     geometry, dim = cache.geometry, spec.head_dim
     held = _held(q, tokens, spec.num_heads, dim) if piece.carries else None
-    for number, span in enumerate(piece.spans):
+    for span in piece.spans:
         assert held is not None
-        slots = gather_slots(kernels, cache, layer, span.key_table_rows, span.key_positions, q.dtype)
-        keys, values = slots.unflatten(1, (2, spec.num_kv_heads, dim)).unbind(1)
-        _span(spec, q, keys.transpose(0, 1), values.transpose(0, 1), span.span, held, _is_first(piece, number))
+        room = library.slots(span.span)
+        slots = gather_slots(kernels, cache, layer, span.key_table_rows, span.key_positions, q.dtype, room)
+        pair = slots.unflatten(1, (2, spec.num_kv_heads, dim)).permute(1, 2, 0, 3)
+        _merge(kernels, library.run(spec, q, pair[0], pair[1], span.span), span.span, held)
     arena = cache.frames.view(q.dtype).flatten()
     keys = arena[geometry.offset_of_layer(layer) // q.element_size() :]
     stride = geometry.elements_per_token_layer
@@ -174,16 +213,19 @@ def mla_attention(
     cache: PagedCache,
     layer: int,
     piece: PieceAttention,
+    library: Library,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """(tokens, heads, v_head_dim) from q (rows >= tokens, heads, nope + rope), the rope part turned."""
     heads = spec.num_heads
     out = torch.empty(tokens, heads, spec.v_head_dim, dtype=q.dtype, device=q.device)
     held = _held(q, tokens, heads, spec.v_head_dim) if piece.carries else None
-    for number, span in enumerate(piece.spans):
+    for span in piece.spans:
         assert held is not None
-        slots = gather_slots(kernels, cache, layer, span.key_table_rows, span.key_positions, q.dtype)
-        _span(spec, q, *expand(spec, weights, slots), span.span, held, _is_first(piece, number))
+        room = library.slots(span.span)
+        slots = gather_slots(kernels, cache, layer, span.key_table_rows, span.key_positions, q.dtype, room)
+        keys, values = expand(spec, weights, slots, library.keys_and_values(span.span))
+        _merge(kernels, library.run(spec, q, keys, values, span.span), span.span, held)
     for part in piece.rounds:
         slots = gather_slots(kernels, cache, layer, part.key_table_rows, part.key_positions, q.dtype)
         keys, values = expand(spec, weights, slots)
@@ -204,14 +246,23 @@ def mla_attention(
     return out
 
 
-def expand(spec: MLASpec, weights: MLAWeights, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys (heads, count, nope + rope) and values (heads, count, v) of cache rows (count, latent + rope)."""
+def expand(
+    spec: MLASpec,
+    weights: MLAWeights,
+    slots: torch.Tensor,
+    room: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys (heads, count, nope + rope) and values (heads, count, v) of cache rows (count, latent + rope), in `room`."""
     heads, nope = spec.num_heads, spec.qk_nope_head_dim
     latents = slots[:, : spec.kv_lora_rank].expand(heads, -1, -1)
-    keys = torch.empty(heads, len(slots), spec.qk_head_dim, dtype=slots.dtype, device=slots.device)
+    keys, values = room or (
+        torch.empty(heads, len(slots), width, dtype=slots.dtype, device=slots.device)
+        for width in (spec.qk_head_dim, spec.v_head_dim)
+    )
     torch.bmm(latents, weights.key_up, out=keys[:, :, :nope])
     keys[:, :, nope:] = slots[:, spec.kv_lora_rank :]
-    return keys, torch.bmm(latents, weights.value_up.transpose(1, 2))
+    torch.bmm(latents, weights.value_up.transpose(1, 2), out=values)
+    return keys, values
 
 
 def gather_slots(
@@ -221,11 +272,13 @@ def gather_slots(
     table_rows: torch.Tensor,
     positions: torch.Tensor,
     dtype: torch.dtype,
+    room: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(keys, elements of a slot): cache rows side by side."""
+    """(keys, elements of a slot): cache rows side by side, in `room` where that is given."""
     geometry = cache.geometry
     slots = len(positions)
-    out = torch.empty(slots, geometry.elements_per_token_layer, dtype=dtype, device=cache.frames.device)
+    width = geometry.elements_per_token_layer
+    out = torch.empty(slots, width, dtype=dtype, device=cache.frames.device) if room is None else room
     params = GatherSlotsParams(
         cache=cache.view(layer),
         table_rows=address(table_rows),
@@ -234,7 +287,7 @@ def gather_slots(
         slots=slots,
     )
     kernels.launch(
-        "chunk_mla",
+        "chunk_attention",
         "gather_slots",
         grid=(ceil_div(slots, _WARPS), 1, 1),
         threads=_WARPS * 32,
@@ -245,63 +298,39 @@ def gather_slots(
     return out
 
 
-def _is_first(piece: PieceAttention, number: int) -> bool:
-    """Whether a span is the first of its stretch."""
-    return piece.spans[number].span.first == 0
-
-
 def _held(q: torch.Tensor, tokens: int, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Unnormalised outputs (tokens, heads, width) and (maximum, sum) of softmax (tokens, heads, 2)."""
     acc = torch.empty(tokens, heads, width, dtype=torch.float32, device=q.device)
     return acc, torch.empty(tokens, heads, 2, dtype=torch.float32, device=q.device)
 
 
-def _span(
-    spec: GQASpec | MLASpec,
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    span: Span,
-    held: tuple[torch.Tensor, torch.Tensor],
-    is_first: bool,
-) -> None:
-    """Attention of a span's rows to all its keys (kv_heads, count, D) and values, into what is held."""
-    from crosspool.backends.cuda.prefill_kernel import merge_part
-
-    first = span.stretch.first_row
-    rows = q[first : first + span.rows].transpose(0, 1).unsqueeze(0)
-    out, log_sums = _full_attention(rows, keys.unsqueeze(0), values.unsqueeze(0), spec.softmax_scale)
-    acc, sums = held
-    heads, width = acc.shape[1], acc.shape[2]
-    merge_part[(span.stretch.num_rows, heads)](
-        out,
-        out.stride(2),
-        out.stride(1),
-        log_sums,
-        span.rows,
-        acc[first:],
-        sums[first:],
-        heads,
-        IS_FIRST=is_first,
-        DV=width,
-        DV_PADDED=1 << (width - 1).bit_length(),
-        num_warps=1,
+def _merge(kernels: Launcher, part: Part, span: Span, held: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Take a span's attention into what is held for its stretch's rows."""
+    out, log_sums = part
+    acc, sums = (tensor[span.stretch.first_row :] for tensor in held)
+    rows, heads, width = span.stretch.num_rows, acc.shape[1], acc.shape[2]
+    params = MergePartParams(
+        part=address(out),
+        log_sums=address(log_sums),
+        acc=address(acc),
+        sums=address(sums),
+        row_stride=out.stride(0),
+        head_stride=out.stride(1),
+        log_sums_stride=log_sums.stride(0),
+        rows=rows,
+        heads=heads,
+        width=width,
+        is_first=span.first == 0,
     )
-
-
-def _full_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(1, heads, rows, D_v) and the log of softmax's sums (heads, rows) fp32, without a mask."""
-    if q.device.type == "cuda":
-        out, log_sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, False, False, scale=scale
-        )
-        return out, log_sums.view(q.shape[1], q.shape[2])
-    group = q.shape[1] // k.shape[1]
-    k, v = (part.float().repeat_interleave(group, 1) for part in (k, v))
-    scores = q.float() @ k.transpose(2, 3) * scale
-    return (scores.softmax(-1) @ v).to(q.dtype), scores.logsumexp(-1)[0].contiguous()
+    kernels.launch(
+        "chunk_attention",
+        "merge_part",
+        grid=(ceil_div(rows * heads, _WARPS), 1, 1),
+        threads=_WARPS * 32,
+        smem_bytes=0,
+        params=params,
+        overlap=False,
+    )
 
 
 def _launch(

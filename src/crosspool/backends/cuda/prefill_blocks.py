@@ -31,7 +31,7 @@ class SpanSizes:
     min_rows: int
 
 
-SPAN_SIZES = SpanSizes(keys=(8192, 2048), rows=(1024, 2048), min_rows=512)
+SPAN_SIZES = SpanSizes(keys=(8192, 4096, 2048), rows=(1024, 2048), min_rows=512)
 NO_SPANS = SpanSizes(keys=(), rows=(), min_rows=0)
 
 

@@ -218,32 +218,3 @@ def prefill_attention(
         if HAS_SINKS:
             total += tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - top)
         tl.store(out + out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
-
-
-@triton.jit
-def merge_part(part, part_row_stride, part_head_stride, part_log_sums, log_sums_head_stride, held_acc, held_sums, heads,
-               IS_FIRST: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr):  # fmt: skip
-    """Take attention over other keys, part (rows, heads, DV) with part_log_sums (heads, rows), into a held walk.
-
-    Grid (rows, heads). IS_FIRST: nothing is held yet.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    dv = tl.arange(0, DV_PADDED)
-    inside = dv < DV
-    values = tl.load(part + row * part_row_stride + head * part_head_stride + dv, mask=inside, other=0.0).to(tl.float32)
-    top = tl.load(part_log_sums + head * log_sums_head_stride + row) * 1.4426950408889634
-    at = row * heads + head
-    total = 1.0
-    if not IS_FIRST:
-        held_top = tl.load(held_sums + at * 2)
-        held_total = tl.load(held_sums + at * 2 + 1)
-        higher = tl.maximum(top, held_top)
-        old = tl.exp2(held_top - higher)
-        new = tl.exp2(top - higher)
-        values = tl.load(held_acc + at * DV + dv, mask=inside, other=0.0) * old + values * new
-        total = held_total * old + new
-        top = higher
-    tl.store(held_acc + at * DV + dv, values, mask=inside)
-    tl.store(held_sums + at * 2, top)
-    tl.store(held_sums + at * 2 + 1, total)

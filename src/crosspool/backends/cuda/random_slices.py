@@ -4,11 +4,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from crosspool.backends.base import Progress
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights, pack_ffn
 from crosspool.backends.cuda.weights import random_layers
 from crosspool.models.spec import DenseFFNSpec, ModelSpec, MoEFFNSpec
+from crosspool.models.tensors import Pool, weight_bytes
 from crosspool.weights_pool.placement import IntermediateSlice, intermediate_slices
 from crosspool.weights_pool.regions import DOUBLED, SLICED_AXIS
+
+SEED = 7
+"""Of served random models."""
 
 
 def random_ffn_slices(
@@ -28,6 +33,34 @@ def random_ffn_slices(
             }
             sliced[idx].append(pack_ffn(layer.ffn, spec.hidden_size, own))
     return [tuple(layers) for layers in sliced]
+
+
+def draw_share(
+    spec: ModelSpec,
+    pool: Pool,
+    device: torch.device,
+    progress: Progress,
+    slice_index: int = 0,
+    num_slices: int = 1,
+    shares: Sequence[float] | None = None,
+) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """(the model's own tensors, those of each layer) of a rank's share, drawn where `stream_share` reads a checkpoint.
+
+    The same model whatever the number of slices, each time.
+    """
+    drawn = random_layers(spec, pool, SEED, device)
+    _, model = next(drawn)
+    layers: list[dict[str, torch.Tensor]] = []
+    total, done = weight_bytes(spec, pool) // num_slices, sum(tensor.nbytes for tensor in model.values())
+    for layer, (_, tensors) in zip(spec.layers, drawn, strict=True):
+        own = {
+            name: cut(name, tensor, layer.ffn, slice_index, num_slices, shares) if pool == "weights" else tensor
+            for name, tensor in tensors.items()
+        }
+        layers.append(own)
+        done += sum(tensor.nbytes for tensor in own.values())
+        progress(min(done, total), total)
+    return dict(model), layers
 
 
 def cut(

@@ -58,13 +58,20 @@ class PrefillStreams:
         self._whole = torch.cuda.Stream(device)
         self._part = self._whole if partition is None else partition.stream(driver, device)
         self.current = self._whole
+        self.is_shared = False
+        """Whether the current stream is the partition's."""
+
+    @property
+    def by_share(self) -> dict[bool, Any]:
+        """The stream of the whole device, and that of the partition if there is one."""
+        return {False: self._whole} if self._part is self._whole else {False: self._whole, True: self._part}
 
     def pick(self, is_shared: bool) -> Any:
         """The stream for the next kernels, ordered behind those enqueued so far."""
         stream = self._part if is_shared else self._whole
         if stream is not self.current:
             stream.wait_stream(self.current)
-            self.current = stream
+            self.current, self.is_shared = stream, is_shared
         return stream
 
     def synchronize(self) -> None:

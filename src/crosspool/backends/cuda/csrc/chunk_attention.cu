@@ -1,5 +1,5 @@
-// MLA of a chunk: each token's own latent and rope key to the cache, queries turned, and latents of earlier tokens
-// gathered from their frames, so that large products can expand them to keys and values of every head.
+// What surrounds the attention of a chunk. MLA: each token's own latent and rope key to the cache, queries turned, and
+// latents of earlier tokens gathered from their frames, so that large products can expand them. For all: parts merged.
 #include "cache.cuh"
 #include "rope.cuh"
 #include "system.cuh"
@@ -79,4 +79,45 @@ KERNEL(norm_rows, NormRowsParams, MLA_WARPS * 32, 1) {
   const float scale = head_scale(x, p.width, p.eps);
   for (int i = threadIdx.x % 32; i < p.width; i += 32)
     p.out[static_cast<i64>(row) * p.width + i] = bf16_bits(bf16_value(x[i]) * scale * bf16_value(p.norm_weight[i]));
+}
+
+struct MergePartParams {
+  const u16* part;        // (rows, heads, width) bf16, strided: attention over other keys, normalised
+  const float* log_sums;  // (heads, log_sums_stride): the log of its softmax's sums
+  float* acc;             // (rows, heads, width) fp32: what is held, not normalised
+  float* sums;            // (rows, heads, 2): maximum (of scores in powers of two) and sum
+  i64 row_stride, head_stride, log_sums_stride;
+  int rows, heads, width, is_first;  // width: a multiple of 8; is_first: nothing is held yet
+};
+
+// One warp a row and head.
+KERNEL(merge_part, MergePartParams, MLA_WARPS * 32, 1) {
+  const i64 item = static_cast<i64>(blockIdx.x) * MLA_WARPS + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  grid_launch_dependents();
+  grid_wait();
+  if (item >= static_cast<i64>(p.rows) * p.heads) return;
+  const i64 row = item / p.heads, head = item - row * p.heads;
+  float top = p.log_sums[head * p.log_sums_stride + row] * 1.4426950408889634f, total = 1.0f, old = 0.0f, fresh = 1.0f;
+  float* sums = p.sums + item * 2;
+  if (!p.is_first) {
+    const float held_top = sums[0], higher = fmaxf(top, held_top);
+    old = exp2_fast(held_top - higher);
+    fresh = exp2_fast(top - higher);
+    total = sums[1] * old + fresh;
+    top = higher;
+  }
+  warp_sync();  // every lane has read the sums
+  const u16* part = p.part + row * p.row_stride + head * p.head_stride;
+  float* acc = p.acc + item * p.width;
+  for (int i = lane * 4; i < p.width; i += 128) {
+    const uint2 v = load8(part + i);
+    float4 held = p.is_first ? float4{0.0f, 0.0f, 0.0f, 0.0f} : load_float4(acc + i);
+    held.x = held.x * old + bf16_low(v.x) * fresh;
+    held.y = held.y * old + bf16_high(v.x) * fresh;
+    held.z = held.z * old + bf16_low(v.y) * fresh;
+    held.w = held.w * old + bf16_high(v.y) * fresh;
+    *reinterpret_cast<float4*>(acc + i) = held;
+  }
+  if (lane == 0) sums[0] = top, sums[1] = total;
 }

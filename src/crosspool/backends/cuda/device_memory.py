@@ -1,0 +1,44 @@
+"""What a rank's GPU memory is used for, also where it does not suffice."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from crosspool.units import GiB
+
+Consumers = Mapping[str, int]
+"""Bytes by what they are for."""
+
+
+def remainder(device: torch.device, known: Consumers) -> dict[str, int]:
+    """The GPU's other bytes in use: `workspace`, torch's beyond what is known; `other`, contexts and other processes.
+
+    With `known` they add up to what the device reports as used.
+    """
+    if device.type != "cuda":
+        return {"workspace": 0, "other": 0}
+    free, total = torch.cuda.mem_get_info(device)
+    graphs = known.get("graphs", 0) + known.get("channels", 0)  # not torch's
+    workspace = max(0, torch.cuda.memory_reserved(device) - sum(known.values()) + graphs)
+    return {"workspace": workspace, "other": max(0, total - free - sum(known.values()) - workspace)}
+
+
+@contextmanager
+def naming_consumers(
+    rank: str, device: torch.device, wanted: str, consumers: Callable[[], Consumers]
+) -> Iterator[None]:
+    """Turn running out of memory into a ValueError that says what the memory is used for, in GiB."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        free, total = torch.cuda.mem_get_info(device)
+        held = {name: size for name, size in consumers().items() if size > 0}
+        held["everything else on this GPU"] = max(0, total - free - sum(held.values()))
+        parts = ", ".join(
+            f"{name} {size / GiB:.1f} GiB" for name, size in sorted(held.items(), key=lambda item: -item[1])
+        )
+        raise ValueError(
+            f"{rank}: GPU {device.index} has no room for {wanted}: {parts}; {free / GiB:.1f} of {total / GiB:.1f} GiB "
+            "are free: lower kv_pool_bytes, serve fewer models, or give the models more weights ranks"
+        ) from None
