@@ -14,6 +14,7 @@ import faulthandler
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,6 +37,13 @@ SEED = 7
 TARGETS = {1: 31.0, 2: 45.0, 4: 82.0, 8: 158.0}
 STEP_TARGETS = {"qwen3-30b-a3b": 2.6}
 HOPS_US = 5.5
+VARIANTS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "graphs.flags": {"sums_by": "direct"},
+    "resident": {},
+    "resident.early": {},
+}
+"""How a decode step is driven, and options: sums as words with their epoch, or plain behind a flag."""
 
 
 def round_trips(gpus: Gpus, report: Report, name: str, batches: list[int], routings: list[str], passes: int) -> None:
@@ -105,11 +113,10 @@ def stress(gpus: Gpus, report: Report, rounds: int) -> None:
     client.close()
 
 
-def idle_power(gpus: Gpus, report: Report) -> None:
+def idle_power(gpus: Gpus, report: Report, before: float) -> None:
     spec = full_spec("deepseek-v2-lite", 2)
     with torch.cuda.device(gpus.devices[1]):
         layers = random_ffn_weights(spec, SEED, gpus.devices[1])
-    before = power_watts(1)
     client = FFNClient(gpus, layers, 1, seed=3, idle_s=4.0)
     client.run(1)
     time.sleep(2.0)
@@ -131,19 +138,19 @@ def decode(gpus: Gpus, report: Report, name: str, batches: list[int], context: i
     slices = draw_slices(gpus, spec, [1], None)
     for batch in batches:
         medians = {}
-        for control, early in (("graphs", False), ("resident", False), ("resident", True)):
+        for label, options in VARIANTS.items():
+            control = label.split(".")[0]
             make = SplitModel if control == "graphs" else ResidentModel
-            rule = WaitRule(deadline_s=0.3, early=early)
-            model = make(gpus, spec, attention, slices, batch=batch, context=context, seed=SEED, rule=rule)
+            rule = WaitRule(deadline_s=0.3, early="early" in label)
+            model = make(gpus, spec, attention, slices, batch=batch, context=context, seed=SEED, rule=rule, **options)
             times = step_times_ms(model, context)
-            label = f"{control}{'.early' if early else ''}"
             metric = f"decode_ms.{name}.1+1.b{batch}.{context // 1024}k.{label}"
             floor = step_floor_ms(spec, batch, context, 1)
             report.samples(metric, times, limit=floor, note=f"bytes at {COPY_TB_PER_S} TB/s")
             medians[label] = sorted(times)[len(times) // 2]
-            if control == "resident" and not early:
+            if label in ("graphs", "resident"):
                 equal = compare(gpus, model, slices, context)
-                report.metric(f"equal_steps.{name}.b{batch}.resident", equal, limit=3)
+                report.metric(f"equal_steps.{name}.b{batch}.{label}", equal, limit=3)
                 print(f"  {equal} of 3 steps equal the undivided model bit for bit", flush=True)
             if isinstance(model, ResidentModel):
                 model.stop()
@@ -163,6 +170,7 @@ def main() -> None:
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
     gpus, failures, skipped = Gpus(2), dict[str, str](), options.skip.split(",")
+    idle_watts = power_watts(1)
     report = Report(
         "ffn_server", hardware="h200-x2", config={"num_layers": NUM_LAYERS, "passes": options.passes}, seed=SEED
     )
@@ -179,7 +187,7 @@ def main() -> None:
     if "stress" not in skipped:
         guarded("stress", lambda: stress(gpus, report, options.rounds), failures)
     if "power" not in skipped:
-        guarded("idle power", lambda: idle_power(gpus, report), failures)
+        guarded("idle power", lambda: idle_power(gpus, report, idle_watts), failures)
     if "decode" not in skipped:
         for name in names:
             batches = [1, 8] if name.startswith("qwen3") else [1]

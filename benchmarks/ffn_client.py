@@ -34,6 +34,7 @@ class ClientParams(ctypes.Structure):
         ("first_base", ctypes.c_ulonglong),
         *((name, ctypes.c_int) for name in ("passes", "layers", "row_bytes", "values")),
         ("pause_mask", ctypes.c_uint),
+        ("are_words", ctypes.c_int),
     ]
 
 
@@ -48,7 +49,7 @@ class FFNClient:
         hidden = layers[0].hidden
         rule = WaitRule(deadline_s=1.0)
         self._kv, self._side = Side.on(gpus.kernels[0], rule), Side.on(gpus.kernels[1], rule)
-        (self._link,), self._kept = open_links(here, [there], batch * hidden)
+        (self._link,), self._kept = open_links(here, [there], 2 * batch * hidden)
         generator = torch.Generator(device=here).manual_seed(seed)
         rows = torch.randn(len(layers), batch, hidden, device=here, generator=generator)
         self.rows = rows.bfloat16()
@@ -84,6 +85,7 @@ class FFNClient:
             row_bytes=self.rows[0].nbytes,
             values=self._received[0].numel(),
             pause_mask=pause_mask,
+            are_words=link.inbox.fits_words(self.batch, self.layers[0].hidden),
         )
         for parity in range(2):
             params.slots[parity][0] = link.outbox.slot(parity)

@@ -93,7 +93,7 @@ class SplitModel:
         batch: int,
         context: int,
         rule: WaitRule | None = None,
-        sums_by: SumsBy = "direct",
+        sums_by: SumsBy = "words",
         waits_in_router: bool = False,
         prefetches: bool = True,
         seed: int = 0,
@@ -107,9 +107,9 @@ class SplitModel:
         with torch.cuda.device(device):
             cache = seeded_cache(geometry, batch, context + SPARE_TOKENS, seed, device)
             self.half = AttentionHalf(gpus.kernels[0], spec, attention, cache, batch)
-        links, self._kept = open_links(device, [gpus.devices[gpu] for gpu, _ in slices], batch * spec.hidden_size)
+        links, self._kept = open_links(device, [gpus.devices[gpu] for gpu, _ in slices], 2 * batch * spec.hidden_size)
         self.links = links
-        crossing = AttentionCrossing(self.kv.kernels, self.kv.lane, links)
+        crossing = AttentionCrossing(self.kv.kernels, self.kv.lane, links, takes_words=sums_by == "words")
         source = AttentionPass(
             self.kv.kernels, self.kv.lane, self.half, crossing, samples=True, is_decode=True, prefetches=prefetches
         )

@@ -37,18 +37,22 @@ class SplitPass:
         slices: Sequence[FFNHalf],
         *,
         rule: WaitRule | None = None,
-        sums_by: str = "direct",
+        sums_by: str = "words",
         waits_in_router: bool = False,
     ) -> None:
         device, rule = half.residual.device, rule or WaitRule()
         rows, hidden = half.residual.shape
         self.half, self.rows = half, rows
-        self.a2f = [OwnedChannel(rows * hidden, device) for _ in slices]
-        self.f2a = [OwnedChannel(rows * hidden, device) for _ in slices]
+        self.a2f = [OwnedChannel(2 * rows * hidden, device) for _ in slices]
+        self.f2a = [OwnedChannel(2 * rows * hidden, device) for _ in slices]
         self.lane = LaneMemory(device, rule)
         links = [LinkMap(into.map, out.map) for into, out in zip(self.f2a, self.a2f, strict=True)]
         self.attention = AttentionPass(
-            kernels, self.lane, half, AttentionCrossing(kernels, self.lane, links), samples=True
+            kernels,
+            self.lane,
+            half,
+            AttentionCrossing(kernels, self.lane, links, takes_words=sums_by == "words"),
+            samples=True,
         )
         self.ffn_lanes = [LaneMemory(device, rule) for _ in slices]
         self.ffn = [

@@ -34,9 +34,9 @@ def layers_of(family, tmp_path, num_layers=3):
 class Lane:
     """One lane of the weights rank, its rows put and its flag raised as a peer would."""
 
-    def __init__(self, layers, rows, *, seed=0, rule=None):
-        self.layers, self.rows, self.hidden = layers, rows, layers[0].hidden
-        self.inbox, self.outbox = (OwnedChannel(rows * self.hidden, CPU) for _ in range(2))
+    def __init__(self, layers, rows, *, seed=0, rule=None, words=False):
+        self.layers, self.rows, self.hidden, self.words = layers, rows, layers[0].hidden, words
+        self.inbox, self.outbox = (OwnedChannel((1 + words) * rows * self.hidden, CPU) for _ in range(2))
         self.memory = LaneMemory(CPU, rule or WaitRule())
         crossing = FFNCrossing(EmulatedKernels(), self.memory, LinkMap(self.inbox.map, self.outbox.map))
         self.served = serve_layers(layers, crossing, rows, FFNScratch.for_layers(list(layers), rows, CPU))
@@ -53,8 +53,14 @@ class Lane:
         return ctypes.c_uint64.from_address(self.outbox.map.flag).value
 
     def sums(self, layer):
-        buffer = (ctypes.c_float * (self.rows * self.hidden)).from_address(self.outbox.map.slot(layer))
-        return torch.frombuffer(buffer, dtype=torch.float32).view(self.rows, self.hidden).clone()
+        floats = self.rows * self.hidden * (1 + self.words)
+        buffer = (ctypes.c_float * floats).from_address(self.outbox.map.slot(layer))
+        values = torch.frombuffer(buffer, dtype=torch.float32).clone()
+        return (values[::2] if self.words else values).reshape(self.rows, self.hidden)
+
+    def epochs(self, layer):
+        buffer = (ctypes.c_uint32 * (2 * self.rows * self.hidden)).from_address(self.outbox.map.slot(layer))
+        return set(buffer[1::2])
 
     def check(self, last):
         """The last two layers' sums are still in their slots."""
@@ -79,6 +85,17 @@ def test_a_pass_is_served_layer_by_layer(family, rows, backwards, tmp_path):
         lane.check(2)
     assert server.has_left
     assert lane.memory.late_epoch(0) == 0
+
+
+def test_sums_may_cross_as_words_that_carry_their_epoch(tmp_path):
+    lane = Lane(layers_of("qwen3_moe", tmp_path), 2, words=True)
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory], idle_s=0.0)
+    lane.raise_flag(BASE + 3)
+    server.post(lane.memory, lane.served, BASE)
+    lane.check(2)
+    assert lane.memory.done_epoch == BASE + 3
+    assert [lane.epochs(layer) for layer in (1, 2)] == [{BASE + 2}, {BASE + 3}]
+    assert lane.answered == 0  # no flag is raised
 
 
 def test_lanes_of_different_models_take_turns_and_none_is_mixed_up(tmp_path):

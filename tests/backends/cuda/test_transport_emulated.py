@@ -42,6 +42,7 @@ def epoch_base(step: int) -> int:
         ("deepseek_v2", 2, {"sums_by": "direct", "waits_in_router": True}),
         ("qwen3_moe", 3, {"sums_by": "staged"}),
         ("deepseek_v2", 1, {"sums_by": "raised"}),
+        ("qwen3_moe", 2, {"sums_by": "words", "waits_in_router": True}),
     ],
 )
 def test_split_passes_equal_the_undivided_model_bit_for_bit(family, num_slices, options, tmp_path):

@@ -8,6 +8,9 @@ from crosspool.cluster.channel import channel_bytes
 from crosspool.cluster.region import LINE_BYTES
 from crosspool.units import align_up
 
+WORDS_TOKENS = 8
+"""Most rows whose sums cross as words; beyond, the doubled bytes cost more than a flag and its fences."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChannelMap:
@@ -36,6 +39,15 @@ class ChannelMap:
                 "raise max_tokens_per_step"
             )
         return Rows(self.slot(layer), (tokens, width), dtype)
+
+    def fits_words(self, tokens: int, width: int) -> bool:
+        """Whether sums of this size cross as words, each with its epoch: few rows, for words take twice the bytes."""
+        return tokens <= WORDS_TOKENS and 2 * tokens * width <= self.capacity
+
+    def words(self, layer: int, tokens: int, width: int) -> "Rows":
+        """The slot as (tokens, width) words."""
+        self.rows(layer, 2 * tokens, width, torch.int64)
+        return Rows(self.slot(layer), (tokens, width), torch.int64)
 
 
 @dataclass(frozen=True, slots=True)

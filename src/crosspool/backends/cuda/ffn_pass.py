@@ -10,8 +10,8 @@ from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.transport import FFNCrossing, begin_pass, end_pass
 
-SumsBy = Literal["direct", "raised", "staged"]
-"""How partial sums reach the peer: written by the FFN's last kernel and a small one raises the flag; the same with the
+SumsBy = Literal["words", "direct", "raised", "staged"]
+"""How partial sums reach the peer: as words that carry their epoch, where they fit, else "direct"; written by the FFN's last kernel and a small one raises the flag; the same with the
 last kernel raising it; or copied, flag behind, by a kernel of its own."""
 
 
@@ -50,6 +50,10 @@ class FFNPass:
             if self._sums_by == "raised":
                 departure = crossing.departure(layer)
             rows = crossing.rows(layer, self._rows, self._hidden)
+            words = crossing.words(layer, self._rows, self._hidden) if self._sums_by == "words" else None
+            if words is not None:
+                self._half.run(layer, rows, words, arrival, crossing.epochs(layer))
+                continue
             if self._staged is not None:
                 self._half.run(layer, rows, self._staged, arrival)
                 crossing.put(layer, self._staged)

@@ -62,17 +62,13 @@ def serve_layers(
     layers: Sequence[FFNLayerWeights], crossing: FFNCrossing, rows: int, scratch: FFNScratch
 ) -> ServedPass:
     """Passes of `rows` rows over a lane's crossing. `scratch` is the server's alone: its logits carry its meetings."""
-    built = [
-        fused_layer(
-            weights,
-            crossing.rows(layer, rows, weights.hidden),
-            crossing.sums(layer, rows, weights.hidden),
-            scratch,
-            crossing.arrival(layer),
-            crossing.departure(layer),
-        )
-        for layer, weights in enumerate(layers)
-    ]
+    built = []
+    for layer, weights in enumerate(layers):
+        words = crossing.words(layer, rows, weights.hidden)
+        out = crossing.sums(layer, rows, weights.hidden) if words is None else words
+        departure = crossing.departure(layer) if words is None else crossing.epochs(layer)
+        x = crossing.rows(layer, rows, weights.hidden)
+        built.append(fused_layer(weights, x, out, scratch, crossing.arrival(layer), departure))
     table = b"".join(bytes(layer.params).ljust(_SERVED_BYTES, b"\0") for layer in built)
     device = scratch.act.device
     memory = torch.zeros(len(table) + 128, dtype=torch.uint8, device=device)

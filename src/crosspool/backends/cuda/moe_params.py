@@ -10,6 +10,8 @@ from crosspool.backends.cuda.router import MAX_TOKENS, Routing
 from crosspool.backends.cuda.transport_params import Meeting
 from crosspool.models.spec import MoEFFNSpec
 
+OUT_FORMS = {torch.bfloat16: 0, torch.float32: 1, torch.int64: 2}
+"""int64: words of an fp32 sum and its epoch."""
 ACTIVATIONS = {"silu": 0, "gpt_oss_swiglu": 1}
 
 
@@ -42,7 +44,7 @@ def moe_params(
     scratch: FFNScratch,
     departure: Meeting | None = None,
 ) -> MoeParams:
-    """Parameters for x (tokens, hidden) bf16 and out (tokens, hidden) fp32 or bf16. ValueError where kernels cannot."""
+    """Parameters for x (tokens, hidden) bf16 and out (tokens, hidden) in one of OUT_FORMS. ValueError where kernels cannot."""
     tokens, hidden = x.shape
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"{tokens} tokens; the small-batch FFN takes 1 to {MAX_TOKENS}, use grouped products beyond")
@@ -79,7 +81,7 @@ def moe_params(
         shared_width=shared_width,
         top_k=top_k,
         activation=ACTIVATIONS[spec.activation],
-        out_is_float=out.dtype == torch.float32,
+        out_form=OUT_FORMS[out.dtype],
         max_unique=min(spec.num_experts, tokens * top_k) if isinstance(spec, MoEFFNSpec) else 1,
         departure=departure or Meeting(),
     )

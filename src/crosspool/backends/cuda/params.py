@@ -125,7 +125,7 @@ class MoeParams(ctypes.Structure):
         *((name, _P) for name in ("num_unique", "unique_ids", "unique_offsets", "expert_pairs")),
         *((name, _P) for name in ("act", "shared_act", "out")),
         *((name, _I) for name in ("tokens", "hidden", "width", "shared_width", "top_k", "activation")),
-        ("out_is_float", _I),
+        ("out_form", _I),
         ("max_unique", _I),
         ("departure", Meeting),
     ]

@@ -32,10 +32,13 @@ _BLOCK = 256
 class AttentionCrossing:
     """The KV rank's side of one lane with the weights ranks of one model, in rank order."""
 
-    def __init__(self, kernels: Launcher, lane: LaneMemory, links: Sequence[LinkMap]) -> None:
+    def __init__(
+        self, kernels: Launcher, lane: LaneMemory, links: Sequence[LinkMap], *, takes_words: bool = False
+    ) -> None:
+        """takes_words: the peers send sums as words where they fit, as an FFN server does, and `FFNPass` by "words"."""
         if not 1 <= len(links) <= MAX_PEERS:
             raise ValueError(f"{len(links)} weights ranks; a KV rank crosses to 1 to {MAX_PEERS}")
-        self._kernels, self._lane, self._links = kernels, lane, tuple(links)
+        self._kernels, self._lane, self._links, self._takes_words = kernels, lane, tuple(links), takes_words
 
     def norm_put(
         self, layer: int, residual: torch.Tensor, norm_weight: torch.Tensor, normed: torch.Tensor, eps: float
@@ -52,6 +55,7 @@ class AttentionCrossing:
         """Once all partial sums are here: residual += them in rank order; normed = RMSNorm(residual)."""
         params = WaitNormParams(view=self._lane.view(), flags=Flags.at([link.inbox.flag for link in self._links]))
         tokens, hidden = residual.shape
+        params.are_words = self._takes_words and all(link.inbox.fits_words(tokens, hidden) for link in self._links)
         slots = [link.inbox.rows(layer, tokens, hidden, torch.float32).address for link in self._links]
         self._launch("wait_norm", params, slots, layer, residual, norm_weight, normed, eps)
 
@@ -96,6 +100,15 @@ class FFNCrossing:
     def sums(self, layer: int, tokens: int, hidden: int) -> Rows:
         """Where the layer's partial sums go, in the KV rank's memory: fp32."""
         return self.link.outbox.rows(layer, tokens, hidden, torch.float32)
+
+    def words(self, layer: int, tokens: int, hidden: int) -> Rows | None:
+        """Where the layer's partial sums go as words, each with its epoch; None where they cross plainly."""
+        outbox = self.link.outbox
+        return outbox.words(layer, tokens, hidden) if outbox.fits_words(tokens, hidden) else None
+
+    def epochs(self, layer: int) -> Meeting:
+        """For a kernel that writes words: no flag, but the epoch that they carry."""
+        return Meeting(view=self.lane.view(), layer=layer)
 
     def wait(self, layer: int) -> None:
         """Kernels behind this one find the layer's rows in their slot."""

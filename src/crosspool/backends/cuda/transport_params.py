@@ -40,7 +40,7 @@ class NormPutParams(ctypes.Structure):
 
 
 class WaitNormParams(ctypes.Structure):
-    _fields_ = NormPutParams._fields_
+    _fields_ = [*NormPutParams._fields_, ("are_words", _I)]
 
 
 class CrossParams(ctypes.Structure):

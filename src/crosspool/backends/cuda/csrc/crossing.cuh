@@ -57,6 +57,32 @@ DEVICE void await(const LaneView& v, const Flags& flags, u64 base, int layer) {
   }
 }
 
+// Sums that carry their epoch: a value and the low half of its layer's epoch in one 8-byte word, so that no flag and no
+// fence stands between a producer's store and the consumer's look.
+DEVICE u32 word_epoch(u64 base, int layer) { return static_cast<u32>(base + layer + 1); }
+DEVICE u64 sum_word(float v, u32 epoch) { return static_cast<u64>(epoch) << 32 | bits_of_float(v); }
+
+// Whether a look at words is the last: they will not come. Every thread that waits has its own.
+struct WordWait {
+  const LaneView& v;
+  u64 base, want, start;
+  int peer, looks;
+
+  DEVICE WordWait(const LaneView& v, u64 base, int layer, int peer)
+      : v(v), base(base), want(base + layer + 1), start(timer_ns()), peer(peer), looks(0) {}
+  DEVICE bool is_over() {
+    if (v.deadline_ns < 0) return true;
+    if (++looks % POLLS_PER_LOOK) return false;
+    const u64 now = timer_ns();
+    const bool asks_host = threadIdx.x == 0 && blockIdx.x == 0 && looks % (POLLS_PER_LOOK * 64) == 0;
+    if (load_relaxed(v.lane + FAILED) / STEP != base / STEP && now - start <= static_cast<u64>(v.deadline_ns) &&
+        !(asks_host && load_relaxed(v.host + ABORT) >= base))
+      return false;
+    expire(v, base, want, peer);
+    return true;
+  }
+};
+
 // Every block calls this after its last store to the peers; the last one raises the flags.
 DEVICE void raise(const LaneView& v, const Flags& flags, u64 base, int layer, int blocks) {
   block_sync();

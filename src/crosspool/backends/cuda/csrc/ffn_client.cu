@@ -17,7 +17,21 @@ struct ClientParams {
   u64 first_base;                         // of the first pass; the next ones follow at STEP
   int passes, layers, row_bytes, values;  // row_bytes: of one layer's rows; values: of one layer's sums
   unsigned pause_mask;                    // random pauses before a put: 0 none, else a mask of nanoseconds
+  int are_words;                          // sums carry their epoch; else flags tell of them
 };
+
+// Every thread looks at its part of the layer's words until they are whole.
+DEVICE void await_words(const ClientParams& p, u64 base, int layer) {
+  const u32 epoch = word_epoch(base, layer);
+  for (int rank = 0; rank < p.answers.count; ++rank) {
+    WordWait wait(p.view, base, layer, rank);
+    for (int i = threadIdx.x * 2; i < p.values; i += BLOCK * 2) {
+      uint4 words;
+      do words = load_words(p.sums[layer & 1][rank] + 2 * i);
+      while ((words.y != epoch || words.w != epoch) && !wait.is_over());
+    }
+  }
+}
 
 KERNEL(ffn_client, ClientParams, BLOCK, 1) {
   u32 random = 12345;
@@ -36,12 +50,14 @@ KERNEL(ffn_client, ClientParams, BLOCK, 1) {
         for (int rank = 0; rank < p.flags.count; ++rank) store16(p.slots[layer & 1][rank] + i, value);
       }
       raise(p.view, p.flags, base, layer, 1);
-      await(p.view, p.answers, base, layer);
+      if (p.are_words) await_words(p, base, layer);
+      else await(p.view, p.answers, base, layer);
       block_sync();
       if (p.received != nullptr && pass == p.passes - 1) {
         for (int i = threadIdx.x; i < p.values; i += BLOCK) {
           float sum = 0.0f;
-          for (int rank = 0; rank < p.answers.count; ++rank) sum += load_float_l2(p.sums[layer & 1][rank] + i);
+          for (int rank = 0; rank < p.answers.count; ++rank)
+            sum += load_float_l2(p.sums[layer & 1][rank] + (p.are_words ? 2 * i : i));
           p.received[static_cast<i64>(layer) * p.values + i] = sum;
         }
         block_sync();

@@ -192,6 +192,7 @@ struct Arbiter {
 
 // The last block to end raises the flags behind the sums, and tells the host of the end of a pass.
 DEVICE void end_layer(const Departure& departure, u64 base, u64 end) {
+  if (departure.flags.count == 0 && end == 0) return;  // words need no flag
   block_sync();
   if (threadIdx.x != 0) return;
   const LaneView& v = departure.view;
@@ -292,7 +293,7 @@ KERNEL(ffn_server, ServerParams, MOE_THREADS, 1) {
         }
       }
       await_rows(p, s, turn);
-      work.run(meeting);
+      work.run(meeting, word_epoch(s.order[PASS], s.served.layer.moe.departure.layer));
       end_layer(s.served.layer.moe.departure, s.order[PASS], s.order[END]);
       guess.turn(layer, s.order[END] != 0);
       block_sync();  // the next turn overwrites what this one reads

@@ -34,6 +34,6 @@ KERNEL(moe_down, MoeParams, MOE_THREADS, 1) {
   DownStep down(p, dynamic_smem(), lists, weights, sums, unique);
   down.begin(blockIdx.x);
   grid_wait();
-  down.run();
+  down.run(out_epoch(p));
   depart(p.departure, gridDim.x);
 }

@@ -3,6 +3,7 @@
 #include "crossing.cuh"
 #include "tile.cuh"
 
+enum OutForm { BF16 = 0, FP32 = 1, WORDS = 2 };  // words: fp32 sums that carry their epoch
 enum Activation { SILU = 0, GPT_OSS_SWIGLU = 1 };
 
 struct MoeParams {
@@ -22,11 +23,16 @@ struct MoeParams {
   const int* expert_pairs;    // (tokens * top_k), grouped by expert
   u16* act;                   // (tokens * top_k, width) bf16
   u16* shared_act;            // (tokens, shared_width) bf16
-  void* out;                  // (tokens, hidden) fp32 where out_is_float, else bf16
-  int tokens, hidden, width, shared_width, top_k, activation, out_is_float;
+  void* out;                  // (tokens, hidden) of `out_form`
+  int tokens, hidden, width, shared_width, top_k, activation, out_form;
   int max_unique;             // most experts that can be chosen: min(experts, tokens * top_k), at least 1
   Departure departure;        // where `out` is a peer's slot
 };
+
+// The epoch that words of a captured pass carry.
+DEVICE u32 out_epoch(const MoeParams& p) {
+  return p.out_form == WORDS ? word_epoch(load_relaxed(p.departure.view.lane + BASE), p.departure.layer) : 0;
+}
 
 DEVICE float activate(int kind, float gate, float up) {
   if (kind == GPT_OSS_SWIGLU) {

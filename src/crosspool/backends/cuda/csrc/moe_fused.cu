@@ -9,6 +9,6 @@ KERNEL(moe_fused, FusedParams, MOE_THREADS, 1) {
   if (p.route.arrival.flags.count > 0) layer.load_shared();  // there is time; else routing comes first
   grid_wait_for(p.route.arrival);
   GridMeeting meeting(p.meetings);
-  layer.run(meeting);
+  layer.run(meeting, out_epoch(p.moe));
   depart(p.moe.departure, gridDim.x);
 }

@@ -37,8 +37,8 @@ struct FusedLayer {
   // Start on what does not depend on the rows.
   DEVICE void load_shared() { up.load_shared(); }
 
-  // The rows are there.
-  DEVICE void run(GridMeeting& meeting) {
+  // The rows are there. epoch_out: that words of the output carry.
+  DEVICE void run(GridMeeting& meeting, u32 epoch_out) {
     const MoeParams& m = p.moe;
     const u32 epoch = meeting.epoch();
     int row = blockIdx.x;
@@ -78,7 +78,7 @@ struct FusedLayer {
     meeting.wait();
     for (int tile = blockIdx.x; tile < row_tiles; tile += gridDim.x) {
       if (tile != static_cast<int>(blockIdx.x)) down.begin(tile);
-      down.run();
+      down.run(epoch_out);
     }
   }
 };

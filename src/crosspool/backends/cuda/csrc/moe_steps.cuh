@@ -319,7 +319,8 @@ struct DownStep {
     warp_sync();
     while (loaded < DOWN_STAGES - 1) load();
   }
-  DEVICE void run() {
+  // epoch: of words.
+  DEVICE void run(u32 epoch) {
     float* out = sums + warp * p.tokens * OUT_STRIDE;
     uint4 first[FIRST_AHEAD][DOWN_CHUNKS];  // the first group's columns, of this unit and the next ones
     auto load_first = [&](const DownCursor& c, uint4 (&to)[DOWN_CHUNKS]) {
@@ -392,7 +393,8 @@ struct DownStep {
   #pragma unroll
       for (int w = 0; w < MOE_WARPS; ++w) v += sums[(w * p.tokens + token) * OUT_STRIDE + i % TILE_ROWS];
       const i64 at = static_cast<i64>(token) * p.hidden + row;
-      if (p.out_is_float) static_cast<float*>(p.out)[at] = v;
+      if (p.out_form == WORDS) store_word(static_cast<u64*>(p.out) + at, sum_word(v, epoch));
+      else if (p.out_form == FP32) static_cast<float*>(p.out)[at] = v;
       else static_cast<u16*>(p.out)[at] = bf16_bits(v);
     }
     block_sync();  // before the next row tile clears the sums

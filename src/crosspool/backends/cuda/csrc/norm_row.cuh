@@ -1,6 +1,6 @@
 // One row of the residual stream in the registers of a block: every load is in flight before the first is used.
 #pragma once
-#include "common.cuh"
+#include "system.cuh"
 
 constexpr int ROW_GROUPS = 4;  // groups of 8 elements a thread: rows of up to 8,192 elements in a block of 256
 
@@ -40,6 +40,26 @@ struct NormRow {
       const float4 a = load_float4_l2(row + index(n)), b = load_float4_l2(row + index(n) + 4);
       v[n][0] += a.x, v[n][1] += a.y, v[n][2] += a.z, v[n][3] += a.w;
       v[n][4] += b.x, v[n][5] += b.y, v[n][6] += b.z, v[n][7] += b.w;
+    }
+  }
+  // As `add`, of words that carry `epoch`; `wait` tells when to look no more.
+  template <class Wait>
+  DEVICE void add_words(const u64* row, u32 epoch, Wait wait) {
+#pragma unroll
+    for (int n = 0; n < ROW_GROUPS; ++n) {
+      if (!inside(n)) continue;
+      uint4 words[4];
+      bool is_whole;
+      do {
+        is_whole = true;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[j] = load_words(row + index(n) + 2 * j);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) is_whole = is_whole && words[j].y == epoch && words[j].w == epoch;
+      } while (!is_whole && !wait.is_over());
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        v[n][2 * j] += float_of_bits(words[j].x), v[n][2 * j + 1] += float_of_bits(words[j].z);
     }
   }
   DEVICE void add(const u16* row) {

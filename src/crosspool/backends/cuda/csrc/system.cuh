@@ -9,6 +9,8 @@ DEVICE u64 load_relaxed(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAX
 DEVICE u32 load_relaxed(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 DEVICE void store_release(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 DEVICE void store_relaxed(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+DEVICE uint4 load_words(const void* p) { check_aligned(p, 16); uint4 v; memcpy(&v, p, 16); return v; }
+DEVICE void store_word(u64* p, u64 v) { *static_cast<volatile u64*>(p) = v; }
 DEVICE void system_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 DEVICE void pause_ns(unsigned) {}
 DEVICE void store16(void* p, uint4 v) { check_aligned(p, 16); memcpy(p, &v, 16); }
@@ -33,6 +35,13 @@ DEVICE u32 load_relaxed(const u32* p) {
 }
 DEVICE void store_release(u64* p, u64 v) { asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE void store_relaxed(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+// Two 8-byte words that a peer may write meanwhile: each is whole, old or new.
+DEVICE uint4 load_words(const void* p) {
+  uint4 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void store_word(u64* p, u64 v) { asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE void system_fence() { __threadfence_system(); }
 DEVICE void pause_ns(unsigned nanoseconds) { __nanosleep(nanoseconds); }
 DEVICE void store16(void* p, uint4 v) { *reinterpret_cast<uint4*>(p) = v; }

@@ -49,6 +49,7 @@ struct WaitNormParams {
   u16* normed;
   int hidden, layer;
   float eps;
+  int are_words;             // partial sums carry their epoch: (tokens, hidden) words, and no flag is awaited
 };
 
 // Wait for every partial sum of a layer; residual += them in rank order; normed = RMSNorm(residual). One block a token.
@@ -59,10 +60,18 @@ KERNEL(wait_norm, WaitNormParams, BLOCK, 1) {
   if (p.view.early) grid_launch_dependents();
   grid_wait();
   row.read(p.residual + base_at);  // while the peers compute
-  await(p.view, p.flags, load_relaxed(p.view.lane + BASE), p.layer);
-  block_sync();
-  if (!p.view.early) grid_launch_dependents();
-  for (int n = 0; n < p.flags.count; ++n) row.add(reinterpret_cast<const float*>(p.slots[n]) + base_at);
+  const u64 base = load_relaxed(p.view.lane + BASE);
+  if (p.are_words) {
+    for (int n = 0; n < p.flags.count; ++n)
+      row.add_words(reinterpret_cast<const u64*>(p.slots[n]) + base_at, word_epoch(base, p.layer),
+                    WordWait(p.view, base, p.layer, n));
+    if (!p.view.early) grid_launch_dependents();
+  } else {
+    await(p.view, p.flags, base, p.layer);
+    block_sync();
+    if (!p.view.early) grid_launch_dependents();
+    for (int n = 0; n < p.flags.count; ++n) row.add(reinterpret_cast<const float*>(p.slots[n]) + base_at);
+  }
   row.write(p.residual + base_at);
   const float scale = row.scale(scratch, p.eps);
 #pragma unroll
