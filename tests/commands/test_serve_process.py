@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,9 +18,9 @@ import psutil
 import pytest
 
 from tests.support.server_fixtures import events
+from tests.support.server_log import ServerLog
 from tests.support.tiny_models import write_tiny_model
 
-START_TIMEOUT_S = 30
 ENDLESS = {"model": "P", "prompt": "hi", "max_tokens": 2000, "ignore_eos": True, "temperature": 0}
 
 
@@ -36,7 +35,7 @@ def served(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], 
     """A server process that is ready, and its URL. It must end within seconds of SIGTERM if it has not by then."""
     command = [sys.executable, "-m", "crosspool", "serve", str(model), "--port", "0", "--frame-bytes", "64KiB"]
     process = subprocess.Popen([*command, "--kv-pool-bytes", "64MiB", *options], stderr=subprocess.PIPE, text=True)
-    log = Log(process)
+    log = ServerLog(process)
     try:
         yield process, log.url()
     finally:
@@ -49,39 +48,6 @@ def served(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], 
             raise
         finally:
             log.close()
-
-
-class Log(threading.Thread):
-    """Reads a server's standard error until it ends, so that the server never waits for a reader."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        super().__init__(daemon=True)
-        assert process.stderr is not None
-        self._stream = process.stderr
-        self._process = process
-        self._lines: list[str] = []
-        self._urls: list[str] = []
-        self._told = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        for line in self._stream:
-            self._lines.append(line)
-            if match := re.search(r"serving .* on (http://\S+)", line):
-                self._urls.append(match[1])
-                self._told.set()
-        self._told.set()
-
-    def url(self) -> str:
-        assert self._told.wait(START_TIMEOUT_S)
-        assert self._urls, "".join(self._lines)
-        return self._urls[0]
-
-    def close(self) -> None:
-        self.join(5)
-        self._stream.close()
-        if self._process.returncode != 0:
-            print("".join(self._lines), file=sys.stderr)
 
 
 def read_stream(url: str, body: dict[str, Any], found: list[str], started: threading.Event) -> None:
