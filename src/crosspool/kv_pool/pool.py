@@ -47,6 +47,8 @@ class KVPool:
         self._loose: list[int] = []  # a stack: frames in recent use are handed out first
         self._shares: dict[str, _Share] = {}
         self._turn = 0
+        self.taken_apart: list[tuple[str, Page]] | None = None
+        """Where pages of shelves that were taken apart are noted down, for whoever wants to know (`ahead.py`)."""
 
     @property
     def budget(self) -> int:
@@ -62,6 +64,9 @@ class KVPool:
         """Frames in the model's pages."""
         share = self._shares[model]
         return len(share.held) * share.width
+
+    def frames_per_page(self, model: str) -> int:
+        return self._shares[model].width
 
     def num_shelved(self, model: str) -> int:
         """Whole free pages that the model gets before any other."""
@@ -146,9 +151,13 @@ class KVPool:
 
     def _take_apart(self, num_frames: int) -> None:
         """Make frames of shelves loose, at least `num_frames`: a batch, since finding the idlest model has its cost."""
-        idle = min((share for share in self._shares.values() if share.shelf), key=lambda share: share.turn)
+        shelved = ((name, share) for name, share in self._shares.items() if share.shelf)
+        name, idle = min(shelved, key=lambda found: found[1].turn)
         for _ in range(min(len(idle.shelf), max(BATCH, ceil_div(num_frames, idle.width)))):
-            self._loose.extend(idle.shelf.popleft())
+            page = idle.shelf.popleft()
+            self._loose.extend(page)
+            if self.taken_apart is not None:
+                self.taken_apart.append((name, page))
 
     def _owner(self, page: Page) -> str | None:
         """The model that holds any of the page's frames."""

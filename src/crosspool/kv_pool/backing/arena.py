@@ -1,0 +1,36 @@
+"""ArenaBacking: one allocation, cut into frames once. Every model reaches every frame where it lies."""
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+
+from crosspool.kv_pool.backing.base import BackingCounts, FrameRange
+from crosspool.kv_pool.pool import Page
+
+
+class ArenaBacking:
+    """Implements `base.Backing` over memory that its owner has allocated at `base`."""
+
+    def __init__(self, base: int, num_frames: int, frame_bytes: int) -> None:
+        self._range = FrameRange(base=base, num_frames=num_frames, frame_bytes=frame_bytes)
+
+    def add_model(self, model: str, frames_per_page: int) -> FrameRange:
+        return self._range
+
+    def remove_model(self, model: str) -> None: ...
+
+    def begin_step(self, step: Hashable, sequence_ids: Collection[int]) -> None: ...
+
+    def end_step(self, step: Hashable) -> None: ...
+
+    def place(self, model: str, sequence_id: int, pages: Sequence[Page], *, is_decode: bool) -> tuple[Page, ...]:
+        return tuple(pages)
+
+    def forget(self, sequence_ids: Iterable[int]) -> None: ...
+
+    def expect(self, model: str, pages: Iterable[Page]) -> None: ...
+
+    def give_back(self, model: str, pages: Iterable[Page]) -> None: ...
+
+    def counts(self) -> BackingCounts:
+        return BackingCounts()
+
+    def close(self) -> None: ...

@@ -1,0 +1,274 @@
+"""VmmBacking: frames as physical memory of their own, mapped into a contiguous range of addresses for each model.
+
+Physical memory is created once. A page's frames lie side by side in its model's range, which is what kernels that know
+no frames need. All driver calls but those of `add_model` are made by a thread of this object, so that steps wait only
+for a page that nobody expected. What is done next is `mapper.py`'s decision.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any
+
+from crosspool.kv_pool.backing.base import BackingCounts, FrameRange
+from crosspool.kv_pool.backing.driver import DriverError, VmmDriver, call
+from crosspool.kv_pool.backing.mapped_page import MappedPage
+from crosspool.kv_pool.backing.mapper import FreeRange, MapPage, Mapper, Operation, UnmapPage
+from crosspool.kv_pool.pool import Page
+
+logger = logging.getLogger(__name__)
+
+PLACE_TIMEOUT_S = 10.0
+"""How long a step waits for a page's place before it fails."""
+
+
+class VmmBacking:
+    """Implements `base.Backing` over a driver. Without a thread, the caller's own does what is needed (tests)."""
+
+    def __init__(
+        self,
+        driver: VmmDriver,
+        num_frames: int,
+        frame_bytes: int,
+        *,
+        has_thread: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+        timeout_s: float = PLACE_TIMEOUT_S,
+        first_frame: int = 0,
+    ) -> None:
+        """first_frame: number of the pool's frame 0. Raises DriverError if the memory cannot be created."""
+        self._driver = driver
+        self._num_frames = num_frames
+        self._frame_bytes = frame_bytes
+        self._first_frame = first_frame
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._mapper = Mapper()
+        self._changed = threading.Condition()
+        self._decode_waits = self._full_waits = self._prefill_waits = 0
+        self._longest_wait_s = 0.0
+        self._is_closed = False
+        self._access = driver.access_descriptors()
+        self._ranges: dict[int, int] = {}  # base -> bytes, of every range not yet freed
+        self._aliases: set[int] = set()  # bases at which frame 0 is mapped
+        self._leftovers: dict[int, int] = {}  # address -> bytes, mapped and in nobody's place
+        self._handles: list[Any] = []
+        self._create(driver.allocation_properties())
+        self._thread: threading.Thread | None = None
+        if has_thread:
+            self._thread = threading.Thread(target=self._run, name="crosspool-mapper", daemon=True)
+            self._thread.start()
+
+    def _create(self, properties: Any) -> None:
+        try:
+            for _ in range(self._num_frames):
+                self._handles.append(call(self._driver, "cuMemCreate", self._frame_bytes, properties, 0))
+        except DriverError as error:
+            created = len(self._handles)
+            for handle in self._handles:
+                call(self._driver, "cuMemRelease", handle)
+            raise DriverError(
+                f"{error} after {created} of {self._num_frames} frames of {self._frame_bytes} bytes; "
+                "lower kv_pool_bytes"
+            ) from None
+
+    def add_model(self, model: str, frames_per_page: int) -> FrameRange:
+        num_slots = (self._num_frames - 1) // frames_per_page
+        num_frames = 1 + num_slots * frames_per_page
+        num_bytes = num_frames * self._frame_bytes
+        base = int(call(self._driver, "cuMemAddressReserve", num_bytes, 0, 0, 0))
+        self._ranges[base] = num_bytes
+        try:
+            self._map_frames(base, [self._handles[0]])
+        except DriverError:
+            self._quietly(self._free_range, base)
+            raise
+        self._aliases.add(base)
+        with self._changed:
+            self._mapper.add_model(model, base, frames_per_page, num_slots)
+        return FrameRange(base=base, num_frames=num_frames, frame_bytes=self._frame_bytes)
+
+    def remove_model(self, model: str) -> None:
+        with self._changed:
+            self._mapper.remove_model(model)
+            self._changed.notify_all()
+        self._help()
+
+    def begin_step(self, step: Hashable, sequence_ids: Collection[int]) -> None:
+        with self._changed:
+            self._mapper.begin_step(step, sequence_ids)
+
+    def end_step(self, step: Hashable) -> None:
+        with self._changed:
+            self._mapper.end_step(step)
+            if self._mapper.has_backlog:
+                self._changed.notify_all()
+
+    def place(self, model: str, sequence_id: int, pages: Sequence[Page], *, is_decode: bool) -> tuple[Page, ...]:
+        with self._changed:
+            found = self._mapper.use(model, sequence_id, pages)
+            if not all(page.is_mapped for page in found):
+                self._wait(model, found, is_decode)
+            return tuple(page.frames for page in found)
+
+    def _wait(self, model: str, found: list[MappedPage], is_decode: bool) -> None:
+        """Until every page is mapped; the lock is held before and after."""
+        missing = [page for page in found if not page.is_mapped]
+        self._count_wait(missing, is_decode)
+        started_s = self._clock()
+        self._changed.notify_all()
+        while not all(page.is_mapped for page in missing):
+            for page in missing:
+                if page.error is not None:
+                    raise DriverError(f"no place for a page of {model}: {page.error}")
+            if self._clock() - started_s > self._timeout_s:
+                raise DriverError(f"no place for a page of {model} within {self._timeout_s:g} s")
+            if self._thread is None:
+                self._work_once()
+            else:
+                self._changed.wait(timeout=self._timeout_s / 10)
+        self._longest_wait_s = max(self._longest_wait_s, self._clock() - started_s)
+
+    def _count_wait(self, missing: list[MappedPage], is_decode: bool) -> None:
+        if not is_decode:
+            self._prefill_waits += 1
+        elif any(self._mapper.is_blocked(page) for page in missing):
+            self._full_waits += 1
+        else:
+            self._decode_waits += 1
+
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        with self._changed:
+            self._mapper.forget(sequence_ids)
+            if self._mapper.has_backlog:
+                self._changed.notify_all()
+
+    def expect(self, model: str, pages: Iterable[Page]) -> None:
+        with self._changed:
+            self._mapper.expect(model, pages)
+            self._changed.notify_all()
+
+    def give_back(self, model: str, pages: Iterable[Page]) -> None:
+        with self._changed:
+            self._mapper.give_back(model, pages)
+            self._changed.notify_all()
+
+    def counts(self) -> BackingCounts:
+        with self._changed:
+            return BackingCounts(
+                maps=self._mapper.num_maps,
+                unmaps=self._mapper.num_unmaps,
+                failures=self._mapper.num_failures,
+                mapped_frames=self._mapper.num_mapped_frames,
+                decode_waits=self._decode_waits,
+                full_waits=self._full_waits,
+                prefill_waits=self._prefill_waits,
+                longest_wait_s=self._longest_wait_s,
+            )
+
+    def close(self) -> None:
+        """Free everything. No step may be in flight."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        for page in self._mapper.mapped():
+            num_bytes = len(page.page) * self._frame_bytes
+            self._quietly(call, self._driver, "cuMemUnmap", self._address(page), num_bytes)
+        for base in list(self._ranges):
+            self._quietly(self._free_range, base)
+        while self._handles:
+            self._quietly(call, self._driver, "cuMemRelease", self._handles.pop())
+
+    def drain(self) -> None:
+        """Do everything that can be done now. For a backing without a thread."""
+        with self._changed:
+            while self._work_once():
+                pass
+
+    def _help(self) -> None:
+        if self._thread is None:
+            self.drain()
+
+    def _run(self) -> None:
+        with self._changed:
+            while not self._is_closed:
+                if not self._work_once():
+                    retry_s = self._mapper.retry_s()
+                    self._changed.wait(None if retry_s is None else max(0.001, retry_s - self._clock()))
+
+    def _work_once(self) -> bool:
+        """One operation, the lock let go while the driver works; False if there is none to do now."""
+        operation = self._mapper.next_operation(self._clock())
+        if operation is None:
+            return False
+        self._changed.release()
+        try:
+            error = self._execute(operation)
+        finally:
+            self._changed.acquire()
+        self._mapper.ended(operation, error, self._clock())
+        self._changed.notify_all()
+        return True
+
+    def _execute(self, operation: Operation) -> str | None:
+        """The driver calls of one operation; how they failed."""
+        try:
+            match operation:
+                case MapPage(page):
+                    self._map_frames(self._address(page), [self._handles[f - self._first_frame] for f in page.page])
+                case UnmapPage(page):
+                    call(self._driver, "cuMemUnmap", self._address(page), len(page.page) * self._frame_bytes)
+                case FreeRange(place):
+                    self._free_range(place.base)
+        except DriverError as error:
+            logger.warning("%s of %s: %s", type(operation).__name__, _model_of(operation), error)
+            return str(error)
+        return None
+
+    def _map_frames(self, base: int, handles: list[Any]) -> None:
+        """Map frames side by side and let the device use them; all or none. Raises DriverError."""
+        if base in self._leftovers:  # a failed attempt that could not be undone
+            call(self._driver, "cuMemUnmap", base, self._leftovers[base])
+            del self._leftovers[base]
+        num_mapped = 0
+        try:
+            for handle in handles:
+                address = base + num_mapped * self._frame_bytes
+                call(self._driver, "cuMemMap", address, self._frame_bytes, 0, handle, 0)
+                num_mapped += 1
+            num_bytes = len(handles) * self._frame_bytes
+            call(self._driver, "cuMemSetAccess", base, num_bytes, self._access, len(self._access))
+        except DriverError:
+            if num_mapped:
+                self._leftovers[base] = num_mapped * self._frame_bytes
+                call(self._driver, "cuMemUnmap", base, num_mapped * self._frame_bytes)
+                del self._leftovers[base]
+            raise
+
+    def _free_range(self, base: int) -> None:
+        """Give a range's addresses back. Raises DriverError; called again, it goes on from where it failed."""
+        num_bytes = self._ranges[base]
+        for address in [address for address in self._leftovers if base <= address < base + num_bytes]:
+            call(self._driver, "cuMemUnmap", address, self._leftovers[address])
+            del self._leftovers[address]
+        if base in self._aliases:
+            call(self._driver, "cuMemUnmap", base, self._frame_bytes)
+            self._aliases.discard(base)
+        call(self._driver, "cuMemAddressFree", base, num_bytes)
+        del self._ranges[base]
+
+    def _address(self, page: MappedPage) -> int:
+        return page.place.base + page.place.first_frame(page.slot) * self._frame_bytes
+
+    def _quietly(self, free: Callable[..., Any], *arguments: Any) -> None:
+        try:
+            free(*arguments)
+        except DriverError as error:  # the process lets go of it at its end
+            logger.warning("not freed: %s", error)
+
+
+def _model_of(operation: Operation) -> str:
+    return operation.place.model if isinstance(operation, FreeRange) else operation.page.place.model
