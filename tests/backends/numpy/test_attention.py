@@ -1,6 +1,7 @@
 """Both attention kinds, paged and in steps, against whole sequences by the definition; arenas are poisoned with NaN."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crosspool.backends.numpy import attention as attention_module
+from crosspool.backends.numpy.attention import attend, attend_row, softmax_parts
 from crosspool.backends.numpy.attention_gqa import GQAAttention
 from crosspool.backends.numpy.attention_mla import MLAAttention
 from crosspool.backends.numpy.rotary import RotaryTable
@@ -97,12 +99,20 @@ def run_in_steps(spec, weights, inputs, schedule, page_tokens, seed):
         counts = [count for _, count in step]
         slots = step_slots([tables[sequence] for sequence, _ in step], firsts, counts, page_tokens)
         x = np.concatenate([inputs[sequence][done[sequence] :][:count] for sequence, count in step])
-        result = layer(x, rotary.turns(slots.positions), cache, slots)
+        result = run_step(layer, x, rotary, cache, slots)
         assert result.dtype == np.float32
         for row, (sequence, count) in zip(slots.rows, step, strict=True):
             outputs[sequence] = np.concatenate([outputs[sequence], result[row.start : row.stop]])
             done[sequence] += count
     return outputs
+
+
+def run_step(layer, x, rotary, cache, slots):
+    """One token at an odd position runs as a vector, any other step as rows."""
+    if len(x) == 1 and slots.positions[0] % 2:
+        turns = rotary.turns(slots.positions, layer.num_rotated_heads)
+        return layer(x[0], turns[0], cache, slots)[None]
+    return layer(x, rotary.turns(slots.positions), cache, slots)
 
 
 def random_schedule(lengths, rng):
@@ -169,6 +179,63 @@ def test_absorbed_and_expanded_agree_and_both_are_taken():
     outputs = [run_in_steps(spec, weights, x, by_chunk[chunk], 16, 0)[0] for chunk in by_chunk]
     for first, second in itertools.pairwise(outputs):
         assert np.abs(first - second).max() <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["head norm", "window", "mla with q_lora"])
+def test_one_token_as_a_vector_and_as_a_row_agree(name):
+    spec = SPECS[name]
+    layer, rotary = packed(spec, random_weights(spec, 6)), RotaryTable(spec.rope)
+    x = np.random.default_rng(6).standard_normal((1, HIDDEN)).astype(np.float32)
+    geometry = geometry_for(spec, 3, 4)
+    arena = poisoned_arena(20, geometry.frame_bytes)
+    cache = caches_for(spec, geometry, arena)[2]
+    table = Pages(geometry, len(arena), 0).table(8)
+    cache.write(
+        np.random.default_rng(7).standard_normal((7, spec.kv_elements_per_token)).astype(np.float32),
+        step_slots([table], [0], [7], 4),
+    )
+    slots = step_slots([table], [7], [1], 4)
+    as_row = layer(x, rotary.turns(slots.positions), cache, slots)[0]
+    as_vector = layer(x[0], rotary.turns(slots.positions, layer.num_rotated_heads)[0], cache, slots)
+    assert as_vector.shape == (HIDDEN,)
+    assert np.abs(as_vector - as_row).max() <= 1e-6 * np.abs(as_row).max() + 1e-7
+
+
+def rows_of_lengths(lengths, spec, seed):
+    """Queries of one token each, a cache that holds that many slots of each row, and the step's slots."""
+    rng = np.random.default_rng(seed)
+    geometry = geometry_for(spec, 3, 4)
+    arena = poisoned_arena(200, geometry.frame_bytes)
+    cache = caches_for(spec, geometry, arena)[2]
+    pages = Pages(geometry, len(arena), seed)
+    tables = [pages.table(length) for length in lengths]
+    rows = rng.standard_normal((sum(lengths), spec.kv_elements_per_token)).astype(np.float32)
+    cache.write(rows, step_slots(tables, [0] * len(lengths), lengths, 4))
+    query = rng.standard_normal((len(lengths), spec.num_kv_heads, 2, spec.head_dim)).astype(np.float32)
+    return query, cache, step_slots(tables, [length - 1 for length in lengths], [1] * len(lengths), 4)
+
+
+@pytest.mark.parametrize("lengths", [(5, 6, 9), (40, 3, 2), (1, 1)])
+def test_rows_together_and_one_by_one_agree(lengths):
+    query, cache, slots = rows_of_lengths(lengths, gqa(), 8)
+    together = attend(query, cache, slots)
+    for idx, row in enumerate(slots.rows):
+        alone = attend_row(query[idx : idx + 1], cache, replace(row, start=0, stop=1))[0]
+        assert np.abs(together[idx] - alone).max() <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("scores", "overwrites"),
+    [([1.0, 2.0, -3.0], False), ([59.0, -80.0, 0.0], False), ([200.0, 199.0, 0.0], True), ([-95.0, -96.5], True)],
+)
+def test_a_softmax_is_exact_whatever_its_range(scores, overwrites):
+    given_scores = np.array([[scores, [0.5] * len(scores)]], dtype=np.float32)
+    wide = given_scores.astype(np.float64)
+    expected = np.exp(wide - wide.max(axis=-1, keepdims=True))
+    expected /= expected.sum(axis=-1, keepdims=True)
+    weights, totals = softmax_parts(given_scores, None)
+    assert (weights is given_scores) == overwrites  # both ways are taken
+    assert weights / totals == pytest.approx(expected, rel=1e-5, abs=1e-30)
 
 
 def test_scores_of_any_size_do_not_overflow():

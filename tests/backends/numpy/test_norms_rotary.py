@@ -21,6 +21,21 @@ def test_rms_norm_is_its_definition(shape):
     assert RMSNorm(weight, 1e-2)(x) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+def test_a_vector_and_a_row_have_the_same_norm():
+    x, norm = random(4, 1, 64), RMSNorm(random(5, 64), 1e-6)
+    assert norm(x[0]) == pytest.approx(norm(x)[0], rel=1e-6)
+    expected = norm(x)[0]
+    norm(x[0], out=x[0])
+    assert x[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_turns_may_be_copied_for_every_head():
+    table, positions = RotaryTable(RopeSpec(theta=1e4, dim=8)), np.array([3, 700])
+    copied = table.turns(positions, 5)
+    assert copied.shape == (2, 5, 4)
+    assert (copied == table.turns(positions)).all()
+
+
 def test_rms_norm_in_place_on_a_strided_part_leaves_the_rest_alone():
     x = random(2, 3, 20)
     part, rest = x[:, :8], x[:, 8:].copy()

@@ -15,6 +15,9 @@ def routed(logits, spec, top_k, choice_bias=None):
     bias = None if choice_bias is None else np.array(choice_bias, dtype=np.float32)
     ids, weights = route(np.array([logits], dtype=np.float32), spec, top_k, bias)
     assert weights.dtype == np.float32
+    one_ids, one_weights = route(np.array(logits, dtype=np.float32), spec, top_k, bias)
+    assert one_ids.tolist() == ids[0].tolist()
+    assert one_weights == pytest.approx(weights[0], rel=1e-6)
     return ids[0].tolist(), weights[0].tolist()
 
 
