@@ -252,3 +252,23 @@ def test_a_chunk_in_pieces_gives_the_tokens_of_passes(directory, monkeypatch):
         (second,) = pair.run(decode_step({1: 80}, 3))
         found.append([first.token_id, second.token_id])
     assert found[0] == found[1]
+
+
+def test_a_sequence_may_begin_behind_pages_that_another_one_filled(directory):
+    """The prefix cache: two full pages are the other's, the step starts at their end, and both go on rightly."""
+    first = prompt_of(directory, 21)
+    second = [*first[:16], *prompt_of(directory, 5, seed=1)]
+    expected = {1: generate(Pair(directory), directory, first, 3, greedy())}
+    expected[2] = generate(Pair(directory), directory, second, 3, greedy())
+    pair = Pair(directory)
+    found = {1: [pair.run(prefill_step(directory, first, 1, greedy(), num_pages=4))[0].token_id]}
+    width = len(pages(directory, 1)[0])
+    whole = prefill_step(directory, second, 2, greedy(), 2)
+    shared = (*pages(directory, 2), *pages(directory, 2, first=1 + 4 * width))
+    row = replace(whole.rows[0], token_ids=tuple(second[16:]), num_cached_tokens=16, num_new_tokens=5, new_pages=shared)
+    step = replace(whole, header=replace(whole.header, num_tokens=5), rows=(row,))
+    found[2] = [pair.run(step)[0].token_id]
+    for turn in range(2):
+        for token in pair.run(decode_step(dict.fromkeys(found, 21 + turn), turn + 3)):
+            found[token.sequence_id].append(token.token_id)
+    assert found == expected
