@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig
@@ -28,6 +30,15 @@ def test_gpus_follow_the_ranks_and_ranks_look_at_their_gpus(tmp_path):
     assert config.backend == "cuda"
     assert config.device_of == {"kv0": 0, "w0": 1, "w1": 2}
     assert config.spin_us > cluster_config(deployment(tmp_path, "numpy")).spin_us
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout", "num_hosts"), [("numpy", "inprocess", 1), ("numpy", "processes", 3), ("cuda", "inprocess", 3)]
+)
+def test_numpy_ranks_of_one_process_share_a_thread(backend, layout, num_hosts, tmp_path):
+    config = deployment(tmp_path, backend)
+    config = cluster_config(replace(config, pools=replace(config.pools, layout=layout)))
+    assert len(config.all_hosts) == num_hosts
 
 
 @pytest.mark.parametrize(("backend", "wrong"), [("numpy", "bfloat16"), ("cuda", "float32")])

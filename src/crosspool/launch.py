@@ -99,6 +99,8 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         max_tokens_per_step=max(engine.max_num_batched_tokens, engine.max_num_seqs),
         num_lanes=engine.num_lanes,
     )
+    if backend == "numpy" and cluster.layout == "inprocess":
+        return replace(cluster, hosts=(cluster.ranks,))  # in threads they would take the interpreter from each other
     if backend == "cuda":
         return replace(cluster, spin_us=CUDA_SPIN_US, start_timeout_s=CUDA_START_TIMEOUT_S)
     return cluster

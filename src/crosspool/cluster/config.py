@@ -59,12 +59,7 @@ class ClusterConfig:
 
     @property
     def all_hosts(self) -> tuple[tuple[str, ...], ...]:
-        """Every host's ranks: the named groups first, then one host for each rank left.
-
-        The NumPy ranks of one process share a thread: they would only take its interpreter lock from each other.
-        """
-        if self.layout == "inprocess" and self.backend == "numpy" and not self.hosts:
-            return (self.ranks,)
+        """Every host's ranks: the named groups first, then one host for each rank left."""
         grouped = {rank for host in self.hosts for rank in host}
         return self.hosts + tuple((rank,) for rank in self.ranks if rank not in grouped)
 
