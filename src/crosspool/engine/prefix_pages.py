@@ -127,9 +127,8 @@ class PrefixPages:
 
     def note_filled(self, sequence: Sequence) -> None:
         """A step has ended well: the pages that it filled can be found from now on."""
-        num_full = sequence.num_cached_tokens // sequence.table.page_tokens
         prefix = self._prefix(sequence)
-        for page in range(len(prefix.filled), num_full):
+        for page in range(len(prefix.filled), sequence.num_cached_tokens // sequence.table.page_tokens):
             key = prefix.chain.reach(page + 1, sequence.token_ids)[page]
             model, pages = sequence.request.model, sequence.table.pages
             prefix.filled.append(self.cache.insert(model, key, pages[page], sequence.sequence_id))
