@@ -11,8 +11,9 @@ from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.transport import FFNCrossing, begin_pass, end_pass
 
 SumsBy = Literal["words", "direct", "raised", "staged"]
-"""How partial sums reach the peer: as words that carry their epoch, where they fit, else "direct"; written by the FFN's last kernel and a small one raises the flag; the same with the
-last kernel raising it; or copied, flag behind, by a kernel of its own."""
+"""How partial sums reach the peer. words: each carries its epoch, where they fit, else as "direct". direct: written by
+the FFN's last kernel, and a small one raises the flag. raised: the last kernel raises it too. staged: copied, flag
+behind, by a kernel of its own."""
 
 
 class FFNPass:

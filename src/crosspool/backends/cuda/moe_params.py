@@ -44,7 +44,7 @@ def moe_params(
     scratch: FFNScratch,
     departure: Meeting | None = None,
 ) -> MoeParams:
-    """Parameters for x (tokens, hidden) bf16 and out (tokens, hidden) in one of OUT_FORMS. ValueError where kernels cannot."""
+    """x: (tokens, hidden) bf16; out: (tokens, hidden) in one of OUT_FORMS. ValueError where the kernels cannot."""
     tokens, hidden = x.shape
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"{tokens} tokens; the small-batch FFN takes 1 to {MAX_TOKENS}, use grouped products beyond")

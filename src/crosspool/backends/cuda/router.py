@@ -14,7 +14,6 @@ MAX_TOKENS = 32
 MAX_EXPERTS = 512
 MAX_TOP_K = 32
 MAX_GROUPS = 32
-LOGIT_COPIES = 8  # as `csrc/moe_layer.cuh`
 _THREADS = 256
 _WARPS = 8
 ROUTER_SMEM_BYTES = 4 * (2 * _WARPS * MAX_EXPERTS + MAX_TOKENS * _WARPS + MAX_TOKENS * 32 + MAX_EXPERTS + 1)
@@ -28,7 +27,7 @@ class Routing:
     logits: torch.Tensor  # (tokens, experts + 1) fp32, flat use
     ticket: torch.Tensor  # (1) int32, zero between launches
     meetings: torch.Tensor  # (1) int64: arrivals of the blocks of kernels that hold the whole device
-    logit_words: torch.Tensor  # (copies, tokens, experts + 1) int64, flat use: the fused kernel's logits, their epoch
+    logit_words: torch.Tensor  # (tokens, experts + 1) int64, flat use: the fused kernel's logits with their epoch
     shared_scale: torch.Tensor  # (tokens) fp32
     topk_ids: torch.Tensor  # (tokens * top_k) int32
     topk_weights: torch.Tensor  # (tokens * top_k) fp32
@@ -50,7 +49,7 @@ class Routing:
             floats(max_tokens * (max_experts + 1)),
             ints(1),
             torch.zeros(1, dtype=torch.int64, device=device),
-            torch.zeros(LOGIT_COPIES * max_tokens * (max_experts + 1), dtype=torch.int64, device=device),
+            torch.zeros(max_tokens * (max_experts + 1), dtype=torch.int64, device=device),
             floats(max_tokens),
             ints(pairs),
             floats(pairs),

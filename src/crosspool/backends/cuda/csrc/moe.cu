@@ -16,7 +16,7 @@ KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 1) {
     lists.copy(p);
     block_sync();
   }
-  up.run(unique, [&] { prefetch_down(p, lists, unique); });
+  up.run(unique);
 }
 
 KERNEL(moe_down, MoeParams, MOE_THREADS, 1) {

@@ -10,12 +10,10 @@ struct FusedParams {
   RouterParams route;  // all zero in a dense layer, but for its arrival
   MoeParams moe;
   u64* meetings;   // arrivals of blocks; every launch on it has the same grid
-  u64* logits;     // (LOGIT_COPIES, tokens, rows): value below, epoch above; of one counter of meetings
+  u64* logits;     // (tokens, rows): value below, epoch above; of one counter of meetings
   int rows;        // of the router; 0: a dense layer
   int work_bytes;  // scratch between the streams and the lists
 };
-
-constexpr int LOGIT_COPIES = 8;  // blocks look at different ones: all at one would queue for the same lines
 
 struct FusedLayer {
   const FusedParams& p;
@@ -42,11 +40,8 @@ struct FusedLayer {
     const MoeParams& m = p.moe;
     const u32 epoch = meeting.epoch();
     int row = blockIdx.x;
-    const int copy = m.tokens * p.rows;
     const auto put = [&](int t, float logit) {
-#pragma unroll
-      for (int n = 0; n < LOGIT_COPIES; ++n)
-        store_relaxed_device(p.logits + n * copy + t * p.rows + row, LogitWords::word(logit, epoch));
+      store_relaxed_device(p.logits + t * p.rows + row, LogitWords::word(logit, epoch));
     };
     if (row < p.rows) first.logits(p.route, row, router.sums, put);
     for (row += gridDim.x; row < p.rows; row += gridDim.x) RouterRow(p.route, row).logits(p.route, row, router.sums, put);
@@ -59,8 +54,7 @@ struct FusedLayer {
     local.unique_ids = lists.ids;
     local.unique_offsets = lists.offsets;
     local.expert_pairs = lists.pairs;
-    const u64* words = p.logits + blockIdx.x % LOGIT_COPIES * copy;
-    choose_all(local, router, [&](int t) { return LogitWords{words + t * p.rows, epoch}; });
+    choose_all(local, router, [&](int t) { return LogitWords{p.logits + t * p.rows, epoch}; });
     block_sync();
     for (int i = threadIdx.x; i < p.route.tokens * m.top_k; i += MOE_THREADS) {
       lists.tokens[i] = lists.pairs[i] / m.top_k;
@@ -68,7 +62,7 @@ struct FusedLayer {
     }
     if (blockIdx.x == 0 && threadIdx.x == 0 && p.rows > 0) *p.route.num_unique = *unique;
     block_sync();
-    up.run(*unique, [&] { prefetch_down(m, lists, *unique); });
+    up.run(*unique);
 
     block_sync();  // the scratch changes hands
     meeting.arrive();

@@ -8,7 +8,6 @@
 // purpose. Blocks of overlapping kernels start as multiprocessors come free; if two of these fit one, half of the
 // multiprocessors get two and the other half none.
 #pragma once
-#include "bulk.cuh"
 #include "moe.cuh"
 
 #if (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900) || defined(CROSSPOOL_SMALL_SMEM)
@@ -163,13 +162,10 @@ struct UpStep {
   DEVICE void load_shared() {
     while (loaded < UP_STAGES - 1 && ahead < total) load();
   }
-  // `unique`: how many experts are chosen; the lists are complete. `last_is_loading`: called once the last weights are
-  // on their way.
-  template <class Then>
-  DEVICE void run(int unique, const Then& last_is_loading) {
+  // `unique`: how many experts are chosen; the lists are complete.
+  DEVICE void run(int unique) {
     total += unique * tiles;
     while (loaded < UP_STAGES - 1) load();
-    bool has_told = false;
     int stage = 0, turn = 0;
     for (int item = blockIdx.x; item < total; item += step, turn ^= 1) {
       const UpTile t = up_tile(p, lists, item, shared_tiles, tiles);
@@ -188,10 +184,6 @@ struct UpStep {
       for (int pass = 0; pass < passes; ++pass) {
         columns.load_first(pass * UP_K + k_lane, p.hidden);
         load();
-        if (!has_told && ahead >= total) {
-          has_told = true;
-          last_is_loading();
-        }
         copy_async_wait<UP_STAGES - 1>();
         multiply_stage(acc, stream, stage, columns, groups, pass * UP_K + k_lane, p.hidden);
         if (++stage == UP_STAGES) stage = 0;
@@ -220,22 +212,6 @@ struct UpStep {
     }
   }
 };
-
-constexpr int DOWN_AHEAD_BYTES = 192 * 1024;  // of a block: 25 MB over a device fit its L2
-
-// This block's first row tile of the down projection on its way to L2, so that memory does not rest while blocks meet.
-DEVICE void prefetch_down(const MoeParams& p, const Lists& lists, int unique) {
-  const int row0 = blockIdx.x * TILE_ROWS, rows = min_int(TILE_ROWS, p.hidden - row0);
-  if (rows <= 0) return;
-  if (p.shared_down != nullptr && static_cast<int>(threadIdx.x) < rows)
-    prefetch_l2_bulk(p.shared_down + static_cast<i64>(row0 + threadIdx.x) * p.shared_width, p.shared_width * 2);
-  if (p.down == nullptr) return;
-  const int most = max_int(0, DOWN_AHEAD_BYTES - rows * p.shared_width * 2) / (p.width * 2);
-  for (int i = threadIdx.x; i < min_int(unique * rows, most); i += MOE_THREADS) {
-    const i64 row = static_cast<i64>(lists.ids[i / rows]) * p.hidden + row0 + i % rows;
-    prefetch_l2_bulk(p.down + row * p.width, p.width * 2);
-  }
-}
 
 // Which unit: DOWN_K elements of k, the `part`th of an expert; unique -1: of the shared one.
 struct DownCursor {
