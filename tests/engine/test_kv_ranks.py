@@ -185,6 +185,19 @@ MODELS = [
 ]
 
 
+def change_limits(drive, rng, num_frames):
+    """A new budget of each rank and a new floor and ceiling of one model; queued requests that no longer fit end."""
+    name = rng.choice(MODELS).name
+    ceiling = rng.choice((None, rng.randint(8, num_frames)))
+    change = LimitChange(
+        budget_bytes=rng.randint(num_frames // 2, num_frames) * FRAME_BYTES,
+        floor_bytes={name: rng.choice((0, rng.randint(0, 10))) * FRAME_BYTES},
+        ceiling_bytes={name: None if ceiling is None else ceiling * FRAME_BYTES},
+    )
+    drive.core.set_limits(change)
+    drive._take(drive.core.refuse_unfitting(drive.now))
+
+
 @pytest.mark.fuzz
 @settings(max_examples=settings.default.max_examples // 4)
 @given(
@@ -194,9 +207,10 @@ MODELS = [
     num_losses=st.integers(0, 4),
     num_frames=st.sampled_from([36, 64, 200]),
     is_ahead=st.booleans(),
+    changes_limits=st.booleans(),
 )
 def test_every_accepted_request_ends_with_the_tokens_of_an_undisturbed_run(
-    seed, admission, fail_rate, num_losses, num_frames, is_ahead
+    seed, admission, fail_rate, num_losses, num_frames, is_ahead, changes_limits
 ):
     rng = random.Random(seed)
     config = a_config(
@@ -229,6 +243,9 @@ def test_every_accepted_request_ends_with_the_tokens_of_an_undisturbed_run(
         running = [sequence_id for sequence_id in drive.requests if sequence_id not in drive.ends]
         if running and rng.random() < 0.2:
             drive.end(rng.choice(running), rng.choice((FinishReason.ABORT, FinishReason.STOP)))
+        if changes_limits and rng.random() < 0.3:
+            with contextlib.suppress(ValueError):  # limits that cannot be held
+                change_limits(drive, rng, num_frames)
         if num_losses and rng.random() < 0.2:
             num_losses -= 1
             up = [rank for rank in (*THREE, "w0", "w1") if rank not in drive.cluster.down]
@@ -237,5 +254,6 @@ def test_every_accepted_request_ends_with_the_tokens_of_an_undisturbed_run(
         drive.run(until_s=drive.now + rng.uniform(0.0, 0.1))
     drive.run()
     drive.check_all_ended()
+    allowed = (DeadlineExceededError, CapacityError) if changes_limits else (DeadlineExceededError,)
     for end in drive.ends.values():
-        assert end.error is None or isinstance(end.error, DeadlineExceededError), end.error
+        assert end.error is None or isinstance(end.error, allowed), end.error

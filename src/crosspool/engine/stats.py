@@ -95,8 +95,8 @@ class ModelStats:
     prefix_hits: int = 0  # of them, those that were found and not computed again
     prefix_evictions: int = 0  # pages
     num_preempted: int = 0  # sequences that lost their KV with a rank, to be prefilled again
-    frames_floor: int = 0  # kept for the model
-    frames_ceiling: int | None = None  # the most it may hold; None: as much as the pool's limits leave
+    frames_floor: int = 0  # kept for the model, on each of its KV ranks
+    frames_ceiling: int | None = None  # the most it may hold on each; None: as much as the pool's limits leave
     frames_reach: int = 0  # what one sequence could hold while the other models hold no more than their floors
     frames_by_rank: dict[str, RankFrames] = field(default_factory=dict)
     busy_since_s: float | None = None  # since when admitted sequences have waited for a step of the model to end
