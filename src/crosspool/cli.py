@@ -67,6 +67,9 @@ def serve(
     weights: Annotated[
         str | None, typer.Option(help="checkpoint, or random ones of the same shapes (cuda)  [checkpoint]")
     ] = None,
+    control: Annotated[
+        str | None, typer.Option(help="decode with cuda: graphs, or a resident FFN server  [graphs]")
+    ] = None,
     layout: Annotated[
         str | None, typer.Option(help="processes (one a rank) or inprocess (threads)  [processes]")
     ] = None,

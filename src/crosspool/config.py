@@ -11,6 +11,7 @@ from crosspool.units import GiB, KiB, MiB
 
 Layout = Literal["inprocess", "processes"]
 Backend = Literal["numpy", "cuda"]
+Control = Literal["graphs", "resident"]
 WeightsSource = Literal["checkpoint", "random"]
 AdmissionPolicy = Literal["reserve", "forecast"]
 KVSplit = Literal["auto", "heads", "tokens", "one"]
@@ -78,6 +79,7 @@ class PoolsConfig:
 
     backend: Backend = "numpy"  # cuda: a GPU for the KV rank and one for each weights rank
     weights: WeightsSource = "checkpoint"  # random: drawn on the GPUs at the models' shapes
+    control: Control = "graphs"  # of decode with backend cuda
     layout: Layout = "processes"
     kv_pool_bytes: int = 256 * MiB  # of each KV rank: one budget over all models, cut into frames
     num_kv_ranks: int = 1
@@ -89,6 +91,10 @@ class PoolsConfig:
         if self.weights == "random" and self.backend != "cuda":
             raise ValueError(
                 f"weights is random with backend {self.backend}; only the CUDA backend draws weights itself"
+            )
+        if self.control == "resident" and self.backend != "cuda":
+            raise ValueError(
+                f"control is resident with backend {self.backend}; only the CUDA backend has a resident FFN server"
             )
         if self.frame_bytes < 4 * KiB:
             raise ValueError(f"frame_bytes is {self.frame_bytes}; it must be at least 4 KiB")

@@ -102,7 +102,9 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
     if backend == "numpy" and cluster.layout == "inprocess":
         return replace(cluster, hosts=(cluster.ranks,))  # in threads they would take the interpreter from each other
     if backend == "cuda":
-        return replace(cluster, spin_us=CUDA_SPIN_US, start_timeout_s=CUDA_START_TIMEOUT_S)
+        return replace(
+            cluster, control=config.pools.control, spin_us=CUDA_SPIN_US, start_timeout_s=CUDA_START_TIMEOUT_S
+        )
     return cluster
 
 

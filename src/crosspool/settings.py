@@ -19,6 +19,7 @@ from crosspool.config import (
     PREFILL_TOKENS,
     AdmissionPolicy,
     Backend,
+    Control,
     DeploymentConfig,
     DTypeChoice,
     KVSplit,
@@ -91,6 +92,9 @@ class Settings(BaseSettings):
     backend: Backend = Field("numpy", description="what computes: numpy on CPUs, or cuda with a GPU for each rank")
     weights: WeightsSource = Field(
         "checkpoint", description="random: seeded weights of the models' shapes, without checkpoints; for measurements"
+    )
+    control: Control = Field(
+        "graphs", description="decode on GPUs: a graph for each step, or an FFN server resident on the weights ranks"
     )
     layout: Layout = Field("processes", description="a process for each rank, or threads of one process")
     kv_pool_bytes: Size = Field("256MiB", description="the KV pool that all models share; on each of several KV ranks")
@@ -241,6 +245,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
         pools=PoolsConfig(
             backend=settings.backend,
             weights=settings.weights,
+            control=settings.control,
             layout=settings.layout,
             kv_pool_bytes=parse_size(settings.kv_pool_bytes),
             frame_bytes=parse_size(settings.frame_bytes),

@@ -6,6 +6,8 @@ from typing import Literal
 from crosspool.scheduler.order import ORDER_POLICIES
 
 Layout = Literal["inprocess", "processes"]
+Control = Literal["graphs", "resident"]
+"""What drives decode on GPUs: a graph replayed for each step, or a server that stays on the weights ranks' GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +27,7 @@ class ClusterConfig:
     step_deadline_s: float = 5.0  # how long one wait for a peer may take
     spin_us: float = 200.0  # how long a process looks at its flags before it sleeps; threads of `numpy` do at once
     threads_per_rank: int = 1  # of the linear algebra library
+    control: Control = "graphs"  # of decode on the weights ranks' GPUs
     devices: tuple[tuple[str, int], ...] = ()  # (rank, GPU); a rank not named takes its place among the ranks
     start_timeout_s: float = 60.0
     max_failed_starts: int = 3  # in a row, before a rank is given up

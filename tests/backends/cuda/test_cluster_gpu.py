@@ -136,11 +136,12 @@ def drive(cluster, lanes, kill_after=None, limit_s=120.0):
     return seen
 
 
-def start(num_weights, directories):
+def start(num_weights, directories, control="graphs"):
     ranks = tuple(f"w{idx}" for idx in range(num_weights))
     cluster = start_cluster(
         ClusterConfig(
             backend="cuda",
+            control=control,
             weights_ranks=ranks,
             num_frames=NUM_FRAMES,
             frame_bytes=FRAME_BYTES,
@@ -199,12 +200,13 @@ def report_speed(seen, label):
     print(f"{label}: {len(done)} steps, host busy a step p50 {busy[len(busy) // 2] * 1e6:.0f} us")
 
 
-def test_two_models_in_two_lanes_give_the_undivided_models_tokens(directories):
+@pytest.mark.parametrize("control", ["graphs", "resident"])
+def test_two_models_in_two_lanes_give_the_undivided_models_tokens(control, directories):
     num_weights = min(2, torch.cuda.device_count() - 1)
-    cluster = start(num_weights, directories)
+    cluster = start(num_weights, directories, control)
     try:
         lanes = lanes_for(directories, 24)
-        report_speed(drive(cluster, lanes), "two lanes")
+        report_speed(drive(cluster, lanes), f"two lanes, {control}")
         print(cluster.memory_bytes())
     finally:
         cluster.close()
@@ -213,9 +215,10 @@ def test_two_models_in_two_lanes_give_the_undivided_models_tokens(directories):
         assert lane.replays == 0
 
 
+@pytest.mark.parametrize("control", ["graphs", "resident"])
 @pytest.mark.parametrize("rank", ["w0", "kv0"])
-def test_a_killed_rank_rejoins_and_tokens_are_those_of_an_undisturbed_run(rank, directories):
-    cluster = start(1, directories)
+def test_a_killed_rank_rejoins_and_tokens_are_those_of_an_undisturbed_run(rank, control, directories):
+    cluster = start(1, directories, control)
     try:
         lanes = lanes_for(directories, 24)
         if rank == "kv0":

@@ -82,11 +82,10 @@ class FFNServer:
     """Serves the lanes it was given; its methods may be called from several threads."""
 
     def __init__(
-        self, kernels: Launcher, device: torch.device, lanes: Sequence[LaneMemory], *, idle_s: float = IDLE_S
+        self, kernels: Launcher, device: torch.device, lanes: Sequence[LaneMemory] = (), *, idle_s: float = IDLE_S
     ) -> None:
-        if not 1 <= len(lanes) <= MAX_LANES:
-            raise ValueError(f"{len(lanes)} lanes; an FFN server serves 1 to {MAX_LANES}")
-        self._kernels, self._device, self._lanes = kernels, device, tuple(lanes)
+        """lanes: known from the start; further ones are known from their first pass."""
+        self._kernels, self._device, self._lanes = kernels, device, list(lanes)
         self._idle_s = idle_s
         self._order = torch.zeros(5, dtype=torch.int64, device=device)
         self._meetings = torch.zeros(1, dtype=torch.int64, device=device)
@@ -108,8 +107,13 @@ class FFNServer:
     def post(self, lane: LaneMemory, served: ServedPass, base: int) -> None:
         """One pass of the lane: its layers are computed as their rows arrive. Launches the server where it has left."""
         with self._lock:  # a full barrier between the posted word and the look at the server's
-            if served.smem_bytes > self._smem_bytes and not self.has_left:
+            is_new = all(known is not lane for known in self._lanes)
+            if (is_new or served.smem_bytes > self._smem_bytes) and not self.has_left:
                 self._leave()
+            if is_new and len(self._lanes) == MAX_LANES:
+                raise ValueError(f"an FFN server serves {MAX_LANES} lanes; open fewer, or use control graphs")
+            if is_new:
+                self._lanes.append(lane)
             self.reserve(served.smem_bytes)
             lane.post(base, served.num_layers, served.layers.data_ptr())
         if self.has_left:

@@ -25,6 +25,7 @@ from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
 from crosspool.backends.cuda.passes import PASS_TOKENS, passes
 from crosspool.backends.cuda.prepare import COMMON_BUCKETS, open_lanes
 from crosspool.backends.cuda.random_slices import draw_share, num_bytes
+from crosspool.backends.cuda.resident_ffn import ResidentFFN
 from crosspool.backends.cuda.streaming import stream_share
 from crosspool.backends.cuda.transport import FFNCrossing
 from crosspool.backends.cuda.weights import pack_ffn_weights
@@ -48,8 +49,9 @@ class FFNModel:
 class CudaFFNWorker:
     """Implements `backends.base.FFNWorker` on one device. `rank` tells this worker its slice of each model."""
 
-    def __init__(self, site: Site, kernels: Launcher, rule: WaitRule) -> None:
+    def __init__(self, site: Site, kernels: Launcher, rule: WaitRule, *, is_resident: bool = False) -> None:
         self._site, self._kernels, self._rule = site, kernels, rule
+        self._resident = ResidentFFN(site, kernels) if is_resident else None
         self._models: dict[str, FFNModel] = {}
         self._lanes: dict[int, WorkerLane] = {}
 
@@ -96,6 +98,12 @@ class CudaFFNWorker:
         return self._lane(lane).open_link(peer, region, capacity, False, ring)
 
     def close_links(self, peer: str) -> None:
+        if self._resident is not None:
+            links = [lane.links[peer] for lane in self._lanes.values() if peer in lane.links]
+            for lane in self._lanes.values():
+                if peer in lane.links and not lane.memory.is_drained:
+                    lane.memory.abort_all()
+            self._resident.drop(links=links)
         for lane in self._lanes.values():
             lane.close_link(peer)
 
@@ -113,7 +121,15 @@ class CudaFFNWorker:
         last_epoch = plan[-1].base + model.spec.num_layers
         has_ended = False
         try:
+            is_served = self._resident is not None and self._resident.can_serve(lane)
+            if self._resident is not None and not is_served:
+                self._resident.before_launch(lane)
             for part in plan:
+                if self._resident is not None and is_served:
+                    self._resident.post(
+                        header.model, model.layers, header.lane, lane, (inlet.link,), part.bucket, part.base
+                    )
+                    continue
                 source = self._pass(header.model, header.lane, model, lane, (inlet.link,), part.bucket)
                 lane.memory.push(part.base, model.spec.num_layers)
                 if lane.stream is not None:
@@ -134,6 +150,8 @@ class CudaFFNWorker:
         crossing = ChunkCrossing(self._kernels, lane.memory, [inlet.link.map()], plan, model.spec.hidden_size)
         has_ended = False
         try:
+            if self._resident is not None:
+                self._resident.before_launch(lane)
             lane.memory.push(plan.base, plan.num_crossings)
             kernels = ffn_chunk(self._kernels, lane.memory, ffn, crossing, plan)
             yield from run_pieces(lane, (inlet,), plan, kernels, lambda: self._decodes_beside(lane))
@@ -157,6 +175,8 @@ class CudaFFNWorker:
         return any(other.decodes(now_s) for other in self._lanes.values() if other is not lane)
 
     def remove_model(self, model: str) -> None:
+        if self._resident is not None:
+            self._resident.drop(model)
         for lane in self._lanes.values():
             lane.drop(model)
         self._models.pop(model, None)

@@ -12,6 +12,7 @@ from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.link import Site
 from crosspool.backends.cuda.sm_partition import SmPartition
+from crosspool.cluster.config import Control
 
 PREFILL_SHARE = 0.7
 """Of the multiprocessors, while decode runs beside a prompt: the rest is always free for decode's kernels."""
@@ -20,7 +21,15 @@ PREFILL_SHARE = 0.7
 class CudaWorkers:
     """What the workers of one rank are made of. Raises ValueError where its GPU does not exist."""
 
-    def __init__(self, rank: str, devices: Mapping[str, int], *, has_processes: bool, deadline_s: float) -> None:
+    def __init__(
+        self,
+        rank: str,
+        devices: Mapping[str, int],
+        *,
+        has_processes: bool,
+        deadline_s: float,
+        control: Control = "graphs",
+    ) -> None:
         index, count = devices[rank], torch.cuda.device_count()
         if index >= count:
             raise ValueError(f"{rank} is placed on GPU {index}, but this machine has {count}; set `devices`")
@@ -31,9 +40,10 @@ class CudaWorkers:
         partition = SmPartition.create(driver, index, int(self._kernels.num_sms * PREFILL_SHARE))
         self._site = Site(rank, device, driver, devices, DescriptorServer() if has_processes else None, partition)
         self._rule = WaitRule(deadline_s=deadline_s)
+        self._control = control
 
     def attention(self, num_frames: int, frame_bytes: int) -> CudaAttentionWorker:
         return CudaAttentionWorker(self._site, self._kernels, self._rule, num_frames, frame_bytes)
 
     def ffn(self) -> CudaFFNWorker:
-        return CudaFFNWorker(self._site, self._kernels, self._rule)
+        return CudaFFNWorker(self._site, self._kernels, self._rule, is_resident=self._control == "resident")

@@ -1,0 +1,80 @@
+"""A weights rank's steps by its resident FFN server: which may go there, and what it needs for each pass."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from crosspool.backends.cuda.ffn_server import FFNServer, ServedPass, serve_layers
+from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.lane import Links, WorkerLane, finish, on_device
+from crosspool.backends.cuda.launch import Launcher
+from crosspool.backends.cuda.link import Site
+from crosspool.backends.cuda.moe_params import FFNScratch
+from crosspool.backends.cuda.passes import PASS_TOKENS
+from crosspool.backends.cuda.transport import FFNCrossing
+
+
+class ResidentFFN:
+    """The server holds every multiprocessor, so launched kernels and it take turns.
+
+    A lane's step is launched while another lane has launched work under way; before a launch the server leaves, once
+    the passes that it has have ended.
+    """
+
+    def __init__(self, site: Site, kernels: Launcher) -> None:
+        self._site, self._kernels = site, kernels
+        self._server = FFNServer(kernels, site.device)
+        self._launched: list[WorkerLane] = []
+        self._passes: dict[tuple[str, int, Links, int], ServedPass] = {}
+        self._scratch: dict[tuple[str, int], FFNScratch] = {}
+
+    def can_serve(self, lane: WorkerLane) -> bool:
+        """Whether no other lane has launched work that has not ended."""
+        self._launched = [other for other in self._launched if not other.memory.is_drained]
+        return all(other is lane for other in self._launched)
+
+    def before_launch(self, lane: WorkerLane) -> None:
+        """Kernels of this lane are about to be launched: give them the GPU."""
+        self._server.stop()
+        if lane not in self._launched:
+            self._launched.append(lane)
+
+    def post(
+        self,
+        model: str,
+        layers: Sequence[FFNLayerWeights],
+        number: int,
+        lane: WorkerLane,
+        links: Links,
+        rows: int,
+        base: int,
+    ) -> None:
+        """One pass of `rows` rows, whose layers are computed as their rows arrive."""
+        key = (model, number, links, rows)
+        served = self._passes.get(key)
+        if served is None:
+            served = self._passes[key] = self._make(model, layers, number, lane, links, rows)
+        self._server.post(lane.memory, served, base)
+
+    def drop(self, model: str | None = None, links: Sequence[Any] = ()) -> None:
+        """Forget the passes of a model, or those over any of these links. Its passes under way are ended first."""
+        self._server.stop()
+        self._passes = {
+            key: served
+            for key, served in self._passes.items()
+            if key[0] != model and not any(link in key[2] for link in links)
+        }
+        self._scratch = {key: scratch for key, scratch in self._scratch.items() if key[0] != model}
+
+    def _make(
+        self, model: str, layers: Sequence[FFNLayerWeights], number: int, lane: WorkerLane, links: Links, rows: int
+    ) -> ServedPass:
+        self._server.stop()  # what fills new buffers needs the GPU
+        with on_device(self._site.device):
+            scratch = self._scratch.get((model, number))
+            if scratch is None:
+                scratch = FFNScratch.for_layers(list(layers), PASS_TOKENS, self._site.device)
+                self._scratch[model, number] = scratch
+            crossing = FFNCrossing(self._kernels, lane.memory, links[0].map())
+            served = serve_layers(layers, crossing, rows, scratch)
+            finish(self._site.device)
+        return served
