@@ -50,6 +50,9 @@ class StubEngine:
     def set_limits(self, change: LimitChange) -> None:
         raise NotImplementedError("the stub has no KV pool")
 
+    def trim(self, model: str) -> int:
+        raise NotImplementedError("the stub has no KV pool")
+
     def models(self) -> list[ModelInfo]:
         return [self.model(FAST), self.model("paced")]
 

@@ -72,7 +72,7 @@ class AsyncEngine:
 
     def memory_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes by rank and kind, as the workers last reported them."""
-        return self._engine.memory_bytes()
+        return self.engine.memory_bytes()
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
