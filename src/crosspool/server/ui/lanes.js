@@ -62,7 +62,7 @@ export class Timeline {
   bar(context, span, top, x) {
     const from = x(span.started);
     const to = Math.max(from + 1, x(span.ended) - 0.5);
-    const seconds = Math.max(span.ended - span.started, 1e-9);
+    const seconds = secondsOf(span);
     let bottom = top + ROW - 4;
     for (const [colour, share] of [[full, span.attention], [half, span.ffn ?? 0], [pale, restOf(span, seconds)]]) {
       const height = (ROW - 8) * Math.min(1, share / seconds);
@@ -75,7 +75,7 @@ export class Timeline {
   describe(lanes, since) {
     const words = lanes.map((lane) => {
       const spans = this.spans.filter((span) => span.lane === lane.lane && span.ended > since);
-      const total = spans.reduce((sum, span) => sum + span.ended - span.started, 0);
+      const total = spans.reduce((sum, span) => sum + secondsOf(span), 0);
       const share = (part) => Math.round((100 * spans.reduce((sum, span) => sum + (span[part] ?? 0), 0)) / total);
       const shares = total
         ? `, ${share("attention")} % attention, ${share("ffn")} % FFN, ${share("transfer")} % transfer`
@@ -89,4 +89,10 @@ export class Timeline {
 // Transfer; where a backend does not tell it apart, everything but attention.
 function restOf(span, seconds) {
   return span.transfer === null ? seconds - span.attention - (span.ffn ?? 0) : span.transfer;
+}
+
+// Steps whose ends the engine saw in one look have started and ended at one moment; their parts took their time.
+function secondsOf(span) {
+  const parts = span.attention + (span.ffn ?? 0) + (span.transfer ?? 0);
+  return Math.max(span.ended - span.started, parts, 1e-9);
 }
