@@ -123,7 +123,7 @@ class Conversations(RuleBasedStateMachine):
 
 
 TestConversations = pytest.mark.fuzz(Conversations.TestCase)
-TestConversations.settings = settings(max_examples=60, stateful_step_count=30)
+TestConversations.settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=30)
 
 
 def in_common(one: Sequence[int], other: Sequence[int]) -> int:
