@@ -59,6 +59,9 @@ def serve(
     kv_pool_bytes: Annotated[str | None, typer.Option(help="KV pool of all models, such as 4GiB  [256MiB]")] = None,
     frame_bytes: Annotated[str | None, typer.Option(help="granularity of KV memory  [2MiB]")] = None,
     kv_ranks: Annotated[int | None, typer.Option(help="ranks that hold KV, with kv_pool_bytes each  [1]")] = None,
+    kv_backing: Annotated[
+        str | None, typer.Option(help="arena, or vmm: KV memory mapped for each model ahead of need  [arena]")
+    ] = None,
     kv_split: Annotated[
         str | None, typer.Option(help="a model's KV over KV ranks: heads, tokens, one or auto  [auto]")
     ] = None,

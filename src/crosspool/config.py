@@ -13,6 +13,7 @@ Layout = Literal["inprocess", "processes"]
 Backend = Literal["numpy", "cuda"]
 Control = Literal["graphs", "resident"]
 WeightsSource = Literal["checkpoint", "random"]
+KVBacking = Literal["arena", "vmm"]
 AdmissionPolicy = Literal["reserve", "forecast"]
 KVSplit = Literal["auto", "heads", "tokens", "one"]
 DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
@@ -83,6 +84,7 @@ class PoolsConfig:
     layout: Layout = "processes"
     kv_pool_bytes: int = 256 * MiB  # of each KV rank: one budget over all models, cut into frames
     num_kv_ranks: int = 1
+    kv_backing: KVBacking = "arena"  # vmm: frames are mapped into a range of addresses for each model
     kv_split: KVSplit = "auto"  # of models that say nothing else
     frame_bytes: int = 2 * MiB
     num_weights_ranks: int = 1
@@ -104,6 +106,8 @@ class PoolsConfig:
             )
         if self.num_kv_ranks < 1:
             raise ValueError(f"kv_ranks is {self.num_kv_ranks}; it must be at least 1")
+        if self.kv_backing == "vmm" and self.num_kv_ranks > 1:
+            raise ValueError(f"kv_backing is vmm with kv_ranks {self.num_kv_ranks}; use arena, or one KV rank")
         if self.num_weights_ranks < 1:
             raise ValueError(f"weights_ranks is {self.num_weights_ranks}; it must be at least 1")
 

@@ -64,6 +64,7 @@ def engine_config(config: DeploymentConfig) -> EngineConfig:
     scheduling = config.scheduling
     return EngineConfig(
         kv_budget_bytes=config.pools.kv_pool_bytes,
+        kv_backing=config.pools.kv_backing,
         frame_bytes=config.pools.frame_bytes,
         kv_ranks=kv_ranks(config),
         num_decode_lanes=scheduling.num_decode_lanes,
@@ -86,6 +87,8 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
     if config.dtype not in ("auto", dtype):
         name = BACKEND_NAMES[backend]
         raise CrossPoolError(f"dtype is {config.dtype}; the {name} backend computes in {dtype}, so use auto or {dtype}")
+    if backend == "cuda" and config.pools.kv_backing == "vmm":
+        raise CrossPoolError("kv_backing is vmm; the CUDA backend serves from an arena, so use that")
     if backend == "cuda" and config.pools.num_kv_ranks > 1:
         raise CrossPoolError(f"kv_ranks is {config.pools.num_kv_ranks}; the CUDA backend runs one, so use 1")
     engine = engine_config(config)
@@ -93,6 +96,7 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         backend=backend,
         layout=config.pools.layout,
         kv_ranks=kv_ranks(config),
+        kv_backing=config.pools.kv_backing,
         weights_ranks=weights_ranks(config),
         num_frames=engine.num_frames,
         frame_bytes=engine.frame_bytes,

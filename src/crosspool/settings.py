@@ -22,6 +22,7 @@ from crosspool.config import (
     Control,
     DeploymentConfig,
     DTypeChoice,
+    KVBacking,
     KVSplit,
     Layout,
     LogFormat,
@@ -100,6 +101,7 @@ class Settings(BaseSettings):
     kv_pool_bytes: Size = Field("256MiB", description="the KV pool that all models share; on each of several KV ranks")
     frame_bytes: Size = Field("2MiB", description="granularity of KV memory")
     kv_ranks: int = Field(1, description="ranks that hold KV, with kv_pool_bytes each")
+    kv_backing: KVBacking = Field("arena", description="one allocation, or vmm: frames mapped into a range a model")
     kv_split: KVSplit = Field("auto", description="how a model's KV lies over KV ranks: heads, tokens, one or auto")
     weights_ranks: int = Field(1, description="ranks that every FFN is sliced over")
     max_num_seqs: int = Field(32, description="sequences of a model that run at once")
@@ -250,6 +252,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             kv_pool_bytes=parse_size(settings.kv_pool_bytes),
             frame_bytes=parse_size(settings.frame_bytes),
             num_kv_ranks=settings.kv_ranks,
+            kv_backing=settings.kv_backing,
             kv_split=settings.kv_split,
             num_weights_ranks=settings.weights_ranks,
         ),

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from crosspool.kv_pool.ahead import MappingHint
+from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.kv_pool.split import KVSplit
 from crosspool.models.spec import DType
 from crosspool.scheduler.step import StepDescriptor, StepResult
@@ -158,6 +160,14 @@ class Cluster(Protocol):
         ...
 
     def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None: ...
+
+    def map_ahead(self, kv_rank: str, hints: Sequence[MappingHint]) -> None:
+        """Tell a KV rank with mapped frames what models will need soon, and what nobody needs."""
+        ...
+
+    def backing_counts(self) -> dict[str, BackingCounts]:
+        """What mapping has done on each KV rank with mapped frames, as last told."""
+        ...
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Events since the last call; waits up to `timeout_s` for the first, without spinning."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from crosspool.kv_pool.backing.base import BackingKind
 from crosspool.scheduler.order import ORDER_POLICIES
 
 Layout = Literal["inprocess", "processes"]
@@ -23,6 +24,7 @@ class ClusterConfig:
     frame_bytes: int
     max_tokens_per_step: int
     num_lanes: int = 3  # opened with each model; a step in a further lane opens that lane
+    kv_backing: BackingKind = "arena"  # vmm: frames are mapped for each model
     order: str = "priority"
     step_deadline_s: float = 5.0  # how long one wait for a peer may take
     spin_us: float = 200.0  # how long a process looks at its flags before it sleeps; threads of `numpy` do at once
@@ -37,6 +39,10 @@ class ClusterConfig:
             raise ValueError(f"layout is {self.layout!r}; it must be inprocess or processes")
         if not self.kv_ranks or not self.weights_ranks:
             raise ValueError("a cluster needs at least one KV rank and one weights rank")
+        if self.kv_backing == "vmm" and len(self.kv_ranks) > 1:
+            raise ValueError(
+                f"kv_backing is vmm with {len(self.kv_ranks)} KV ranks; use arena, or one KV rank"
+            )
         self._check_names()
         if self.order not in ORDER_POLICIES:
             raise ValueError(f"order is {self.order!r}; it must be one of {', '.join(ORDER_POLICIES)}")

@@ -11,6 +11,8 @@ from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Doorbell
 from crosspool.cluster.region import FileRegion, Region
+from crosspool.kv_pool.ahead import MappingHint
+from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.scheduler.step import StepDescriptor, StepHeader, StepResult
 
 
@@ -67,6 +69,13 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class MapAhead:
+    """Map pages that models will need, take back those that they do not (KV ranks with mapped frames only)."""
+
+    hints: tuple[MappingHint, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OpenChannels:
     """Open, or replace, the lane's two channels with `peer`; `capacity` in float32 elements of one slot.
 
@@ -92,7 +101,7 @@ class Stop:
     """End the host of this rank."""
 
 
-ToRank = Boot | AddModel | RemoveModel | Step | AbortStep | Forget | OpenChannels | CloseChannels | Stop
+ToRank = Boot | AddModel | RemoveModel | Step | AbortStep | Forget | MapAhead | OpenChannels | CloseChannels | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,4 +169,11 @@ class MemoryReport:
     bytes_by_kind: Mapping[str, int]
 
 
-FromRank = Hello | Ending | Loading | Loaded | LoadFailed | StepFinished | StepEnded | MemoryReport
+@dataclass(frozen=True, slots=True)
+class BackingReport:
+    """What mapping has done so far on a KV rank; told after steps, when it has changed."""
+
+    counts: BackingCounts
+
+
+FromRank = Hello | Ending | Loading | Loaded | LoadFailed | StepFinished | StepEnded | MemoryReport | BackingReport

@@ -32,6 +32,8 @@ from crosspool.cluster.messages import FromRank, ToRank
 from crosspool.cluster.region import Region
 from crosspool.cluster.roster import Roster
 from crosspool.cluster.supervisor import RankState, Supervisor
+from crosspool.kv_pool.ahead import MappingHint
+from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.scheduler.step import StepDescriptor
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class RankCluster:
         self._channels = ChannelBook(config.num_lanes, config.max_tokens_per_step)
         self._flights = InFlight()
         self._memory: dict[str, dict[str, int]] = {rank: {} for rank in config.ranks}
+        self._backings: dict[str, BackingCounts] = {}
         self._endings: dict[int, str] = {}  # why a host ends, as it told itself
         self._events: list[Event] = []
         self._is_woken = False
@@ -162,6 +165,10 @@ class RankCluster:
         """Let the KV rank drop sequences; one that is away has none."""
         self._send(kv_rank, messages.Forget(tuple(sequence_ids)))
 
+    def map_ahead(self, kv_rank: str, hints: Sequence[MappingHint]) -> None:
+        """Tell a KV rank with mapped frames what models will need."""
+        self._send(kv_rank, messages.MapAhead(tuple(hints)))
+
     def poll(self, timeout_s: float) -> list[Event]:
         """Events since the last call; waits up to `timeout_s` for the first, without spinning."""
         now_s = self._clock()
@@ -187,6 +194,10 @@ class RankCluster:
     def memory_bytes(self) -> dict[str, dict[str, int]]:
         """Bytes by rank and kind, as the workers last reported them; nothing for a rank that is away."""
         return {rank: dict(kinds) for rank, kinds in self._memory.items()}
+
+    def backing_counts(self) -> dict[str, BackingCounts]:
+        """What mapping has done on each KV rank with mapped frames, as last told."""
+        return dict(self._backings)
 
     def states(self) -> dict[str, RankState]:
         """Where every rank stands."""
@@ -281,6 +292,8 @@ class RankCluster:
                 self._endings[self._host_of[rank]] = reason
             case messages.MemoryReport(bytes_by_kind):
                 self._memory[rank] = dict(bytes_by_kind)
+            case messages.BackingReport(counts):
+                self._backings[rank] = counts
             case messages.Loading(model, load_id, loaded, total):
                 if self._roster.is_current(model, rank, load_id):
                     progress = LoadProgress(name=model, rank=rank, loaded_bytes=loaded, total_bytes=total)

@@ -16,8 +16,9 @@ from crosspool.cluster.lane_run import LaneRun, Outcome
 from crosspool.cluster.loading import Loader, Start, one_line
 from crosspool.cluster.messages import FromRank, StepEnded, StepFinished, ToRank
 from crosspool.cluster.work_clock import WorkClock
-from crosspool.cluster.worker import RankWorker
+from crosspool.cluster.worker import MapsPages, RankWorker
 from crosspool.core import SampledToken
+from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.scheduler.order import OrderPolicy
 from crosspool.scheduler.step import StepDescriptor, StepHeader, StepResult
 
@@ -60,6 +61,7 @@ class RankLoop:
         self._clocks: dict[tuple[int, str], WorkClock] = {}  # none where channels lie on devices
         self._placements: dict[str, ModelPlacement] = {}
         self._next_ticket = 0
+        self._told_counts: BackingCounts | None = None
 
     @property
     def is_busy(self) -> bool:
@@ -112,6 +114,10 @@ class RankLoop:
                 self._abort(lane, step_seq)
             case messages.Forget(sequence_ids):
                 self._worker.attention.forget(sequence_ids)
+            case messages.MapAhead(hints):
+                if self._worker.mapping is not None:
+                    self._worker.mapping.hint(hints)
+                    self._report_mapping(self._worker.mapping)
             case messages.OpenChannels():
                 self._open(message)
             case messages.CloseChannels(peer):
@@ -311,6 +317,12 @@ class RankLoop:
             if isinstance(outcome, messages.Loaded):
                 self._loaded.add(outcome.model)
             self._around.emit(outcome)
+
+    def _report_mapping(self, mapping: MapsPages) -> None:
+        counts = mapping.counts()
+        if counts != self._told_counts:
+            self._told_counts = counts
+            self._around.emit(messages.BackingReport(counts))
 
     def _report_memory(self) -> None:
         self._around.emit(messages.MemoryReport(dict(self._worker.loads.memory_bytes())))

@@ -1,13 +1,18 @@
 """RankWorker: the one worker that a rank runs, made by the backend inside the rank's own thread or process."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from crosspool.backends.base import AttentionWorker, FFNWorker, Inlet, Outlet, Progress, ShareWorker
 from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.config import ClusterConfig
+from crosspool.kv_pool.ahead import MappingHint
+from crosspool.kv_pool.backing.base import BackingCounts
+
+if TYPE_CHECKING:
+    from crosspool.backends.numpy.mapped_frames import MappedFrames
 
 DEVICE_DEADLINE = 0.8
 """Part of a step's deadline after which a wait on a device gives up, so that the device is free when the host does."""
@@ -38,6 +43,16 @@ class OpensLinks(Protocol):
     def close_links(self, peer: str) -> None: ...
 
 
+class MapsPages(Protocol):
+    """The KV frames of a rank where they are mapped ahead of need (`kv_pool/backing`)."""
+
+    def hint(self, hints: Sequence[MappingHint]) -> None:
+        """What models will need soon, and what nobody needs."""
+        ...
+
+    def counts(self) -> BackingCounts: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RankWorker:
     """A worker of one of the pools: an attention worker on a KV rank, an FFN worker on a weights rank."""
@@ -46,6 +61,7 @@ class RankWorker:
     ffn_worker: FFNWorker | None = None
     links: OpensLinks | None = None  # None: channels in host memory
     share_worker: ShareWorker | None = None  # None: the backend cannot split a model over KV ranks
+    mapping: MapsPages | None = None  # None: frames are where they are
 
     @property
     def is_kv(self) -> bool:
@@ -93,11 +109,19 @@ def _numpy_worker(config: ClusterConfig, rank: str) -> RankWorker:
     if rank in config.kv_ranks:
         from crosspool.backends.numpy.kv_worker import NumpyAttentionWorker
 
-        worker = NumpyAttentionWorker(config.num_frames, config.frame_bytes, rank, config.kv_ranks)
-        return RankWorker(attention_worker=worker, share_worker=worker)
+        sizes = (config.num_frames, config.frame_bytes)
+        mapped = _mapped_frames(*sizes) if config.kv_backing == "vmm" else None
+        worker = NumpyAttentionWorker(*sizes, rank, config.kv_ranks, mapped)
+        return RankWorker(attention_worker=worker, share_worker=worker, mapping=mapped)
     from crosspool.backends.numpy.ffn_worker import NumpyFFNWorker
 
     return RankWorker(ffn_worker=NumpyFFNWorker(rank))
+
+
+def _mapped_frames(num_frames: int, frame_bytes: int) -> "MappedFrames":
+    from crosspool.backends.numpy.mapped_frames import MappedFrames
+
+    return MappedFrames(num_frames, frame_bytes)
 
 
 def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:

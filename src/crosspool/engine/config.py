@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from crosspool.kv_pool.backing.base import BackingKind
 from crosspool.units import MiB
 
 AdmissionPolicyName = Literal["reserve", "forecast"]
@@ -24,6 +25,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # tokens of one prefill chunk, over all its sequences
     max_queue: int = 64  # queued sequences of one model; beyond it QueueFullError
     max_queue_per_key: int | None = None  # of them, those of one API key; None: as many as there is place for
+    kv_backing: BackingKind = "arena"  # vmm: KV workers are told what to map ahead of need
     admission: AdmissionPolicyName = "reserve"
     forecast_quantile: float = 0.95  # of the remaining growth of a sequence, under `forecast`
     ageing_s: float = 2.0  # a queued request that lacks pages holds back later ones after this time

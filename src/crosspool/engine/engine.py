@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from crosspool.cluster.base import (
     Cluster,
@@ -171,7 +171,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         with self._lock:
-            return self._core.stats(self._clock())
+            stats = self._core.stats(self._clock())
+        if self.config.kv_backing == "arena":
+            return stats
+        return replace(stats, backings=self._cluster.backing_counts())
 
     def steps_since(self, moment_s: float) -> list[StepSpan]:
         """Steps that ended after `moment_s` of the engine's clock, as far back as they are kept."""
@@ -270,6 +273,8 @@ class Engine:
             self._cluster.submit(step)
         for step in self._core.schedule_ahead(now):
             self._cluster.submit(step)
+        for kv_rank, hints in self._core.mapping_hints(now).items():
+            self._cluster.map_ahead(kv_rank, hints)
 
     def _make_outputs(self, updates: list[SequenceUpdate], outputs: list[_Delivery], now: float) -> None:
         """Append what the updates give. A sequence that ends in one of them is forgotten with it."""

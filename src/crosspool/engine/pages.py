@@ -11,6 +11,7 @@ from crosspool.engine.prefix_pages import PrefixPages
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import PoolStats
+from crosspool.kv_pool.ahead import AheadOfNeed
 from crosspool.kv_pool.limits import PoolLimits, PoolSize, check_limits
 from crosspool.kv_pool.pool import KVPool, Page
 from crosspool.kv_pool.prefix_cache import CachedPage
@@ -31,12 +32,14 @@ class KVRankPages:
         estimate: OutputEstimate,
         *,
         caches_prefixes: bool = False,
+        maps_frames: bool = False,
         first_frame: int = 0,
     ) -> None:
-        """first_frame: number of the rank's frame 0 among those of all ranks."""
+        """maps_frames: its frames are mapped ahead of need. first_frame: number of its frame 0 among all ranks'."""
         self.kv_rank = kv_rank
         self.frame_bytes = frame_bytes
         self.pool = KVPool(num_frames, first_frame)
+        self.ahead = AheadOfNeed(self.pool) if maps_frames else None
         self._aside: dict[int, int] = {}  # by sequence: frames claimed as held that it has not been handed yet
         self.budget = PageBudget(self.pool.budget)
         self.estimate = estimate
@@ -204,6 +207,8 @@ class KVRankPages:
         if self.prefix is not None:
             for model in self._models:
                 self.prefix.drop_unused(model)
+        for model in self._models:
+            self.pool.unshelve(model)  # nothing is mapped any more
 
     def frames_used(self, model: str) -> int:
         """Frames in block tables of the model, each once."""

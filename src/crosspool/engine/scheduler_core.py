@@ -5,6 +5,7 @@ Time is an argument. The engine thread and the simulator drive it the same way:
     core.on_event(event, now); core.on_time(now)      # outcomes and deadlines in, updates of sequences out
     core.schedule(now)                                # steps out, one for each lane that is free and has work
     core.schedule_ahead(now)                          # steps out that may wait behind running ones
+    core.mapping_hints(now)                           # what KV workers that map their frames should map now
     core.take_forgotten()                             # sequences whose state the KV workers can drop
     core.next_deadline(now)                           # when to call on_time again if nothing happens
 """
@@ -40,6 +41,7 @@ from crosspool.errors import (
     UnknownModelError,
     WorkerLostError,
 )
+from crosspool.kv_pool.ahead import MappingHint
 from crosspool.kv_pool.block_table import BlockTable
 from crosspool.scheduler.step import StepDescriptor, StepResult
 
@@ -93,6 +95,7 @@ class EngineCore:
             config.frame_bytes,
             self._estimate,
             caches_prefixes=config.prefix_caching,
+            maps_frames=config.kv_backing == "vmm",
             first_frame=number * config.num_frames,
         )
 
@@ -276,6 +279,7 @@ class EngineCore:
                 moments.append(load.queue.next_deadline())
             if self.ranks.any_down and load.owes:
                 moments.append(load.expires_s(self.ranks))
+        moments += [pages.ahead.next_moment() for pages in self.pages.values() if pages.ahead is not None]
         for parked in self.dispatcher.parked:
             moments.append(parked.trouble.first_failed_s + self.config.recovery_timeout_s)
             if self.ranks.are_up(parked.ranks) and parked.not_before_s > now:
@@ -393,6 +397,17 @@ class EngineCore:
         need not wait for it gains nothing by it.
         """
         return self.dispatcher.fill_ahead(now)
+
+    def mapping_hints(self, now: float) -> dict[str, list[MappingHint]]:
+        """By KV rank whose frames are mapped: pages its models will need, and pages that nobody needs."""
+        found = {}
+        for kv_rank, pages in self.pages.items():
+            if pages.ahead is None:
+                continue
+            here = {name: load.num_live for name, load in self.loads.items() if kv_rank in load.model.kv_ranks}
+            if hints := pages.ahead.hints(here, now):
+                found[kv_rank] = hints
+        return found
 
     def take_forgotten(self) -> dict[str, list[int]]:
         """By KV rank: sequences that ended since the last call and that the rank was told of."""

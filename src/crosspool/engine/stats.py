@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.kv_pool.split import KVSplit
 from crosspool.scheduler.step import Phase
 
@@ -157,3 +158,4 @@ class EngineStats:
     last_step_s: float | None
     busy_since_s: float | None
     ranks_down: dict[str, float]
+    backings: dict[str, BackingCounts] = field(default_factory=dict)  # by KV rank with mapped frames

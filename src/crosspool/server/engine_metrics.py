@@ -33,6 +33,8 @@ class EngineCollector(Collector):
         yield from _requests(stats)
         yield from _pages(stats, models)
         yield from _prefixes(stats)
+        yield from _limits(stats, {model.name: model.kv_rank for model in models})
+        yield from _backings(stats)
         yield from _models(models)
         yield from _steps(stats)
         yield from step_times(stats)
@@ -132,6 +134,45 @@ def _cache_config(stats: EngineStats, ranks_of: Mapping[str, Sequence[str]]) -> 
 
 def _share(model: ModelStats, budget: int) -> float:
     return model.frames_used / budget if budget else 0.0
+
+
+def _backings(stats: EngineStats) -> Iterator[Family]:
+    """Where frames are mapped for each model: what the driver has done, and who had to wait for it."""
+    if not stats.backings:
+        return
+    calls = CounterMetricFamily("crosspool:kv_mappings", "pages mapped and unmapped", labels=("rank", "operation"))
+    waits = CounterMetricFamily(
+        "crosspool:kv_mapping_waits", "steps that waited for a page to be mapped", labels=("rank", "path")
+    )
+    failures = CounterMetricFamily("crosspool:kv_mapping_failures", "failed driver calls", labels=("rank",))
+    mapped = GaugeMetricFamily("crosspool:kv_mapped_frames", "frames mapped for some model", labels=("rank",))
+    longest = GaugeMetricFamily("crosspool:kv_mapping_longest_wait_seconds", "longest of the waits", labels=("rank",))
+    for rank, counts in stats.backings.items():
+        calls.add_metric([rank, "map"], counts.maps)
+        calls.add_metric([rank, "unmap"], counts.unmaps)
+        waits.add_metric([rank, "decode"], counts.decode_waits)
+        waits.add_metric([rank, "full"], counts.full_waits)
+        waits.add_metric([rank, "prefill"], counts.prefill_waits)
+        failures.add_metric([rank], counts.failures)
+        mapped.add_metric([rank], counts.mapped_frames)
+        longest.add_metric([rank], counts.longest_wait_s)
+    yield from (calls, waits, failures, mapped, longest)
+
+
+def _limits(stats: EngineStats, rank_of: Mapping[str, str]) -> Iterator[Family]:
+    limits = GaugeMetricFamily(
+        "crosspool:kv_limit_bytes", "floor and ceiling of a model in a KV pool", labels=("model_name", "limit")
+    )
+    budget = GaugeMetricFamily("crosspool:kv_budget_bytes", "what all models together may hold", labels=("rank",))
+    frame_bytes = {pool.kv_rank: pool.frame_bytes for pool in stats.pools}
+    for pool in stats.pools:
+        budget.add_metric([pool.kv_rank], pool.frames_limit * pool.frame_bytes)
+    for model in stats.models:
+        each = frame_bytes.get(rank_of.get(model.name, ""), 0)
+        limits.add_metric([model.name, "floor"], model.frames_floor * each)
+        if model.frames_ceiling is not None:
+            limits.add_metric([model.name, "ceiling"], model.frames_ceiling * each)
+    yield from (budget, limits)
 
 
 def _models(models: list[ModelInfo]) -> Iterator[Family]:

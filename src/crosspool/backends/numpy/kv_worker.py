@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 from crosspool.backends.base import FloatArray, HalfStep, LaneLinks, Progress, Wait
 from crosspool.backends.numpy.attention_half import AttentionHalf
 from crosspool.backends.numpy.attention_step import AttentionStep, Model
 from crosspool.backends.numpy.kv_cache import new_arena
+from crosspool.backends.numpy.mapped_frames import MappedFrames
 from crosspool.backends.numpy.page_reader import PageReader
 from crosspool.backends.numpy.placed_model import Share, Site, placed_model
 from crosspool.backends.numpy.sequences import Sequence
@@ -14,6 +16,7 @@ from crosspool.backends.numpy.step_rows import StepRows
 from crosspool.cluster.base import ModelPlacement
 from crosspool.core import SampledToken
 from crosspool.kv_pool.geometry import page_geometry
+from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
 from crosspool.scheduler.step import StepDescriptor, epoch
 
@@ -25,10 +28,19 @@ class NumpyAttentionWorker:
     """
 
     def __init__(
-        self, num_frames: int, frame_bytes: int, rank: str = "kv0", kv_ranks: SequenceOf[str] = ("kv0",)
+        self,
+        num_frames: int,
+        frame_bytes: int,
+        rank: str = "kv0",
+        kv_ranks: SequenceOf[str] = ("kv0",),
+        mapped: MappedFrames | None = None,
     ) -> None:
-        """`rank` is this worker's name among `kv_ranks`, all of the deployment, which have as many frames each."""
-        self._arena = new_arena(num_frames, frame_bytes)
+        """`rank` is this worker's name among `kv_ranks`, all of the deployment, which have as many frames each.
+
+        mapped: the frames, where they are mapped for each model; without it they are one arena.
+        """
+        self._mapped = mapped
+        self._arena = new_arena(num_frames if mapped is None else 2, frame_bytes)
         self._site = Site(rank, tuple(kv_ranks), self._arena)
         self._models: dict[str, Model] = {}
         self._shares: dict[str, Share] = {}
@@ -45,11 +57,25 @@ class NumpyAttentionWorker:
             )
         if self._site.rank not in placement.kv_ranks:
             raise ValueError(f"{placement.name} is placed on {placement.kv_ranks}, not on rank {self._site.rank}")
-        model = placed_model(placement, self._site, progress)
+        model = placed_model(placement, self._site_of(placement), progress)
         if isinstance(model, Share):
             self._shares[placement.name] = model
         else:
             self._models[placement.name] = model
+
+    def _site_of(self, placement: ModelPlacement) -> Site:
+        """Where the model finds its frames: the arena of all models, or a range of its own."""
+        if self._mapped is None:
+            return self._site
+        spec = read_model_dir(placement.directory).spec
+        geometry = page_geometry(
+            spec,
+            page_tokens=placement.page_tokens,
+            frame_bytes=placement.frame_bytes,
+            kv_dtype="float32",
+            model=placement.name,
+        )
+        return replace(self._site, arena=self._mapped.arena_of(placement.name, geometry.frames_per_page))
 
     def add_weights(
         self,
@@ -79,6 +105,19 @@ class NumpyAttentionWorker:
             self._sequences[new.sequence_id] = sequence
 
     def run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
+        return self._run(step, links) if self._mapped is None else self._run_mapped(step, links, self._mapped)
+
+    def _run_mapped(
+        self, step: StepDescriptor, links: LaneLinks, mapped: MappedFrames
+    ) -> HalfStep[tuple[SampledToken, ...]]:
+        """The step once every page that it brings has its place; none of them moves before it has ended."""
+        key = mapped.begin(step)
+        try:
+            return (yield from self._run(mapped.placed(step), links))
+        finally:
+            mapped.end(key)
+
+    def _run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
         attention = self.begin(step, step.header.model)
         exchange = self._models[step.header.model].exchange
         split = None if exchange is None else exchange(attention, links)
@@ -114,16 +153,21 @@ class NumpyAttentionWorker:
     def forget(self, sequence_ids: SequenceOf[int]) -> None:
         for sequence_id in sequence_ids:
             self._sequences.pop(sequence_id, None)
+        if self._mapped is not None:
+            self._mapped.forget(sequence_ids)
 
     def remove_model(self, model: str) -> None:
         self._models.pop(model, None)
         self._shares.pop(model, None)
+        if self._mapped is not None:
+            self._mapped.remove_model(model)
         self._sequences = {key: sequence for key, sequence in self._sequences.items() if sequence.model != model}
 
     def memory_bytes(self) -> Mapping[str, int]:
         weights = sum(model.half.nbytes for model in list(self._models.values()))
         weights += sum(share.part.nbytes for share in list(self._shares.values()))
-        return {"attention_weights": weights, "kv_cache": self._arena.nbytes, "ffn_weights": 0}
+        kv_cache = self._arena.nbytes if self._mapped is None else self._mapped.num_bytes
+        return {"attention_weights": weights, "kv_cache": kv_cache, "ffn_weights": 0}
 
 
 def _no_part() -> HalfStep[None]:

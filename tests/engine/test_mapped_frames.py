@@ -1,0 +1,110 @@
+"""Three real models on frames that are mapped for each of them: the tokens of an arena, and nobody waits in decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from crosspool.config import DeploymentConfig, KVBacking, ModelConfig, PoolsConfig, SchedulingConfig
+from crosspool.units import KiB
+from tests.support.live_deployment import LiveDeployment, live_deployment
+from tests.support.tiny_models import write_tiny_model
+
+FAMILIES = {"P": "deepseek_v2", "Q": "qwen3_moe", "R": "glm4_moe_lite"}
+SHORT, AMPLE = 60, 600
+"""Frames of a pool that fifteen requests fill many times over, and of one that they do not."""
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: write_tiny_model(root / name, family, num_layers=2, max_position_embeddings=1024)
+        for name, family in FAMILIES.items()
+    }
+
+
+def deployment(
+    directories: dict[str, Path], backing: KVBacking, num_frames: int = SHORT, layout: str = "inprocess"
+) -> DeploymentConfig:
+    return DeploymentConfig(
+        models=tuple(
+            ModelConfig(source=str(path), page_tokens=tokens)
+            for path, tokens in zip(directories.values(), (16, 8, 32), strict=True)
+        ),
+        pools=PoolsConfig(
+            layout=layout, kv_pool_bytes=(num_frames + 1) * 64 * KiB, frame_bytes=64 * KiB, kv_backing=backing
+        ),
+        scheduling=SchedulingConfig(max_num_seqs=6, max_num_batched_tokens=64),
+    )
+
+
+async def answers(live: LiveDeployment) -> list[list[int]]:
+    """Greedy tokens of waves of requests that move the pool from model to model and back."""
+    import asyncio
+
+    async with httpx2.AsyncClient(base_url=live.url, timeout=60) as http:
+
+        async def ask(model: str, number: int) -> list[int]:
+            prompt = [(7 * number + position) % 300 + 5 for position in range(20 + 13 * number)]
+            body = {"model": model, "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+            answer = await http.post("/v1/completions", json={**body, "logprobs": 1})
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["logprobs"]["tokens"]
+
+        found = []
+        for wave in ("PQR", "P", "Q", "R", "PQ"):
+            found += await asyncio.gather(*(ask(model, number) for model in wave for number in range(5)))
+        return found
+
+
+@pytest.fixture(scope="module")
+def plain(directories: dict[str, Path]) -> Iterator[LiveDeployment]:
+    with live_deployment(deployment(directories, "arena")) as live:
+        yield live
+
+
+@pytest.mark.parametrize("layout", ["inprocess", "processes"])
+async def test_frames_that_move_from_model_to_model_give_the_tokens_of_an_arena(
+    plain: LiveDeployment, directories: dict[str, Path], layout: str
+) -> None:
+    with live_deployment(deployment(directories, "vmm", SHORT, layout)) as live:
+        assert await answers(live) == await answers(plain)
+        counts = live.stats().backings["kv0"]
+        assert counts.maps > 30
+        assert counts.unmaps > 30
+        assert counts.failures == 0
+    assert not plain.stats().backings
+
+
+@pytest.mark.parametrize("layout", ["inprocess", "processes"])
+async def test_while_frames_are_free_no_decode_step_waits_for_a_page_to_be_mapped(
+    plain: LiveDeployment, directories: dict[str, Path], layout: str
+) -> None:
+    with live_deployment(deployment(directories, "vmm", AMPLE, layout)) as live:
+        assert await answers(live) == await answers(plain)
+        counts = live.stats().backings["kv0"]
+        assert counts.maps > 30
+        assert (counts.decode_waits, counts.full_waits) == (0, 0), counts
+        async with httpx2.AsyncClient(base_url=live.url) as http:
+            text = (await http.get("/metrics")).text
+        assert 'crosspool:kv_mapping_waits_total{path="decode",rank="kv0"} 0.0' in text
+        assert 'crosspool:kv_budget_bytes{rank="kv0"}' in text
+
+
+async def test_a_model_that_goes_gives_its_range_back(directories: dict[str, Path]) -> None:
+    with live_deployment(deployment(directories, "vmm")) as live:
+        first = await answers(live)
+        await live.engine.remove_model("P")
+        served = next(model for model in _served(directories) if model.name == "P")
+        await live.engine.add_model(served)
+        assert await answers(live) == first
+
+
+def _served(directories: dict[str, Path]) -> list:
+    from crosspool.launch import prepare_models
+
+    return [model.served for model in prepare_models(deployment(directories, "vmm"))]
