@@ -175,12 +175,15 @@ def test_thousands_of_random_operations_with_a_driver_that_fails_a_tenth_of_the_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("policy", ["reserve", "forecast"])
 @pytest.mark.parametrize(("kind", "chance"), [("arena", 0.0), ("vmm", 0.0), ("vmm", 0.05)])
 def test_a_million_random_operations_without_a_leak(kind, policy, chance):
     rng = random.Random(8)
     world = PoolWorld(kind, NUM_FRAMES + 1, unlucky_driver(rng, chance), policy)
     random_run(world, rng, 1_000_000, check_every=10)
+    world.look_ahead(100.0)
+    assert len(world.driver.reserved) <= len(WIDTHS) + 1, "ranges of removed models were not given back"
     settled(world)
 
 

@@ -72,6 +72,7 @@ class Mapper:
         self._doomed: deque[MappedPage] = deque()
         self._active: dict[Hashable, _Running] = {}
         self._epoch = 0
+        self._free_ranges_at_s = 0.0
         self._under_way: Operation | None = None
 
     def mapped(self) -> list[MappedPage]:
@@ -159,7 +160,7 @@ class Mapper:
     def next_operation(self, now: float) -> Operation | None:
         """What the driver is to do now; its outcome goes to `ended` before anything else is given out."""
         if self._under_way is None:
-            self._under_way = self._towards_wanted(now) or self._unneeded(now) or self._freed_range()
+            self._under_way = self._towards_wanted(now) or self._unneeded(now) or self._freed_range(now)
         else:
             return None
         match self._under_way:
@@ -174,7 +175,9 @@ class Mapper:
 
     def retry_s(self) -> float | None:
         """The first moment at which something that failed is tried again."""
-        resting = (page.not_before_s for queue in self._queues for page in queue if page.failures)
+        resting = [page.not_before_s for queue in self._queues for page in queue if page.failures]
+        if any(not place.pages for place in self._retired):
+            resting.append(self._free_ranges_at_s)
         return min(resting, default=None)
 
     def ended(self, operation: Operation, error: str | None, now: float) -> None:
@@ -187,7 +190,11 @@ class Mapper:
             case UnmapPage(page):
                 self._unmap_ended(page, error, now)
             case FreeRange(place):
-                self._retired.remove(place)  # also after an error: what is left of it goes when the backing is closed
+                if error is None:
+                    self._retired.remove(place)
+                else:
+                    self.num_failures += 1
+                    self._free_ranges_at_s = now + LONGEST_RETRY_S
 
     @property
     def _queues(self) -> tuple[deque[MappedPage], ...]:
@@ -260,7 +267,9 @@ class Mapper:
                 return UnmapPage(page)
         return None
 
-    def _freed_range(self) -> FreeRange | None:
+    def _freed_range(self, now: float) -> FreeRange | None:
+        if now < self._free_ranges_at_s:
+            return None
         return next((FreeRange(place) for place in self._retired if not place.pages), None)
 
     def _map_ended(self, page: MappedPage, error: str | None, now: float) -> None:

@@ -52,6 +52,7 @@ class VmmBacking:
         self._access = driver.access_descriptors()
         self._ranges: dict[int, int] = {}  # base -> bytes, of every range not yet freed
         self._aliases: set[int] = set()  # bases at which frame 0 is mapped
+        self._broken: set[int] = set()  # bases of ranges that no model got, and that are to be freed
         self._leftovers: dict[int, int] = {}  # address -> bytes, mapped and in nobody's place
         self._handles: list[Any] = []
         self._create(driver.allocation_properties())
@@ -74,6 +75,8 @@ class VmmBacking:
             ) from None
 
     def add_model(self, model: str, frames_per_page: int) -> FrameRange:
+        for broken in list(self._broken):
+            self._quietly(self._free_range, broken)
         num_slots = (self._num_frames - 1) // frames_per_page
         num_frames = 1 + num_slots * frames_per_page
         num_bytes = num_frames * self._frame_bytes
@@ -82,6 +85,7 @@ class VmmBacking:
         try:
             self._map_frames(base, [self._handles[0]])
         except DriverError:
+            self._broken.add(base)
             self._quietly(self._free_range, base)
             raise
         self._aliases.add(base)
@@ -251,7 +255,7 @@ class VmmBacking:
     def _free_range(self, base: int) -> None:
         """Give a range's addresses back. Raises DriverError; called again, it goes on from where it failed."""
         num_bytes = self._ranges[base]
-        for address in [address for address in self._leftovers if base <= address < base + num_bytes]:
+        for address in [found for found in list(self._leftovers) if base <= found < base + num_bytes]:
             call(self._driver, "cuMemUnmap", address, self._leftovers[address])
             del self._leftovers[address]
         if base in self._aliases:
@@ -259,6 +263,7 @@ class VmmBacking:
             self._aliases.discard(base)
         call(self._driver, "cuMemAddressFree", base, num_bytes)
         del self._ranges[base]
+        self._broken.discard(base)
 
     def _address(self, page: MappedPage) -> int:
         return page.place.base + page.place.first_frame(page.slot) * self._frame_bytes
