@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,52 @@ def test_under_one_a_prefix_draws_a_sequence_to_its_rank():
     drive.run()
     drive.check_all_ended()
     assert drive.core.stats(drive.now).models[0].prefix_hits == 28
+
+
+@pytest.mark.parametrize("split", ["tokens", "heads"])
+def test_a_split_model_uses_prefixes_that_others_left_or_still_have(split):
+    drive = drive_of(split_model("m", split, ranks=THREE, frames_per_page=2), ranks=THREE)
+    prompt = list(range(30))  # 7 whole pages and a part of one
+    drive.add("m", prompt, max_tokens=4)
+    drive.run()
+    recount(drive, 40)
+    drive.add("m", prompt, max_tokens=12)
+    drive.add("m", [*prompt[:17], 1, 2, 3], max_tokens=12)
+    drive.turn()
+    held_together = sum(held(drive))
+    recount(drive, 40)
+    drive.run()
+    drive.check_all_ended()
+    parts = 3 if split == "heads" else 1
+    assert held_together == parts * 2 * (8 + 1)  # four pages of the third request are the second's
+    assert drive.core.stats(drive.now).models[0].prefix_hits == 28 + 16
+
+
+def test_cached_pages_of_a_split_model_make_room_for_others():
+    drive = drive_of(split_model("m", "tokens"), split_model("h", "heads"), a_model("b"))
+    for name in "mh":
+        drive.add(name, prompt=60, max_tokens=4)
+    drive.run()
+    drive.add("b", prompt=120, max_tokens=30)  # 38 of kv0's 40 frames
+    drive.run()
+    drive.check_all_ended()
+    recount(drive, 40)
+    evictions = {model.name: model.prefix_evictions for model in drive.core.stats(drive.now).models}
+    assert evictions["m"] + evictions["h"] > 0
+
+
+def test_a_rank_that_is_lost_takes_its_cached_pages_with_it():
+    drive = drive_of(split_model("m", "tokens"))
+    prompt = list(range(30))
+    drive.add("m", prompt, max_tokens=4)
+    drive.run()
+    drive.cluster.lose("kv1", drive.now, 0.1)
+    drive.run()
+    drive.add("m", prompt, max_tokens=4)
+    drive.run()
+    drive.check_all_ended()
+    recount(drive, 40)
+    assert drive.core.stats(drive.now).models[0].prefix_hits == 4  # the first page lies on kv0, the second did not
 
 
 def test_short_sequences_of_a_spread_model_start_on_all_ranks_in_turn():
@@ -185,6 +232,36 @@ MODELS = [
 ]
 
 
+def recount(drive, num_frames):
+    """Every rank's pool, cache and budget against the block tables of live sequences: each frame has its reason."""
+    live = [s for load in drive.core.loads.values() for s in (*load.live(), *load.lingering.values())]
+    for number, pages in enumerate(drive.core.pages.values()):
+        parts = {}  # of each sequence on this rank
+        for sequence in live:
+            own = (tuple(f for f in page if f // (num_frames + 1) == number) for page in sequence.table.pages)
+            parts[sequence.sequence_id] = [part for part in own if part]
+        holders = Counter(part for own in parts.values() for part in own)
+        used = sum(len(part) for part in holders)
+        reusable = 0 if pages.prefix is None else pages.prefix.num_reusable
+        assert pages.pool.budget - pages.pool.num_free == used + reusable
+        assert pages.num_held == used
+        for sequence in live:
+            if sequence.sequence_id in pages.budget.claims:
+                alone = sum(len(part) for part in parts[sequence.sequence_id] if holders[part] == 1)
+                aside = pages._aside.get(sequence.sequence_id, 0)
+                assert pages.budget.claims[sequence.sequence_id].held - aside == alone
+            else:
+                assert not parts[sequence.sequence_id]
+        shared = sum(claim.held for claim in pages.budget.claims.values() if claim.is_shared)
+        assert shared == sum(len(part) for part, count in holders.items() if count > 1)
+
+
+def prompt_of(rng, told):
+    """A prompt that begins as an earlier conversation did, up to anywhere in it."""
+    earlier = rng.choice(told)
+    return [*earlier[: rng.randint(0, len(earlier))], *rng.choices(range(2), k=rng.randint(1, 12))][:40]
+
+
 def change_limits(drive, rng, num_frames):
     """A new budget of each rank and a new floor and ceiling of one model; queued requests that no longer fit end."""
     name = rng.choice(MODELS).name
@@ -229,17 +306,22 @@ def test_every_accepted_request_ends_with_the_tokens_of_an_undisturbed_run(
     for model in MODELS:
         for length in rng.choices(range(1, 8), k=40):
             drive.core._estimate.record(model.name, length)
+    told = {model.name: [[]] for model in MODELS}
     for _ in range(rng.randint(3, 12)):
         for _ in range(rng.randint(0, 4)):
             with contextlib.suppress(CapacityError, QueueFullError, WorkerLostError):
-                drive.add(
-                    rng.choice(MODELS).name,
-                    prompt=rng.randint(1, 40),
+                name = rng.choice(MODELS).name
+                prompt = prompt_of(rng, told[name])
+                ids = drive.add(
+                    name,
+                    prompt,
                     max_tokens=rng.randint(1, 30),
                     n=rng.choice((1, 1, 1, 3)),
                     stops=rng.sample(range(64), 3),
                     deadline_s=drive.now + rng.uniform(0.0, 2.0) if rng.random() < 0.2 else None,
+                    cache_salt=rng.choice((None, None, "s")),
                 )
+                told[name] += [[*prompt, *drive.expected(sequence_id)] for sequence_id in ids]
         running = [sequence_id for sequence_id in drive.requests if sequence_id not in drive.ends]
         if running and rng.random() < 0.2:
             drive.end(rng.choice(running), rng.choice((FinishReason.ABORT, FinishReason.STOP)))
@@ -252,8 +334,10 @@ def test_every_accepted_request_ends_with_the_tokens_of_an_undisturbed_run(
             if up:
                 drive.cluster.lose(rng.choice(up), drive.now, rng.uniform(0.0, 0.5))
         drive.run(until_s=drive.now + rng.uniform(0.0, 0.1))
+        recount(drive, num_frames)
     drive.run()
     drive.check_all_ended()
+    recount(drive, num_frames)
     allowed = (DeadlineExceededError, CapacityError) if changes_limits else (DeadlineExceededError,)
     for end in drive.ends.values():
         assert end.error is None or isinstance(end.error, allowed), end.error

@@ -75,6 +75,24 @@ async def test_streams_survive_the_death_of_either_kv_rank_with_the_very_same_to
         await deployment.until_free()
 
 
+@pytest.mark.parametrize(("split", "ranks"), [("auto", TWO), ("tokens", THREE)])
+async def test_a_prompt_asked_again_is_not_run_again_and_gets_the_same_answer(directories, undivided, split, ranks):
+    async with Deployment(directories, "inprocess", kv_split=split, kv_ranks=ranks) as deployment:
+        for family in directories:
+            shared = tuple(7 * position % 500 + 1 for position in range(70))
+            for number, prompt in enumerate((shared, shared, (*shared[:50], 9, 9), (*shared, 5))):
+                request = GenerationRequest(
+                    request_id=f"{family}{number}",
+                    model=family,
+                    prompt_token_ids=prompt,
+                    sampling=SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
+                )
+                outputs = await collect(deployment.engine, request)
+                assert token_ids(outputs) == wanted(undivided[family], request)
+                assert outputs[-1].usage.cached_tokens == (0, 64, 48, 64)[number]
+        await deployment.until_free()
+
+
 @pytest.mark.parametrize(("family", "num_tokens"), [("deepseek_v2", 640), ("qwen3_moe", 320)])
 async def test_one_request_takes_all_pages_of_both_ranks(directories, undivided, family, num_tokens):
     """20 pages of 16 tokens fit each rank; under `heads` (qwen3_moe) each of them takes both."""

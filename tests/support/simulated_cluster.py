@@ -300,7 +300,8 @@ class SimulatedCluster:
                 for frame in page:
                     assert 0 < frame < self.num_frames * max(1, len(self.kv_ranks))
                     assert frame % self.num_frames > 0, "a reserved frame"
-                    assert owners.setdefault(frame, (page, index)) == (page, index), f"frame {frame} is owned twice"
+                    part = tuple(other for other in page if other // self.num_frames == frame // self.num_frames)
+                    assert owners.setdefault(frame, (part, index)) == (part, index), f"frame {frame} is owned twice"
 
     def _where(self, step: StepDescriptor) -> str:
         return ALL_RANKS if self.kv_ranks else step.header.kv_rank

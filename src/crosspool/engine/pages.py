@@ -181,10 +181,13 @@ class KVRankPages:
     def can_set_aside(self, model: str, num_frames: int) -> bool:
         return self.budget.admits(Claim(num_frames, num_frames, num_frames, model))
 
-    def set_aside(self, sequence_id: int, model: str, num_frames: int) -> None:
-        """Claim, for a sequence that has pages on other ranks too, all it may reach here; it never waits for them."""
+    def set_aside(self, sequence_id: int, model: str, num_frames: int, num_had: int = 0) -> None:
+        """Claim, for a sequence that has pages on other ranks too, all it may reach here; it never waits for them.
+
+        num_had: frames of these that it has from the beginning, in cached pages.
+        """
         self.budget.open(sequence_id, Claim(num_frames, num_frames, num_frames, model))
-        self._aside[sequence_id] = num_frames
+        self._aside[sequence_id] = num_frames - num_had
 
     def hand_out(self, sequence_id: int, model: str, num_pages: int) -> tuple[Page, ...]:
         """Pages of what was set aside for the sequence."""
@@ -196,10 +199,13 @@ class KVRankPages:
         self.budget.give_up(sequence_id, self._aside[sequence_id])
         self._aside[sequence_id] = 0
 
-    def take_back(self, sequence_id: int, model: str, pages: Items[Page]) -> None:
-        """The pages that the sequence was handed. No step in flight may use them."""
+    def close(self, sequence_id: int) -> None:
+        """The sequence claims nothing any more; its pages are next to be taken back, or kept for others."""
         del self._aside[sequence_id]
         self.budget.close(sequence_id)
+
+    def take_back(self, model: str, pages: Items[Page]) -> None:
+        """Pages that a sequence was handed. No step in flight may use them."""
         self.pool.free(model, pages)
 
     def memory_lost(self) -> None:

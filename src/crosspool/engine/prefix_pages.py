@@ -143,14 +143,30 @@ class PrefixPages:
         for index in reversed(range(len(prefix.filled))):  # so that the first page is the youngest
             cached = prefix.filled[index]
             if cached is not None:
-                self._leave(cached, sequence.sequence_id)
-            elif (twin := self.cache.get(model, prefix.chain.keys[index])) is not None:
-                self.cache.touch(twin)
+                self.quit(cached, sequence.sequence_id)
+            elif not self.keep(model, prefix.chain.keys[index], pages[index]):
                 free.append(pages[index])
-            else:
-                self.cache.insert(model, prefix.chain.keys[index], pages[index], None)
         prefix.filled.clear()
         return free
+
+    def keep(self, model: str, key: bytes, page: Page) -> bool:
+        """Keep a full page that its sequence leaves; False where another page has the same tokens, which then stays."""
+        twin = self.cache.get(model, key)
+        if twin is None:
+            self.cache.insert(model, key, page, None)
+            return True
+        self.cache.touch(twin)
+        return False
+
+    def quit(self, cached: CachedPage, sequence_id: int) -> None:
+        """A sequence uses the page no more; the last one left then has it alone."""
+        self.cache.leave(cached, sequence_id)
+        if len(cached.users) == 1:
+            self._budget.share(next(iter(cached.users)), -self._models[cached.model].frames_per_page)
+
+    def chain(self, sequence: Sequence) -> PrefixChain:
+        """The keys of the sequence's pages."""
+        return self._prefix(sequence).chain
 
     def make_room(self, model: str, num_frames: int) -> None:
         """Evict reusable pages, oldest first, until the model can get the `num_frames` that it was granted.
@@ -187,11 +203,6 @@ class PrefixPages:
     def _may_lose(self, name: str, model: str) -> bool:
         left = self._pool.used(name) - self._models[name].frames_per_page
         return name == model or left >= self._budget.limits.floor(name)
-
-    def _leave(self, cached: CachedPage, sequence_id: int) -> None:
-        self.cache.leave(cached, sequence_id)
-        if len(cached.users) == 1:
-            self._budget.share(next(iter(cached.users)), -self._models[cached.model].frames_per_page)
 
     def _prefix(self, sequence: Sequence) -> SequencePrefix:
         if sequence.prefix is None:
