@@ -96,11 +96,12 @@ class KVPool:
         self.num_free -= num_frames
         self._turn += 1
         share.turn = self._turn
-        num_shelved = min(num_pages, len(share.shelf))
-        pages = [share.shelf.pop() for _ in range(num_shelved)]
-        if num_shelved < num_pages:
-            self._make_pages(num_pages - num_shelved, share.width, pages)
-        held = share.held
+        shelf, held = share.shelf, share.held
+        pages: list[Page] = []
+        while shelf and len(pages) < num_pages:
+            pages.append(shelf.pop())
+        if len(pages) < num_pages:
+            self._make_pages(num_pages - len(pages), share.width, pages)
         for page in pages:
             assert page[0] not in held, f"frame {page[0]} handed out twice"
             held[page[0]] = page
@@ -141,10 +142,9 @@ class KVPool:
                 pages.append(tuple(loose[-width:]))
                 del loose[-width:]
             elif self._end - self._fresh + len(loose) >= width:
-                fresh = range(self._fresh, self._fresh + width - len(loose))
-                pages.append((*loose, *fresh) if loose else tuple(fresh))
+                first, self._fresh = self._fresh, self._fresh + width - len(loose)
+                pages.append((*loose, *range(first, self._fresh)))
                 loose.clear()
-                self._fresh = fresh.stop
             else:
                 self._take_apart(width)
                 self._make_pages(1, width, pages)
