@@ -31,7 +31,7 @@ class StepHeader:
     phase: Phase
     num_tokens: int
     priority: int = 0  # smaller runs first under the `priority` order
-    kv_rank: str = "kv0"
+    kv_rank: str = "kv0"  # leads the step: the home of its sequences
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,8 @@ class StepRow:
 
     token_ids: the tokens to run, or None in decode: the token this sequence sampled last, known to the KV worker.
     num_cached_tokens: slots already written, which is the position of the first token run here.
-    first_new_page, new_pages: entries to write into the sequence's block table; a page is its list of frames.
+    first_new_page, new_pages: entries to write into the sequence's block table; a page is its list of frames, numbered
+    over all KV ranks one after another.
     sample: draw a token after the last one run (false for all but the last prefill chunk).
     allowed: which tokens may be drawn, a bit for each id as in `TokenConstraint.allowed`; None: all.
     """
