@@ -4,7 +4,7 @@ Every layer the home sends each share that has pages of the step the queries and
 back partial attention, which it merges with its own in the order of ranks. A share has no weights.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,20 +31,15 @@ class PartOfStep:
     @classmethod
     def of(cls, slots: StepSlots, number: int, page_tokens: int) -> "PartOfStep":
         """`number` is the rank's, as in the last line of block tables."""
-        rows, tokens, start = [], [np.zeros(0, dtype=np.int64)], 0
-        for row in slots.rows:
-            owners = row.frames[-1][: (row.num_slots - 1) // page_tokens + 1]
-            own = np.flatnonzero(owners == number)
-            if not len(own):
-                continue
+        rows, start = [], 0
+        for row, own in _rows_on(slots, number, page_tokens):
             slot_positions = (own[:, None] * page_tokens + np.arange(page_tokens)).reshape(-1)
             slot_positions = slot_positions[: slot_positions.searchsorted(row.num_slots)]
             stop = start + row.num_tokens
             here = RowSlots(start, stop, row.first_position, tuple(line[own] for line in row.frames))
             rows.append(PartOfRow(here, slots.positions[row.start : row.stop], slot_positions))
-            tokens.append(np.arange(row.start, row.stop))
             start = stop
-        return cls(tuple(rows), np.concatenate(tokens))
+        return cls(tuple(rows), _tokens_on(slots, number, page_tokens))
 
     def attend(self, query: FloatArray, cache: LayerCache, window: int | None) -> Partial:
         """Partial attention of this part's queries (len(tokens), K, G, D)."""
@@ -71,7 +66,7 @@ class TokenExchange:
         self._own = PartOfStep.of(step.slots, numbers[rank], page_tokens)
         self._shares: list[_Share] = []
         for peer, outlet in links.exchange_outlets.items():
-            tokens = PartOfStep.of(step.slots, numbers[peer], page_tokens).tokens
+            tokens = _tokens_on(step.slots, numbers[peer], page_tokens)
             if len(tokens):
                 self._shares.append(_Share(tokens, outlet, links.exchange_inlets[peer]))
 
@@ -133,6 +128,21 @@ class TokenShare:
             query = payload[:, :query_width].reshape(len(payload), *_query_shape(attention))
             window = attention.sliding_window if isinstance(attention, GQASpec) else None
             outlet.put(layer, flag, pack(part.attend(query, cache, window)))
+
+
+def _rows_on(slots: StepSlots, number: int, page_tokens: int) -> Iterator[tuple[RowSlots, IntArray]]:
+    """Rows that see slots on the rank of that number, and the indices of their pages there."""
+    for row in slots.rows:
+        owners = row.frames[-1][: (row.num_slots - 1) // page_tokens + 1]
+        own = np.flatnonzero(owners == number)
+        if len(own):
+            yield row, own
+
+
+def _tokens_on(slots: StepSlots, number: int, page_tokens: int) -> IntArray:
+    """Places in the batch of those rows' tokens."""
+    places = [np.arange(row.start, row.stop) for row, _ in _rows_on(slots, number, page_tokens)]
+    return np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
 
 
 def _placed(partial: Partial, tokens: IntArray, num_tokens: int) -> Partial:
