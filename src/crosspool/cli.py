@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from crosspool.commands import bench
 from crosspool.errors import CrossPoolError
 
 app = typer.Typer(
@@ -15,6 +16,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(bench.app, name="bench")
 
 BaseUrl = Annotated[str, typer.Option(help="where the server is", envvar="CROSSPOOL_BASE_URL")]
 ClientKey = Annotated[str | None, typer.Option("--api-key", help="the server's key", envvar="CROSSPOOL_API_KEY")]

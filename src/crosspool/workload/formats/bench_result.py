@@ -1,4 +1,4 @@
-"""Detailed result files of serving benchmarks (`vllm bench serve --save-result --save-detailed`): measured requests.
+"""Detailed result files of serving benchmarks (`crosspool bench` or `vllm bench serve`, `--save-detailed`).
 
 Time to first token and the times between tokens give real service times: how long a request held its KV.
 """
@@ -15,6 +15,8 @@ NEEDED = ("input_lens", "output_lens", "ttfts", "itls")
 
 def read_bench_result(path: Path, model: str | None = None) -> Trace:
     """The completed requests of one result file; service time is TTFT plus all inter-token times.
+
+    Each request's model is in the file's request_models; without them all are of one, `model` or the file's model_id.
 
     Arrivals are the file's start_times; without them they are spread evenly over `duration`. Requests with an error,
     or without output, are left out. Raises ValueError naming the file and what it lacks.
@@ -39,12 +41,16 @@ def read_bench_result(path: Path, model: str | None = None) -> Trace:
         for row in kept
     ]
     name = model or str(result.get("model_id") or path.name.split(".")[0])
+    names = result.get("request_models") or [name] * num
+    if len(names) != num:
+        raise ValueError(f"{path}: {num} requests and {len(names)} request_models; not one of each")
+    models = tuple(dict.fromkeys(str(names[row]) for row in kept))
     return make_trace(
         [starts[row] - first for row in kept],
-        [0] * len(kept),
+        [models.index(str(names[row])) for row in kept],
         [whole_number(lists["input_lens"][row], f"{path}: input_lens[{row}]") for row in kept],
         [whole_number(lists["output_lens"][row], f"{path}: output_lens[{row}]") for row in kept],
-        models=(name,),
+        models=models,
         service_s=service,
     )
 

@@ -1,0 +1,1 @@
+"""Load on a running server, measured at the client: what `crosspool bench` does."""

@@ -1,0 +1,56 @@
+"""Two results side by side: which figures differ by more than their intervals."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Verdict = Literal["better", "worse", "same", ""]
+TIMES = ("ttft_ms", "tbt_ms", "tpot_ms", "e2e_ms")
+COUNTS = ("request_throughput", "output_throughput", "goodput_share", "refused", "failed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One figure of both results. verdict: of the second; `same` where intervals overlap, empty without intervals."""
+
+    model: str
+    metric: str
+    first: float
+    second: float
+    verdict: Verdict
+
+    @property
+    def ratio(self) -> float | None:
+        return self.second / self.first if self.first else None
+
+
+def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
+    """Every figure that both have, model by model. Raises ValueError where no model is in both."""
+    names = [name for name in first["models"] if name in second["models"]]
+    if not [name for name in names if name != "all"]:
+        raise ValueError("the two results have no model in common; serve them under the same names")
+    return [found for name in names for found in _of_model(name, first["models"][name], second["models"][name])]
+
+
+def _of_model(name: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Difference]:
+    for metric in TIMES:
+        for key, value in first.get(metric, {}).items():
+            other = second.get(metric, {}).get(key)
+            if isinstance(value, dict) and isinstance(other, dict):
+                yield Difference(
+                    model=name,
+                    metric=f"{metric}.{key}",
+                    first=value["value"],
+                    second=other["value"],
+                    verdict=_verdict(value, other),
+                )
+    for metric in COUNTS:
+        if first.get(metric) is not None and second.get(metric) is not None:
+            yield Difference(model=name, metric=metric, first=first[metric], second=second[metric], verdict="")
+
+
+def _verdict(first: Mapping[str, float], second: Mapping[str, float]) -> Verdict:
+    """Of a time, where less is better."""
+    if second["high"] < first["low"]:
+        return "better"
+    return "worse" if second["low"] > first["high"] else "same"

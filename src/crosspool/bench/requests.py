@@ -1,0 +1,93 @@
+"""From settings to the list of requests: a trace, ServeGen clients, or rates and lengths."""
+
+from collections.abc import Mapping, Sequence
+
+from crosspool.bench.by_model import arrivals, by_model, lengths, parse_length, parse_rate, recorded_lengths
+from crosspool.bench.settings import BenchSettings
+from crosspool.bench.traffic import ModelTraffic, PlannedRequest, drawn_requests, traced_requests
+from crosspool.workload.formats.servegen import ServeGenClient, read_servegen
+from crosspool.workload.lengths import Lengths
+from crosspool.workload.traces import read_trace
+
+NUM_PROMPTS = 100
+"""Of each model, where neither their number nor a duration is given."""
+
+
+def planned_requests(settings: BenchSettings, models: Sequence[str]) -> list[PlannedRequest]:
+    """Raises ValueError, naming flag, value and remedy, for what cannot be sent."""
+    if settings.trace is not None:
+        return _traced(settings, models)
+    rates = by_model("request-rate", settings.request_rate, models, parse_rate)
+    pairs = _lengths(settings, models)
+    clients = _clients(settings, models)
+    num = settings.num_prompts
+    traffic = []
+    for name in models:
+        rate = rates.get(name, float("inf"))
+        process = arrivals(rate, settings.burstiness)
+        if name in clients:
+            own = clients[name].arrivals
+            process = own.scaled(rate / own.rate_rps) if rate != float("inf") else own
+        if num is None and (settings.duration_s is None or process is None):
+            num = NUM_PROMPTS
+        traffic.append(
+            ModelTraffic(
+                model=name,
+                arrivals=process,
+                lengths=clients.get(name, pairs[name]),
+                num_prompts=num,
+                duration_s=settings.duration_s,
+            )
+        )
+    planned = drawn_requests(traffic, settings.seed)
+    if not planned:
+        raise ValueError("no request arrives in that time; give a longer --duration or a higher --request-rate")
+    return planned
+
+
+def _traced(settings: BenchSettings, models: Sequence[str]) -> list[PlannedRequest]:
+    assert settings.trace is not None
+    trace = read_trace(settings.trace, settings.trace_format, settings.trace_model)
+    names = {}
+    for word in settings.trace_names:
+        old, found, new = word.partition("=")
+        if not found or old not in trace.models:
+            raise ValueError(f"--trace-name is {word!r}; give OLD=NEW with one of {', '.join(trace.models[:20])}")
+        names[old] = new
+    trace = trace.renamed(names)
+    if unknown := [name for name in trace.models if name not in models]:
+        raise ValueError(
+            f"the trace has requests of {unknown[0]!r}, which is not served; "
+            f"map it with --trace-name {unknown[0]}={models[0]}"
+        )
+    planned = traced_requests(
+        trace,
+        speed=settings.trace_speed,
+        length_scale=settings.length_scale,
+        duration_s=settings.duration_s,
+        max_tokens=settings.max_model_len,
+    )
+    return planned if settings.num_prompts is None else planned[: settings.num_prompts]
+
+
+def _lengths(settings: BenchSettings, models: Sequence[str]) -> Mapping[str, Lengths]:
+    prompts = by_model("input-len", ("128", *settings.input_len), models, parse_length)
+    outputs = by_model("output-len", ("64", *settings.output_len), models, parse_length)
+    tables = by_model("lengths", settings.lengths, models, recorded_lengths)
+    longest = settings.max_model_len or 0
+    return {name: tables.get(name) or lengths(prompts[name], outputs[name], longest) for name in models}
+
+
+def _clients(settings: BenchSettings, models: Sequence[str]) -> Mapping[str, ServeGenClient]:
+    if not settings.servegen_clients:
+        return {}
+    if settings.servegen_rates is None or settings.servegen_lengths is None:
+        raise ValueError("--servegen-client needs --servegen-rates FILE and --servegen-lengths FILE")
+    known = {client.client: client for client in read_servegen(settings.servegen_rates, settings.servegen_lengths)}
+
+    def parse(text: str) -> ServeGenClient:
+        if not text.isdigit() or int(text) not in known:
+            raise ValueError(f"there is no such client; there are {', '.join(map(str, sorted(known)[:20]))}")
+        return known[int(text)]
+
+    return by_model("servegen-client", settings.servegen_clients, models, parse)

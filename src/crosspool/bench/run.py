@@ -1,0 +1,143 @@
+"""One run of `crosspool bench` from its settings: requests, warm-up, load, figures, files."""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from crosspool.bench.client import ENDED, NOT_SERVED, STARTED, TOKENS, LoadSettings
+from crosspool.bench.processes import run_clients
+from crosspool.bench.report import write_report
+from crosspool.bench.requests import planned_requests
+from crosspool.bench.result import NAMES, RunFacts, result_dict
+from crosspool.bench.saved import write_result
+from crosspool.bench.server import listed_models, read_queues, warm_up
+from crosspool.bench.server_times import queue_times_between
+from crosspool.bench.settings import BenchSettings
+from crosspool.bench.slo import parse_objective
+from crosspool.bench.table import show_result
+from crosspool.bench.target import Target
+from crosspool.bench.traffic import PlannedRequest, realised_rates
+
+
+def run(settings: BenchSettings, *, as_json: bool = False, console: Console | None = None) -> dict[str, Any]:
+    """The result, shown on `console` and written as the settings say. Raises ValueError or CrossPoolError."""
+    target = _target(settings)
+    load = LoadSettings(max_concurrency=settings.max_concurrency, timeout_s=settings.timeout_s)
+    metrics, levels = _metrics(settings.metrics), _levels(settings.percentiles)
+    objective = parse_objective(settings.goodput)
+    models = settings.models or listed_models(settings.base_url, settings.api_key)
+    planned = planned_requests(settings, models)
+    facts = RunFacts(
+        base_url=settings.base_url,
+        endpoint=settings.endpoint,
+        command=_command(),
+        label=settings.label,
+        seed=settings.seed,
+        rates=realised_rates(planned),
+        request_rate="trace" if settings.trace is not None else _shown_rate(settings.request_rate),
+        burstiness=settings.burstiness,
+        max_concurrency=settings.max_concurrency,
+        trace=settings.trace.name if settings.trace is not None else None,
+        levels=levels,
+        metrics=metrics,
+        objective=objective,
+        num_processes=settings.num_processes,
+    )
+    warm_up(planned, target, settings.num_warmups, settings.timeout_s)
+    before = read_queues(settings.base_url, settings.api_key)
+    with _ProgressBar(planned) as show:
+        measured = run_clients(planned, target, load, settings.num_processes, show)
+    queues = queue_times_between(before, read_queues(settings.base_url, settings.api_key))
+    result = result_dict(measured, facts, queues, detailed=settings.detailed)
+    written: list[Path] = []
+    if settings.saves:
+        written.append(write_result(result, settings.result_dir, settings.result_filename))
+    if settings.reports:
+        written += write_report(result, written[0].with_suffix(""))
+    if as_json:
+        print(json.dumps(result, indent=1, allow_nan=False))
+    else:
+        console = console or Console()
+        show_result(result, console)
+        for path in written:
+            console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    return result
+
+
+def _target(settings: BenchSettings) -> Target:
+    try:
+        extra = json.loads(settings.extra_body) if settings.extra_body else {}
+    except ValueError as error:
+        raise ValueError(f"--extra-body is no JSON ({error}); give an object such as '{{\"top_k\": 1}}'") from None
+    if not isinstance(extra, dict):
+        raise ValueError(f"--extra-body is a {type(extra).__name__}; give a JSON object")
+    return Target(
+        base_url=settings.base_url,
+        endpoint=settings.endpoint,
+        api_key=settings.api_key,
+        ignore_eos=settings.ignore_eos,
+        temperature=settings.temperature,
+        vocab_size=settings.vocab_size,
+        extra_body=extra,
+        seed=settings.seed,
+    )
+
+
+def _metrics(text: str) -> tuple[str, ...]:
+    names = tuple("itl" if name == "tbt" else name for name in text.split(","))
+    if unknown := [name for name in names if name not in NAMES]:
+        raise ValueError(f"--percentile-metrics has {unknown[0]!r}; use {', '.join(NAMES)}")
+    return names
+
+
+def _levels(text: str) -> tuple[float, ...]:
+    try:
+        levels = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        levels = (-1.0,)
+    if any(not 0 <= level <= 100 for level in levels):
+        raise ValueError(f"--metric-percentiles is {text!r}; give numbers from 0 to 100, such as 50,95,99")
+    return levels
+
+
+def _shown_rate(words: Sequence[str]) -> float | str:
+    """A number where there is one for all, as vLLM's files have it."""
+    if len(words) == 1 and "=" not in words[0]:
+        return words[0] if words[0] == "inf" else float(words[0])
+    return " ".join(words)
+
+
+def _command() -> str:
+    """This command line without keys."""
+    words = ["crosspool", *sys.argv[1:]]
+    hidden = [index + 1 for index, word in enumerate(words) if word == "--api-key"]
+    shown = ["***" if index in hidden else word for index, word in enumerate(words)]
+    return shlex.join("--api-key=***" if word.startswith("--api-key=") else word for word in shown)
+
+
+class _ProgressBar:
+    """Context of a progress bar on standard error; gives the function that shows a tally."""
+
+    def __init__(self, planned: Sequence[PlannedRequest]) -> None:
+        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        self._bars = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bars.add_task("", total=len(planned))
+        self._num = len(planned)
+
+    def __enter__(self) -> "_ProgressBar":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bars.stop()
+
+    def __call__(self, tally: Sequence[int]) -> None:
+        ended, running = tally[ENDED], tally[STARTED] - tally[ENDED]
+        told = f"{ended}/{self._num} ended, {running} under way, {tally[NOT_SERVED]} not served, {tally[TOKENS]} tokens"
+        self._bars.update(self._task, completed=ended, description=told)

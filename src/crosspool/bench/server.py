@@ -1,0 +1,64 @@
+"""What is asked of the server around a run: its models, a warm-up, its queue times."""
+
+import asyncio
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+
+from crosspool.bench.client import LoadSettings, run_load
+from crosspool.bench.server_times import QueueTimes, read_queue_times
+from crosspool.bench.target import Target
+from crosspool.bench.traffic import PlannedRequest
+from crosspool.commands.http import ServerClient
+from crosspool.errors import CrossPoolError
+
+METRICS_TIMEOUT_S = 10.0
+
+
+def listed_models(base_url: str, api_key: str | None) -> tuple[str, ...]:
+    """Every served name. Raises CrossPoolError where no server answers or it has no model."""
+    cards = ServerClient(base_url, api_key).get("/v1/models")
+    names = tuple(str(card["id"]) for card in cards["data"])
+    if not names:
+        raise CrossPoolError(f"the server at {base_url} has no model; load one first")
+    return names
+
+
+def warm_up(planned: Sequence[PlannedRequest], target: Target, num: int, timeout_s: float) -> None:
+    """The first `num` requests of each model, one after another. Raises CrossPoolError with the first failure."""
+    by_model: dict[str, list[PlannedRequest]] = {}
+    for request in planned:
+        own = by_model.setdefault(request.model, [])
+        if len(own) < num:
+            own.append(request)
+    settings = LoadSettings(max_concurrency=1, timeout_s=timeout_s)
+    # Numbers of their own: a prompt sent before would be in a prefix cache.
+    requests = [
+        PlannedRequest(
+            index=-1 - place,
+            due_s=0.0,
+            model=request.model,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=request.output_tokens,
+        )
+        for own in by_model.values()
+        for place, request in enumerate(own)
+    ]
+    run = asyncio.run(run_load(requests, target, settings, [0, 0, 0, 0]))
+    for record in run.records:
+        if record.outcome != "served":
+            raise CrossPoolError(f"the warm-up request of {record.model} was not served: {record.error}")
+
+
+def read_queues(base_url: str, api_key: str | None) -> dict[str, QueueTimes]:
+    """Queue times so far by model; none where the server shows no metrics."""
+    address = base_url.rstrip("/").removesuffix("/v1") + "/metrics"
+    request = urllib.request.Request(address)
+    if api_key:
+        request.add_header("Authorization", f"Bearer {api_key}")
+    try:
+        with urllib.request.urlopen(request, timeout=METRICS_TIMEOUT_S) as answer:
+            text = answer.read().decode("utf-8")
+    except (urllib.error.URLError, OSError):
+        return {}
+    return read_queue_times(text)

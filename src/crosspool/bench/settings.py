@@ -1,0 +1,58 @@
+"""What a run was told to do, as the command line gives it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchSettings:
+    """The flags of `crosspool bench`. Values that may differ by model stay words until the models are known."""
+
+    base_url: str
+    endpoint: str = "/v1/completions"
+    api_key: str | None = field(default=None, repr=False)
+    models: tuple[str, ...] = ()  # none: all that the server lists
+    request_rate: tuple[str, ...] = ("inf",)
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    num_prompts: int | None = None
+    duration_s: float | None = None
+    input_len: tuple[str, ...] = ("128",)
+    output_len: tuple[str, ...] = ("64",)
+    lengths: tuple[str, ...] = ()
+    max_model_len: int | None = None
+    trace: Path | None = None
+    trace_format: str = "auto"
+    trace_model: str | None = None
+    trace_names: tuple[str, ...] = ()
+    trace_speed: float = 1.0
+    length_scale: float = 1.0
+    servegen_rates: Path | None = None
+    servegen_lengths: Path | None = None
+    servegen_clients: tuple[str, ...] = ()
+    ignore_eos: bool = True
+    temperature: float | None = None
+    vocab_size: int = 1000
+    extra_body: str | None = None
+    seed: int = 0
+    num_warmups: int = 1
+    timeout_s: float = 600.0
+    num_processes: int = 1
+    metrics: str = "ttft,tpot,itl,e2el"
+    percentiles: str = "50,95,99"
+    goodput: tuple[str, ...] = ()
+    saves: bool = False
+    detailed: bool = False
+    reports: bool = False
+    result_dir: Path = Path()
+    result_filename: str | None = None
+    label: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("num-prompts", self.num_prompts), ("duration", self.duration_s)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; it must be above 0")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ValueError(f"max-model-len is {self.max_model_len}; it must be at least 2")
+        if self.trace is not None and (self.lengths or self.servegen_clients):
+            raise ValueError("a trace has its own requests; give either --trace, or --lengths and ServeGen clients")

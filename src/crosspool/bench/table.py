@@ -1,0 +1,108 @@
+"""A result, or two of them, as tables on a terminal."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from crosspool.bench.compare import Difference
+
+SHOWN = (("ttft_ms", "TTFT"), ("tbt_ms", "TBT"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
+SLOW_CLIENT_MS = 5.0
+WIDE_COLUMNS = 120
+
+
+def show_result(result: Mapping[str, Any], console: Console) -> None:
+    """Milliseconds; where the terminal is wide enough, the interval of each percentile behind it."""
+    for line in headline(result):
+        console.print(line, highlight=False, soft_wrap=True)
+    levels = percentile_names(result)
+    is_wide = console.width >= WIDE_COLUMNS
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("model", "ms", "mean", *levels, "max"):
+        table.add_column(column, justify="left" if column in ("model", "ms") else "right")
+    for name, figures in result["models"].items():
+        shown = name
+        for metric, title in SHOWN:
+            if metric in figures:
+                cells = [cell(figures[metric][level], with_interval=is_wide) for level in levels]
+                row = (shown, title, number(figures[metric]["mean"]), *cells, number(figures[metric]["max"]))
+                table.add_row(*row)
+                shown = ""
+    console.print(table)
+    for line in remarks(result):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def show_differences(found: Sequence[Difference], console: Console) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("model", "metric", "first", "second", "second / first", "second is"):
+        table.add_column(column, justify="left" if column in ("model", "metric", "second is") else "right")
+    colours = {"better": "green", "worse": "red", "same": "dim", "": ""}
+    for item in found:
+        ratio = "" if item.ratio is None else f"{item.ratio:.2f}"
+        values = (number(item.first), number(item.second), ratio, item.verdict)
+        table.add_row(item.model, item.metric, *values, style=colours[item.verdict])
+    console.print(table)
+    console.print("same: the 95 % intervals overlap", style="dim", highlight=False)
+
+
+def headline(result: Mapping[str, Any]) -> list[str]:
+    """What was run and how much of it was served."""
+    rates = ", ".join(f"{name} {rate:.2f}/s" for name, rate in result["realised_rates"].items() if rate)
+    lines = [
+        f"{result['completed']} of {result['num_prompts']} requests served in {result['duration']:.1f} s, "
+        f"{result['refused']} refused, {result['failed']} failed" + (f"; sent: {rates}" if rates else ""),
+        f"{result['output_throughput']:.1f} output tokens/s, {result['total_token_throughput']:.1f} with prompts, "
+        f"at most {result['max_concurrent_requests']} requests at once",
+    ]
+    if result["goodput_share"] is not None:
+        lines.append(
+            f"{100 * result['goodput_share']:.1f} % keep the limits: {result['request_goodput']:.2f} requests/s"
+        )
+    return lines
+
+
+def remarks(result: Mapping[str, Any]) -> list[str]:
+    """What the client added, queueing in the server, and failures."""
+    client = result["client"]
+    lag, late = client["loop_lag_p99_ms"], client["late_p99_ms"]
+    lines = [
+        f"client: requests {late:.2f} ms late and its loop {lag:.2f} ms late (P99), "
+        f"{100 * client['cpu_share']:.0f} % of a core in each of {client['num_processes']} process(es)"
+    ]
+    if max(lag, late) > SLOW_CLIENT_MS:
+        lines.append(
+            f"warning: the client itself was more than {SLOW_CLIENT_MS:g} ms late; "
+            "use more --client-processes or a quieter machine"
+        )
+    for name, figures in result["models"].items():
+        if queue := figures["server_queue"]:
+            lines.append(
+                f"{name} waited in the server's queue {queue['mean_ms']:.1f} ms on average, "
+                f"{queue['p50_ms']:.1f} P50, {queue['p99_ms']:.1f} P99"
+            )
+        per_event = figures["tokens_per_event"]
+        if name != "all" and per_event is not None and per_event > 1.02:
+            lines.append(f"{name} sends {per_event:.2f} tokens an event: TBT is the time between events")
+    lines += [f"{count} not served: {text}" for text, count in result["failures"].items()]
+    return lines
+
+
+def percentile_names(result: Mapping[str, Any]) -> list[str]:
+    figures = result["models"]["all"]
+    first: dict[str, Any] = next((figures[metric] for metric, _ in SHOWN if metric in figures), {})
+    return [key for key, value in first.items() if isinstance(value, dict)]
+
+
+def cell(estimate: Mapping[str, float], *, with_interval: bool = True) -> str:
+    if not with_interval:
+        return number(estimate["value"])
+    return f"{number(estimate['value'])} ({number(estimate['low'])}-{number(estimate['high'])})"
+
+
+def number(value: float) -> str:
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"

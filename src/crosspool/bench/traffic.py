@@ -1,0 +1,113 @@
+"""Which requests are sent when: from rates and lengths, or from a trace, to one list in order of time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import numpy as np
+
+from crosspool.workload.arrivals import ArrivalProcess
+from crosspool.workload.lengths import Lengths
+from crosspool.workload.trace import FloatColumn, Trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedRequest:
+    """One request to send. due_s counts from the start of the run; index is its place in the list and its seed."""
+
+    index: int
+    due_s: float
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelTraffic:
+    """Requests of one model: `num_prompts` of them, or all that arrive in `duration_s`.
+
+    arrivals None: all are due at once, which together with a bound on concurrency is a closed loop.
+    """
+
+    model: str
+    arrivals: ArrivalProcess | None
+    lengths: Lengths
+    num_prompts: int | None = None
+    duration_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_prompts is None and (self.duration_s is None or self.arrivals is None):
+            raise ValueError(f"no end to the requests of {self.model}; give --num-prompts, or a rate and --duration")
+
+
+def drawn_requests(traffic: Sequence[ModelTraffic], seed: int) -> list[PlannedRequest]:
+    """The requests of all models. A model's own do not change with the models beside it."""
+    rows: list[tuple[float, str, int, int]] = []
+    for own in traffic:
+        rng = np.random.default_rng([seed, crc32(own.model.encode())])
+        times = _times(own, rng)
+        prompts, outputs = own.lengths.draw(rng, len(times))
+        rows += zip(times.tolist(), [own.model] * len(times), prompts.tolist(), outputs.tolist(), strict=True)
+    return _in_order(rows)
+
+
+def traced_requests(
+    trace: Trace,
+    *,
+    speed: float = 1.0,
+    length_scale: float = 1.0,
+    duration_s: float | None = None,
+    max_tokens: int | None = None,
+) -> list[PlannedRequest]:
+    """The requests of a trace, `speed` times as fast, lengths times `length_scale`, as far as `duration_s` of the run.
+
+    max_tokens: the most tokens of prompt and output together; longer prompts are cut. Raises ValueError for what is
+    not above 0.
+    """
+    for name, value in (("trace speed", speed), ("length scale", length_scale)):
+        if not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0")
+    rows = []
+    for arrival, model, prompt, output in trace.rows():
+        due = arrival / speed
+        if duration_s is not None and due >= duration_s:
+            break
+        prompt, output = max(1, round(prompt * length_scale)), max(1, round(output * length_scale))
+        if max_tokens is not None:
+            output = min(output, max_tokens - 1)
+            prompt = min(prompt, max_tokens - output)
+        rows.append((due, model, prompt, output))
+    if not rows:
+        raise ValueError("the trace has no request in the time asked for; give a longer --duration")
+    return _in_order(rows)
+
+
+def realised_rates(requests: Sequence[PlannedRequest]) -> Mapping[str, float]:
+    """Requests per second of each model over the whole list; 0 where all are due at once."""
+    span = max(request.due_s for request in requests)
+    names = dict.fromkeys(sorted(request.model for request in requests))
+    return {name: sum(r.model == name for r in requests) / span if span > 0 else 0.0 for name in names}
+
+
+def _times(own: ModelTraffic, rng: np.random.Generator) -> FloatColumn:
+    if own.arrivals is None:
+        return np.zeros(own.num_prompts or 0)
+    if own.num_prompts is None:
+        return own.arrivals.draw(rng, 0.0, own.duration_s or 0.0)
+    rate = own.arrivals.rate_rps
+    if rate <= 0:
+        raise ValueError(f"the rate of {own.model} is {rate}; it must be above 0 to send {own.num_prompts} requests")
+    times, horizon = np.empty(0), 0.0
+    while len(times) < own.num_prompts:  # stretch by stretch, so that what is drawn does not depend on its number
+        stop = horizon + own.num_prompts / rate
+        times, horizon = np.concatenate((times, own.arrivals.draw(rng, horizon, stop))), stop
+    times = times[: own.num_prompts]
+    return times if own.duration_s is None else times[times < own.duration_s]
+
+
+def _in_order(rows: list[tuple[float, str, int, int]]) -> list[PlannedRequest]:
+    rows.sort(key=lambda row: row[0])
+    return [
+        PlannedRequest(index=index, due_s=due, model=model, prompt_tokens=prompt, output_tokens=output)
+        for index, (due, model, prompt, output) in enumerate(rows)
+    ]

@@ -1,0 +1,168 @@
+"""`crosspool bench` as a user runs it: against the real HTTP server over a scripted engine."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks.stub_engine import FAST, StubEngine
+from crosspool import cli
+from crosspool.bench.compare import differences
+from crosspool.bench.saved import read_result
+from crosspool.bench.table import show_result
+from crosspool.config import ServerConfig
+from crosspool.demo.scenario import demo_model_dirs
+from crosspool.errors import CrossPoolError
+from crosspool.server.app import create_app
+from crosspool.server.catalogue import Catalogue, ModelFrontend
+from crosspool.server.tokenizer import TextTokenizer
+from crosspool.workload.traces import read_trace
+from tests.support.live_server import live_server
+
+VLLM_KEYS = (  # noqa: SIM905
+    "date backend model_id num_prompts request_rate burstiness max_concurrency duration completed total_input_tokens "
+    "total_output_tokens request_throughput request_goodput output_throughput total_token_throughput input_lens "
+    "output_lens ttfts itls generated_texts errors mean_ttft_ms median_ttft_ms std_ttft_ms p99_ttft_ms mean_tpot_ms "
+    "median_tpot_ms std_tpot_ms p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms p99_itl_ms mean_e2el_ms p99_e2el_ms"
+).split()
+PACE_S = 0.01
+
+
+@pytest.fixture(scope="module")
+def url():
+    tokenizer = TextTokenizer.from_directory(demo_model_dirs()["austen"])
+    frontends = [ModelFrontend(name=name, vocab_size=4096, tokenizer=tokenizer) for name in (FAST, "paced")]
+    with live_server(create_app(StubEngine(PACE_S), Catalogue(frontends), ServerConfig())) as address:
+        yield address
+
+
+def bench(url, *arguments):
+    return CliRunner().invoke(cli.app, ["bench", "--base-url", url, *arguments])
+
+
+@pytest.fixture(scope="module")
+def result_file(url, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    shown = bench(
+        url, "--request-rate", "40", "--request-rate", "paced=20", "--num-prompts", "12", "--output-len", "20",
+        "--save-detailed", "--report", "--result-dir", str(folder), "--result-filename", "run.json", "--goodput",
+        "ttft:5000", "--label", "first",
+    )  # fmt: skip
+    assert shown.exit_code == 0, shown.output
+    return folder / "run.json"
+
+
+def test_every_request_is_served_and_measured(result_file):
+    result = read_result(result_file)
+    assert (result["completed"], result["refused"], result["failed"]) == (24, 0, 0)
+    assert result["total_output_tokens"] == 24 * 20
+    paced = result["models"]["paced"]
+    assert paced["tbt_ms"]["mean"] == pytest.approx(1e3 * PACE_S, rel=0.5)
+    assert paced["tbt_ms"]["num"] == 12 * 19
+    interval = paced["tbt_ms"]["p99"]
+    assert interval["low"] <= interval["value"] <= interval["high"]
+    assert result["models"][FAST]["tbt_ms"]["median"] < paced["tbt_ms"]["median"]
+    assert result["goodput_share"] == 1.0
+    assert result["models"]["paced"]["server_queue"]["num"] == 12  # the warm-up is not counted
+    assert result["client"]["loop_lag_p99_ms"] >= 0
+    assert sum(result["timeline"]["output_tokens_per_s"]) == 480
+    assert result["max_concurrent_requests"] == max(result["timeline"]["running_requests"]) > 1
+
+
+def test_files_have_the_keys_that_tools_know(result_file):
+    result = read_result(result_file)
+    assert [key for key in VLLM_KEYS if key not in result] == []
+    assert len(result["itls"]) == len(result["input_lens"]) == 24
+
+
+def test_a_result_is_a_trace_again(url, result_file):
+    trace = read_trace(result_file)
+    assert set(trace.models) == {FAST, "paced"}
+    assert trace.has_service_times
+    shown = bench(url, "--trace", str(result_file), "--trace-speed", "4", "--num-warmups", "0", "--json")
+    again = json.loads(shown.stdout)
+    assert again["completed"] == 24
+    assert again["request_rate"] == "trace"
+
+
+def test_reports_hold_every_model_and_picture(result_file):
+    page = result_file.with_suffix(".html").read_text()
+    assert page.count("<svg") == 4
+    assert "TBT by model" in page
+    markdown = result_file.with_suffix(".md").read_text()
+    assert "| paced | TTFT |" in markdown
+    for line in markdown.splitlines():
+        if line.startswith("!["):
+            assert (result_file.parent / line.partition("(")[2].rstrip(")")).exists()
+
+
+@pytest.mark.parametrize("width", [60, 100, 200])
+def test_figures_are_whole_in_any_terminal(result_file, width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    show_result(read_result(result_file), console)
+    text = console.export_text()
+    assert "24 of 24 requests served" in text
+    assert "…" not in text
+
+
+def test_several_processes_and_a_bound_on_concurrency(url):
+    shown = bench(
+        url, "--model", "paced", "--num-prompts", "9", "--output-len", "3", "--max-concurrency", "2",
+        "--client-processes", "2", "--num-warmups", "0", "--json",
+    )  # fmt: skip
+    result = json.loads(shown.stdout)
+    assert result["completed"] == 9
+    assert result["client"]["num_processes"] == 2
+    assert result["max_concurrent_requests"] <= 2
+    assert result["models"]["paced"]["client_queue_ms"]["max"] > 0
+
+
+def test_results_are_compared_by_their_intervals(result_file, tmp_path):
+    first = read_result(result_file)
+    second = json.loads(json.dumps(first))
+    for estimate in second["models"]["paced"]["tbt_ms"].values():
+        if isinstance(estimate, dict):
+            estimate.update({key: 10 * value for key, value in estimate.items()})
+    verdicts = {(item.model, item.metric): item.verdict for item in differences(first, second)}
+    assert verdicts["paced", "tbt_ms.p50"] == "worse"
+    assert verdicts["paced", "ttft_ms.p50"] == "same"
+    assert {item.verdict for item in differences(second, first) if item.metric == "tbt_ms.p50"} >= {"better"}
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(second))
+    shown = CliRunner().invoke(cli.app, ["bench", "compare", str(result_file), str(other)], env={"COLUMNS": "120"})
+    assert "worse" in shown.stdout
+    assert "10.00" in shown.stdout
+
+
+WRONG = {
+    "--request-rate paced=0": "--request-rate is 'paced=0': give requests per second above 0",
+    "--request-rate nobody=1": "--request-rate names 'nobody'; the models are fast, paced",
+    "--burstiness 0 --request-rate 1": "burstiness is 0.0; it must be above 0",
+    "--endpoint /v1/embeddings": "endpoint is '/v1/embeddings'",
+    "--goodput ttft": "goodput is 'ttft'; it must be like ttft:500",
+    "--metric-percentiles 50,x": "--metric-percentiles is '50,x'",
+    "--percentile-metrics ttfs": "--percentile-metrics has 'ttfs'",
+    "--extra-body [1]": "--extra-body is a list; give a JSON object",
+    "--max-concurrency 0": "max-concurrency is 0",
+    "--trace /nowhere.csv": "cannot read /nowhere.csv",
+    "--num-prompts 0": "num-prompts is 0; it must be above 0",
+    "--model nobody --num-prompts 1": "the warm-up request of nobody was not served: HTTP 404",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_input_is_one_line(url, words):
+    shown = bench(url, *words.split())
+    assert isinstance(shown.exception, CrossPoolError)
+    assert WRONG[words] in str(shown.exception)
+    assert "\n" not in str(shown.exception)
+
+
+def test_no_server_is_one_line():
+    shown = bench("http://127.0.0.1:9")
+    assert isinstance(shown.exception, CrossPoolError)
+    assert "no server answers at http://127.0.0.1:9" in str(shown.exception)

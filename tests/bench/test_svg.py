@@ -1,0 +1,33 @@
+"""Charts as SVG text."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from crosspool.bench.svg import HEIGHT, WIDTH, line_chart
+
+NAMESPACE = "{http://www.w3.org/2000/svg}"
+
+
+def test_every_point_lies_in_the_picture_and_names_are_escaped():
+    lines = {"a<b": [(0.5, 0.0), (3000.0, 100.0)], "c": [(0.0, 5.0), (1.0, 7.0)]}
+    picture = ElementTree.fromstring(line_chart("T & U", "x", "y", lines, log_x=True))
+    drawn = picture.findall(f"{NAMESPACE}polyline")
+    assert len(drawn) == 2
+    for line in drawn:
+        for pair in line.attrib["points"].split():
+            across, down = map(float, pair.split(","))
+            assert 0 <= across <= WIDTH
+            assert 0 <= down <= HEIGHT
+    assert "a<b" in [text.text for text in picture.iter(f"{NAMESPACE}text")]
+
+
+def test_a_larger_value_lies_higher_and_further_right():
+    picture = ElementTree.fromstring(line_chart("", "", "", {"a": [(1.0, 1.0), (5.0, 9.0)]}))
+    first, last = picture.find(f"{NAMESPACE}polyline").attrib["points"].split()
+    assert float(first.split(",")[0]) < float(last.split(",")[0])
+    assert float(first.split(",")[1]) > float(last.split(",")[1])
+
+
+def test_no_values_give_an_empty_picture():
+    ElementTree.fromstring(line_chart("", "", "", {"a": []}, log_x=True))

@@ -1,0 +1,93 @@
+"""Which requests are sent when."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from crosspool.bench.by_model import arrivals, by_model, lengths, parse_length, parse_rate
+from crosspool.bench.traffic import ModelTraffic, drawn_requests, realised_rates, traced_requests
+from crosspool.workload.arrivals import GammaBursts, Poisson
+from crosspool.workload.lengths import Fixed
+from crosspool.workload.trace import make_trace
+
+SHORT = Fixed(prompt_tokens=8, output_tokens=4)
+
+
+def of(model, rate=2.0, num=400, cv=1.0):
+    process = Poisson(rate_rps=rate) if cv == 1.0 else GammaBursts(rate_rps=rate, cv=cv)
+    return ModelTraffic(model=model, arrivals=process, lengths=SHORT, num_prompts=num)
+
+
+def test_each_model_gets_its_number_of_requests_at_its_rate():
+    planned = drawn_requests([of("a", 2.0), of("b", 8.0)], seed=1)
+    for model, rate in (("a", 2.0), ("b", 8.0)):
+        times = [request.due_s for request in planned if request.model == model]
+        assert len(times) == 400
+        assert len(times) / times[-1] == pytest.approx(rate, rel=0.15)
+
+
+def test_requests_are_numbered_in_order_of_time():
+    planned = drawn_requests([of("a"), of("b")], seed=1)
+    assert [request.index for request in planned] == list(range(800))
+    assert all(a.due_s <= b.due_s for a, b in pairwise(planned))
+
+
+def test_a_models_requests_do_not_change_with_the_models_beside_it():
+    alone = [request.due_s for request in drawn_requests([of("a")], seed=1)]
+    beside = [request.due_s for request in drawn_requests([of("b"), of("a")], seed=1) if request.model == "a"]
+    assert alone == beside
+
+
+def test_more_prompts_begin_with_the_same_ones():
+    few = drawn_requests([of("a", num=100)], seed=3)
+    many = drawn_requests([of("a", num=100, rate=2.0), of("b", num=50)], seed=3)
+    assert [r.due_s for r in few] == [r.due_s for r in many if r.model == "a"]
+
+
+def test_gaps_are_as_bursty_as_asked():
+    times = np.array([request.due_s for request in drawn_requests([of("a", num=4000, cv=3.0)], seed=2)])
+    gaps = np.diff(times)
+    assert gaps.std() / gaps.mean() == pytest.approx(3.0, rel=0.2)
+    assert isinstance(arrivals(1.0, 0.25), GammaBursts)
+    assert arrivals(1.0, 0.25).cv == 2.0  # shape 0.25
+    assert arrivals(float("inf"), 1.0) is None
+
+
+def test_a_closed_loop_is_due_at_once():
+    traffic = ModelTraffic(model="a", arrivals=None, lengths=SHORT, num_prompts=5)
+    assert [request.due_s for request in drawn_requests([traffic], seed=0)] == [0.0] * 5
+    with pytest.raises(ValueError, match="no end to the requests of a"):
+        ModelTraffic(model="a", arrivals=None, lengths=SHORT, duration_s=5.0)
+
+
+def test_a_trace_is_replayed_faster_shorter_and_within_a_context():
+    trace = make_trace([0.0, 1.0, 4.0], [0, 1, 0], [1000, 100, 10], [500, 50, 5], models=("x", "y"))
+    planned = traced_requests(trace, speed=2.0, length_scale=0.1, duration_s=1.0, max_tokens=80)
+    assert [(r.due_s, r.model, r.prompt_tokens, r.output_tokens) for r in planned] == [
+        (0.0, "x", 30, 50),
+        (0.5, "y", 10, 5),
+    ]
+    assert realised_rates(planned) == {"x": 2.0, "y": 2.0}
+    with pytest.raises(ValueError, match="trace speed is 0; it must be above 0"):
+        traced_requests(trace, speed=0)
+
+
+def test_values_may_differ_by_model():
+    assert by_model("request-rate", ["1", "b=2"], ["a", "b"], parse_rate) == {"a": 1.0, "b": 2.0}
+    with pytest.raises(ValueError, match="--request-rate names 'c'; the models are a, b"):
+        by_model("request-rate", ["c=2"], ["a", "b"], parse_rate)
+    with pytest.raises(ValueError, match="--request-rate is 'a=-1'"):
+        by_model("request-rate", ["a=-1"], ["a"], parse_rate)
+
+
+def test_lengths_of_a_mean_and_a_variation():
+    assert parse_length("512~1.5") == (512.0, 1.5)
+    with pytest.raises(ValueError, match="MEAN~CV"):
+        parse_length("0")
+    prompts, outputs = lengths((300.0, 1.0), (40.0, 0.0)).draw(np.random.default_rng(0), 2000)
+    assert prompts.mean() == pytest.approx(300, rel=0.05)
+    assert prompts.std() / prompts.mean() == pytest.approx(1.0, rel=0.2)
+    assert set(outputs.tolist()) == {40}
