@@ -74,15 +74,15 @@ def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_running_streams_with_an_error_and_done(model: Path, number: signal.Signals) -> None:
-    with served(model, "--shutdown-timeout", "0.3") as (process, url):
+    with served(model, "--shutdown-timeout", "1.5") as (process, url), httpx2.Client(base_url=url) as http:
         workers = children(process)
         assert len(workers) == 2
-        thread, found = start_stream(url, ENDLESS)
+        thread, found = start_stream(url, {**ENDLESS, "max_tokens": 4000})
         process.send_signal(number)
         time.sleep(0.1)
-        ready = httpx2.get(f"{url}/health/ready")
+        ready = http.get("/health/ready")
         assert (ready.status_code, ready.json()["status"]) == (503, "draining")
-        refused = httpx2.post(f"{url}/v1/completions", json=ENDLESS)
+        refused = http.post("/v1/completions", json=ENDLESS)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         assert process.wait(8) == 0
         thread.join(5)
