@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from crosspool.backends.cuda.chunk_ffn import ChunkFFN
-from crosspool.backends.cuda.chunk_half import ChunkHalf, ChunkRows
+from crosspool.backends.cuda.chunk_half import ChunkHalf
 from crosspool.backends.cuda.chunk_plan import chunk_plan
+from crosspool.backends.cuda.chunk_rows import ChunkRows
 from crosspool.backends.cuda.weights import attention_weights_from_numpy, ffn_weights_from_numpy
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.directory import ModelDirectory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import numpy as np
@@ -246,6 +247,8 @@ def test_a_chunk_in_pieces_gives_the_tokens_of_passes(directory, monkeypatch):
         (row,) = whole.rows
         row = replace(row, token_ids=tuple(prompt[:44]), num_new_tokens=44, sample=False)
         pair.run(replace(whole, header=replace(whole.header, num_tokens=44), rows=(row,)))
+        for inlet in pair.inlets.values() if limit == 32 else ():  # what passes take for words with epochs
+            assert not any(ctypes.string_at(inlet.link.inbox.slot(0), 8 * 8 * directory.spec.hidden_size))
         header = StepHeader(lane=0, model="tiny", step_seq=2, phase="prefill", num_tokens=36)
         row = StepRow(sequence_id=1, token_ids=tuple(prompt[44:]), num_cached_tokens=44, num_new_tokens=36)
         (first,) = pair.run(StepDescriptor(header=header, rows=(row,)))
@@ -272,3 +275,16 @@ def test_a_sequence_may_begin_behind_pages_that_another_one_filled(directory):
         for token in pair.run(decode_step(dict.fromkeys(found, 21 + turn), turn + 3)):
             found[token.sequence_id].append(token.token_id)
     assert found == expected
+
+
+@pytest.mark.parametrize("segments", [1, 2, 9])
+def test_a_chunk_that_was_given_up_half_way_can_be_replayed(directory, segments):
+    """Its lane is free again on both ranks, though not all of its kernels were enqueued."""
+    prompt = prompt_of(directory, 40)
+    (expected,) = Pair(directory).run(prefill_step(directory, prompt, 1, greedy()))
+    pair = Pair(directory)
+    assert pair.run(prefill_step(directory, prompt, 1, greedy()), max_segments=segments) is None
+    for worker_lane in (pair.kv._lanes[0], pair.ffn["w0"]._lanes[0]):
+        assert worker_lane.memory.is_drained
+    (found,) = pair.run(prefill_step(directory, prompt, 2, greedy()))
+    assert found.token_id == expected.token_id

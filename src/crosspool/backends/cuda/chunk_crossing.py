@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap, Rows
+from crosspool.backends.cuda.chunk_params import TakeRowsParams
 from crosspool.backends.cuda.chunk_plan import ChunkPlan, Piece
 from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.params import address, check
+from crosspool.backends.cuda.passes import PASS_TOKENS
 from crosspool.backends.cuda.transport_params import CrossParams, Flags, Slots
 
 _BLOCK = 256
+_WORD_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,26 @@ class ChunkCrossing:
     def sums(self, layer: int, piece: Piece) -> Rows:
         """Where a weights rank's partial sums go, in the KV rank's memory: fp32."""
         return place(self.links[0].outbox, layer, piece, self.hidden, torch.float32)
+
+    def clear_words(self) -> None:
+        """Zero what later passes read as words with an epoch each: a chunk's sums must not be taken for any.
+
+        On a KV rank, after its last sums were read.
+        """
+        num_bytes = min(PASS_TOKENS * self.hidden * _WORD_BYTES, 4 * self.links[0].inbox.capacity)
+        zeros = torch.zeros(num_bytes, dtype=torch.uint8, device=self.lane.device)
+        for link in self.links:
+            for parity in (0, 1):
+                params = TakeRowsParams(rows=address(zeros), out=link.inbox.slot(parity), bytes=num_bytes // 16 * 16)
+                self.kernels.launch(
+                    "chunk_ffn",
+                    "take_rows",
+                    grid=(16, 1, 1),
+                    threads=_BLOCK,
+                    smem_bytes=0,
+                    params=params,
+                    overlap=False,
+                )
 
     def _cross(self, blocks: int, **fields: object) -> None:
         params = CrossParams(view=self.lane.view(), **fields)

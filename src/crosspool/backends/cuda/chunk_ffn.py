@@ -13,6 +13,7 @@ from crosspool.backends.cuda.chunk_params import (
     SortRowsParams,
     TakeRowsParams,
 )
+from crosspool.backends.cuda.chunk_plan import padded_rows
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.moe_params import ACTIVATIONS
@@ -38,44 +39,54 @@ class ChunkFFN:
         self._kernels, self.layers = kernels, tuple(layers)
         first = self.layers[0].shared_down if self.layers[0].down is None else self.layers[0].down
         assert first is not None
-        self._device = first.device
+        self.device = first.device
         self._routers = list(chunk_routers(self.layers) if routers is None else routers)
-        self._counts = torch.zeros(MAX_EXPERTS, dtype=torch.int32, device=self._device)
+        self._counts = torch.zeros(MAX_EXPERTS, dtype=torch.int32, device=self.device)
 
     def take(self, rows: Rows) -> torch.Tensor:
-        """(tokens, hidden) bf16 in memory of our own, from where a peer puts them."""
-        x = torch.empty(rows.shape, dtype=torch.bfloat16, device=self._device)
-        params = TakeRowsParams(rows=rows.data_ptr(), out=address(x), bytes=x.nbytes)
+        """(padded tokens, hidden) bf16 in memory of our own, from where a peer puts them."""
+        tokens, hidden = rows.shape
+        x = torch.empty(padded_rows(tokens), hidden, dtype=torch.bfloat16, device=self.device)
+        params = TakeRowsParams(rows=rows.data_ptr(), out=address(x), bytes=tokens * hidden * 2)
         self._launch("take_rows", _COPY_BLOCKS, _BLOCK, 0, params)
         return x
 
     def run(self, layer: int, x: torch.Tensor, out: Rows | torch.Tensor) -> None:
-        """out (tokens, hidden) fp32, maybe a peer's memory = this slice's part of the layer's FFN of x bf16."""
+        """out (tokens, hidden) fp32, maybe a peer's memory = this slice's part of the layer's FFN of x bf16.
+
+        x may have more rows than out: products run over all of them.
+        """
         weights = self.layers[layer]
-        tokens, hidden = x.shape
+        tokens, hidden = out.shape
         params = CombineRowsParams(out=out.data_ptr(), hidden=hidden)
         kept: list[torch.Tensor] = []  # what `params` points to, until the launch
         if isinstance(weights.spec, MoEFFNSpec):
-            kept += self._routed(layer, weights, weights.spec, x, params)
+            kept += self._routed(layer, weights, weights.spec, x, tokens, params)
         if weights.shared_down is not None:
             kept.append(self._shared(weights, x))
             params.shared = address(kept[-1])
         self._launch("combine_rows", tokens, _BLOCK, 0, params)
 
     def _routed(
-        self, layer: int, weights: FFNLayerWeights, spec: MoEFFNSpec, x: torch.Tensor, combine: CombineRowsParams
+        self,
+        layer: int,
+        weights: FFNLayerWeights,
+        spec: MoEFFNSpec,
+        x: torch.Tensor,
+        tokens: int,
+        combine: CombineRowsParams,
     ) -> list[torch.Tensor]:
         """Every chosen expert's output, in the order of experts, into `combine`."""
-        tokens, hidden = x.shape
+        hidden = x.shape[1]
         pairs, router = tokens * spec.top_k, self._routers[layer]
         assert router is not None
         assert weights.router is not None
         assert weights.gate_up is not None
         assert weights.down is not None
-        ints = torch.empty(4, pairs, dtype=torch.int32, device=self._device)
+        ints = torch.empty(4, pairs, dtype=torch.int32, device=self.device)
         ids, ranks, places, row_experts = ints
-        bounds = torch.empty(2, spec.num_experts, dtype=torch.int32, device=self._device)
-        floats = torch.empty(pairs + tokens, dtype=torch.float32, device=self._device)
+        bounds = torch.empty(2, spec.num_experts, dtype=torch.int32, device=self.device)
+        floats = torch.empty(pairs + tokens, dtype=torch.float32, device=self.device)
         choice_weights, shared_scale = floats[:pairs], floats[pairs:]
         parts = linear_fp32(x, router)
         rows = weights.router.weight.shape[0]
@@ -104,7 +115,7 @@ class ChunkFFN:
             counts=address(self._counts), starts=address(bounds[0]), ends=address(bounds[1]), experts=spec.num_experts
         )
         self._launch("expert_starts", 1, MAX_EXPERTS, 2 * MAX_EXPERTS * 4, starts)
-        sorted_rows = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=self._device)
+        sorted_rows = torch.empty(len(x) * spec.top_k, hidden, dtype=torch.bfloat16, device=self.device)
         sort = SortRowsParams(
             x=address(x),
             ids=address(ids),
@@ -146,7 +157,7 @@ class ChunkFFN:
     ) -> torch.Tensor:
         """(rows, width) bf16 from (rows, 2 * width): gate, then up."""
         rows = gate_up.shape[0]
-        out = torch.empty(rows, width, dtype=torch.bfloat16, device=self._device)
+        out = torch.empty(rows, width, dtype=torch.bfloat16, device=self.device)
         params = ActivateParams(
             gate=address(gate_up),
             bias=None if weights is None else address(weights.gate_up_bias),

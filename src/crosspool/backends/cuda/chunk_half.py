@@ -10,7 +10,7 @@ logits = half.logits(tokens)
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,29 +20,27 @@ from crosspool.backends.cuda.attention_weights import AttentionLayerWeights, GQA
 from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.channel_map import Rows
 from crosspool.backends.cuda.chunk_params import MlaChunkParams, NormRowsParams
-from crosspool.backends.cuda.chunk_plan import ChunkPlan, Piece
+from crosspool.backends.cuda.chunk_plan import PADDED_ROWS, ChunkPlan, Piece, padded_rows
+from crosspool.backends.cuda.chunk_rows import ChunkRows, frame_tables, plan_attention
 from crosspool.backends.cuda.gemv import MAX_TOKENS as HEAD_ROWS
 from crosspool.backends.cuda.gemv import gemv
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.norm import residual_norm
 from crosspool.backends.cuda.params import MlaInput, address
 from crosspool.backends.cuda.prefill_attention import (
-    EXPANDED_KEYS,
-    DeviceRound,
-    DeviceSpan,
     Library,
     PieceAttention,
     gqa_attention,
     key_dim,
     mla_attention,
     span_rows,
-    span_sizes,
-    tile_of,
-    upload,
 )
-from crosspool.backends.cuda.prefill_blocks import NO_SPANS, SpanSizes, expanded_rounds, frame_round, spans, stretches
+from crosspool.backends.cuda.prefill_blocks import (
+    SpanSizes,
+)
 from crosspool.backends.cuda.products import linear
 from crosspool.backends.cuda.rope import RopeTable, gqa_input, rope_cache
+from crosspool.backends.cuda.uploads import upload_all
 from crosspool.backends.cuda.weights import AttentionWeights
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
@@ -51,16 +49,6 @@ from crosspool.units import ceil_div
 _WARPS = 4
 
 IntArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkRows:
-    """A step's rows: arrays over its tokens, and each row's frames (frames_per_page, pages)."""
-
-    token_ids: IntArray
-    positions: IntArray
-    row_of_token: IntArray
-    tables: list[IntArray]
 
 
 class ChunkHalf:
@@ -84,14 +72,20 @@ class ChunkHalf:
         device, tokens = arena.device, len(batch.token_ids)
         self._device = device
         ints = np.stack([batch.token_ids, batch.positions, batch.row_of_token]).astype(np.int32)
-        self._token_ids, self._positions, self._table_rows = upload(torch.from_numpy(ints), device)
-        self._cache = PagedCache(frames=arena, frame_table=_frame_tables(batch, device), geometry=geometry)
-        self._parts = self._plan(batch, plan, sizes)
+        planned = plan_attention(spec, batch, plan, geometry, sizes, device)
+        arrays = [ints, frame_tables(batch), *(array for piece in planned for array in piece.arrays)]
+        (self._token_ids, self._positions, self._table_rows), tables, *held = upload_all(arrays, device)
+        self._cache = PagedCache(frames=arena, frame_table=tables, geometry=geometry)
+        on_device = iter(held)
+        self._parts: dict[GQASpec | MLASpec, list[PieceAttention]] = {}
+        for piece in planned:
+            self._parts.setdefault(piece.spec, []).append(piece.with_arrays(on_device))
         self._ropes = {
             rope: RopeTable.allocate(rope, tokens, device) for rope in {layer.attention.rope for layer in spec.layers}
         }
         self._residual = torch.empty(tokens, spec.hidden_size, dtype=torch.float32, device=device)
-        self._normed = torch.empty(tokens, spec.hidden_size, dtype=torch.bfloat16, device=device)
+        rows = tokens + PADDED_ROWS[-1]  # products of the last piece may run over its end
+        self._normed = torch.empty(rows, spec.hidden_size, dtype=torch.bfloat16, device=device)
 
     def embed(self) -> None:
         """Residual stream of every row, normed for the first layer, and all rows' angles."""
@@ -99,7 +93,7 @@ class ChunkHalf:
             self._kernels,
             self._residual,
             self._weights.layers[0].input_norm,
-            self._normed,
+            self._normed[: len(self._residual)],
             eps=self.spec.norm_eps,
             token_ids=self._token_ids,
             embed=self._weights.embed,
@@ -116,7 +110,7 @@ class ChunkHalf:
         else:
             attended = self._mla(layer, piece, weights, weights.attention)
         out = linear(attended.flatten(1), weights.attention.o, weights.attention.o_bias)
-        self._norm(piece, weights.post_attention_norm, [out])
+        self._norm(piece, weights.post_attention_norm, [out[: piece.num_tokens]])
         return self._normed[piece.start : piece.stop]
 
     def add(self, layer: int, piece: Piece, partials: Sequence[Rows | torch.Tensor]) -> None:
@@ -132,7 +126,7 @@ class ChunkHalf:
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """(len(tokens), vocabulary) fp32 logits of these tokens of the step, after the last `add`."""
-        index = upload(torch.tensor(tokens, dtype=torch.int64), self._device)
+        (index,) = upload_all([np.array(tokens, dtype=np.int32)], self._device)
         rows = self._normed.index_select(0, index)
         out = torch.empty(len(tokens), self.spec.vocab_size, dtype=torch.float32, device=self._device)
         for first in range(0, len(tokens), HEAD_ROWS):
@@ -160,7 +154,7 @@ class ChunkHalf:
         spec = weights.spec
         assert isinstance(spec, GQASpec)
         part = slice(piece.start, piece.stop)
-        qkv = linear(self._normed[part], attention.qkv, attention.qkv_bias)
+        qkv = linear(self._padded(piece), attention.qkv, attention.qkv_bias)
         inputs = gqa_input(
             spec,
             self._rope(spec, piece),
@@ -189,12 +183,12 @@ class ChunkHalf:
         spec = weights.spec
         assert isinstance(spec, MLASpec)
         part, tokens = slice(piece.start, piece.stop), piece.num_tokens
-        down = linear(self._normed[part], attention.down, attention.down_bias)
+        down = linear(self._padded(piece), attention.down, attention.down_bias)
         first = down.shape[1] - spec.kv_elements_per_token
         q = down[:, :first]
         if attention.q_b is not None:
             assert attention.q_a_norm is not None
-            q = linear(self._norm_rows(q, attention.q_a_norm, spec.lora_norm_eps), attention.q_b)
+            q = linear(self._norm_rows(q, tokens, attention.q_a_norm, spec.lora_norm_eps), attention.q_b)
         kv_a = down[:, first:]
         part_of = self._parts[spec][piece.index]
         queries = self._queries(spec, piece, part_of)
@@ -240,10 +234,14 @@ class ChunkHalf:
     def _library(self, spec: GQASpec | MLASpec) -> Library:
         return self._libraries.get(spec) or Library()
 
-    def _norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """(rows, width) bf16: RMSNorm of strided rows."""
-        rows, width = x.shape
-        out = torch.empty(rows, width, dtype=torch.bfloat16, device=self._device)
+    def _padded(self, piece: Piece) -> torch.Tensor:
+        """A piece's normed rows, and what lies behind them."""
+        return self._normed[piece.start : piece.start + padded_rows(piece.num_tokens)]
+
+    def _norm_rows(self, x: torch.Tensor, rows: int, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """(padded rows, width) bf16: RMSNorm of the first `rows` of x (padded rows, width), strided."""
+        width = x.shape[1]
+        out = torch.empty(x.shape, dtype=torch.bfloat16, device=self._device)
         params = NormRowsParams(
             x=address(x),
             norm_weight=address(weight),
@@ -263,38 +261,3 @@ class ChunkHalf:
             overlap=False,
         )
         return out
-
-    def _plan(
-        self, batch: ChunkRows, plan: ChunkPlan, sizes: SpanSizes | None
-    ) -> dict[GQASpec | MLASpec, list[PieceAttention]]:
-        """For every shape of attention, what each piece's is made of."""
-        return {
-            spec: [self._plan_piece(spec, batch, piece, sizes or self._span_sizes(spec)) for piece in plan.pieces]
-            for spec in {layer.attention for layer in self.spec.layers}
-        }
-
-    def _span_sizes(self, spec: GQASpec | MLASpec) -> SpanSizes:
-        """The device's, where a slot holds this layer's elements alone."""
-        is_alone = spec.kv_elements_per_token == self._cache.geometry.elements_per_token_layer
-        return span_sizes(spec, self._device) if is_alone else NO_SPANS
-
-    def _plan_piece(self, spec: GQASpec | MLASpec, batch: ChunkRows, piece: Piece, sizes: SpanSizes) -> PieceAttention:
-        own = slice(piece.start, piece.stop)
-        parts = stretches(batch.row_of_token[own], batch.positions[own], sizes)
-        rows = tile_of(spec).rows
-        rounds = (
-            expanded_rounds(parts, rows, EXPANDED_KEYS) if isinstance(spec, MLASpec) else [frame_round(parts, rows)]
-        )
-        return PieceAttention(
-            tuple(DeviceSpan.of(span, self._device) for part in parts for span in spans(part, sizes)),
-            tuple(DeviceRound.of(part, self._device) for part in rounds),
-        )
-
-
-def _frame_tables(batch: ChunkRows, device: torch.device) -> torch.Tensor:
-    """(rows, pages, frames_per_page) int32 of the step's sequences; frame 0 behind a table's end."""
-    pages = max(table.shape[1] for table in batch.tables)
-    held = np.zeros((len(batch.tables), pages, batch.tables[0].shape[0]), dtype=np.int32)
-    for row, table in enumerate(batch.tables):
-        held[row, : table.shape[1]] = table.T
-    return upload(torch.from_numpy(held), device)

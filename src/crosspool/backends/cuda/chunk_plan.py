@@ -15,6 +15,15 @@ PIECE_TOKENS = 2048
 """Enough that an FFN's products take longer than reading its experts (Qwen3: 1.2 GB a layer, 0.28 ms)."""
 
 
+PADDED_ROWS = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
+"""Rows of a piece's products: with few sizes, a load goes through all of a library's kernels that prompts will need."""
+
+
+def padded_rows(tokens: int) -> int:
+    """The rows that products of so many are run with; what is computed behind them means nothing."""
+    return next((rows for rows in PADDED_ROWS if rows >= tokens), tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Tokens [start, stop) of a step."""

@@ -6,6 +6,7 @@ launches take, and the next pieces may keep to a part of the device as soon as s
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,13 +14,16 @@ import torch
 from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.chunk_plan import ChunkPlan
 from crosspool.backends.cuda.lane import WorkerLane
+from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import DeviceInlet
+from crosspool.backends.cuda.transport import begin_pass, end_pass
 
 PIECES_AHEAD = 3
 """Pieces of a layer that are enqueued before the device has ended an earlier one."""
 
 
 def run_pieces(
+    launcher: Launcher,
     lane: WorkerLane,
     inlets: Sequence[DeviceInlet],
     plan: ChunkPlan,
@@ -28,27 +32,38 @@ def run_pieces(
 ) -> HalfStep[None]:
     """Enqueue all of `kernels`, which yields the number of each crossing before it waits for it.
 
-    has_neighbours: whether other lanes of this device decode now.
+    has_neighbours: whether other lanes of this device decode now. A chunk that is given up half-way ends on the device
+    as well, once its waits have given up, so that the lane is free for the next step.
     """
-    if lane.stream is None:  # emulated kernels run at once: wait in their stead
-        for number in kernels:
-            yield Wait(inlets, plan.base + number + 1)
-        return
+    lane.memory.push(plan.base, plan.num_crossings)
+    with _stream(lane, False):
+        begin_pass(launcher, lane.memory)
     ended: deque[Any] = deque()
+    is_open = True
     try:
-        is_open = True
         while is_open:
-            with torch.cuda.stream(lane.prefill_streams.pick(has_neighbours())):
-                is_open = next(kernels, None) is not None
-                event = torch.cuda.Event()
-                event.record()
-            ended.append(event)
-            if len(ended) <= PIECES_AHEAD:
-                continue
-            oldest = ended.popleft()
-            for inlet in inlets:
-                inlet.pace = oldest.query
-            yield Wait(inlets, plan.base + 1)
+            with _stream(lane, has_neighbours()):
+                number = next(kernels, None)
+                is_open = number is not None
+                if lane.stream is not None:
+                    event = torch.cuda.Event()
+                    event.record()
+                    ended.append(event)
+            if lane.stream is None:  # emulated kernels run at once: wait in their stead
+                if number is not None:
+                    yield Wait(inlets, plan.base + number + 1)
+            elif len(ended) > PIECES_AHEAD:
+                oldest = ended.popleft()
+                for inlet in inlets:
+                    inlet.pace = oldest.query
+                yield Wait(inlets, plan.base + 1)
     finally:
         for inlet in inlets:
             inlet.pace = None
+        with _stream(lane, has_neighbours()):
+            end_pass(launcher, lane.memory, plan.num_crossings)
+
+
+def _stream(lane: WorkerLane, is_shared: bool) -> AbstractContextManager[Any]:
+    """Makes the lane's stream for chunks torch's current one."""
+    return nullcontext() if lane.stream is None else torch.cuda.stream(lane.prefill_streams.pick(is_shared))

@@ -1,73 +1,103 @@
-"""Runs a model's chunk kernels once while it loads, so that no prompt waits for compilers and libraries.
+"""Runs a model's chunk kernels in every size while it loads.
 
-Nothing is read or changed but frame 0, which belongs to nobody.
+What a step meets for the first time (a kernel to load, memory to allocate, a plan to make) may wait for the device, and
+so for other lanes' peers; see `uploads.py`. Nothing is read or changed but frame 0, which belongs to nobody.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from crosspool.backends.cuda.attention_weights import MLAWeights
 from crosspool.backends.cuda.chunk_ffn import ChunkFFN
-from crosspool.backends.cuda.chunk_half import ChunkHalf, ChunkRows
-from crosspool.backends.cuda.chunk_plan import chunk_plan
+from crosspool.backends.cuda.chunk_half import ChunkHalf
+from crosspool.backends.cuda.chunk_plan import PADDED_ROWS, chunk_plan
+from crosspool.backends.cuda.chunk_rows import ChunkRows
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.link import Site
-from crosspool.backends.cuda.prefill_attention import span_sizes
-from crosspool.backends.cuda.prefill_blocks import SPAN_SIZES
-from crosspool.backends.cuda.sm_partition import PrefillStreams
+from crosspool.backends.cuda.prefill_attention import EXPANDED_KEYS, expand, span_sizes
+from crosspool.backends.cuda.prefill_blocks import KEY_SIZES, SPAN_SIZES
 from crosspool.backends.cuda.span_attention import SpanGraphs
 from crosspool.backends.cuda.weights import AttentionWeights
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 
+Streams = Mapping[bool, Any]
+"""Where chunks run: the whole device's stream (False), and that of its partition (True)."""
+
 
 def warm_up_attention(
-    kernels: Launcher, spec: ModelSpec, weights: AttentionWeights, arena: torch.Tensor, geometry: PageGeometry
+    kernels: Launcher,
+    spec: ModelSpec,
+    weights: AttentionWeights,
+    arena: torch.Tensor,
+    geometry: PageGeometry,
+    streams: Streams,
 ) -> None:
-    """Every shape of attention with and without spans, and the head."""
+    """Every shape of attention in every size, with and without keys far before, and the head."""
     shapes = {layer.attention: number for number, layer in reversed(list(enumerate(spec.layers)))}
-    for rows, cached in (
-        (SPAN_SIZES.rows[-1], sum(SPAN_SIZES.keys)),
-        (SPAN_SIZES.rows[0], sum(SPAN_SIZES.keys)),
-        (64, 0),
-    ):
-        table = np.zeros((geometry.frames_per_page, geometry.num_pages(cached + rows)), dtype=np.int64)
-        batch = ChunkRows(
-            token_ids=np.zeros(rows, dtype=np.int64),
-            positions=np.arange(cached, cached + rows),
-            row_of_token=np.zeros(rows, dtype=np.int64),
-            tables=[table],
-        )
-        plan = chunk_plan(rows, 1, spec.num_layers, rows)
-        half = ChunkHalf(kernels, spec, weights, arena, geometry, batch, plan)
-        half.embed()
-        for number in shapes.values():
-            half.attend(number, plan.pieces[0])
-        half.logits([rows - 1])
+    cases = [(rows, 0) for rows in reversed(PADDED_ROWS)] + [(SPAN_SIZES.rows[0], SPAN_SIZES.keys[-1])]
+    for stream in streams.values():
+        with torch.cuda.stream(stream):
+            for rows, cached in cases:
+                half = ChunkHalf(
+                    kernels,
+                    spec,
+                    weights,
+                    arena,
+                    geometry,
+                    _rows_of(rows, cached, geometry),
+                    plan := chunk_plan(rows, 1, spec.num_layers, rows),
+                )
+                half.embed()
+                for number in shapes.values():
+                    half.attend(number, plan.pieces[0])
+            half.logits([0])
+            for shape, number in shapes.items():
+                attention = weights.layers[number].attention
+                if isinstance(shape, MLASpec) and isinstance(attention, MLAWeights):
+                    _expand_all(shape, attention, arena.device)
+        stream.synchronize()
 
 
-def capture_spans(site: Site, spec: ModelSpec) -> dict[GQASpec | MLASpec, SpanGraphs]:
+def capture_spans(spec: ModelSpec, device: torch.device, streams: Streams) -> dict[GQASpec | MLASpec, SpanGraphs]:
     """Graphs of every shape whose spans the library runs."""
-    if site.device.type != "cuda":
-        return {}
-    streams = PrefillStreams(site.driver, site.device, site.partition).by_share
-    shapes = {layer.attention for layer in spec.layers}
-    sizes = {shape: span_sizes(shape, site.device) for shape in shapes}
-    return {
-        shape: SpanGraphs.capture(shape, sizes[shape], site.device, streams) for shape in shapes if sizes[shape].keys
-    }
+    shapes = dict.fromkeys(layer.attention for layer in spec.layers)
+    sizes = {shape: span_sizes(shape, device) for shape in shapes}
+    return {shape: SpanGraphs.capture(shape, sizes[shape], device, streams) for shape in shapes if sizes[shape].keys}
 
 
-def warm_up_ffn(kernels: Launcher, layers: Sequence[FFNLayerWeights], routers: Sequence[torch.Tensor | None]) -> None:
-    """One layer of every kind."""
-    ffn = ChunkFFN(kernels, layers, routers)
+def warm_up_ffn(
+    kernels: Launcher,
+    layers: Sequence[FFNLayerWeights],
+    routers: Sequence[torch.Tensor | None],
+    streams: Streams,
+) -> None:
+    """One layer of every kind, in every size."""
     kinds = {layer.spec: number for number, layer in enumerate(layers)}
-    for number in kinds.values():
-        weights = layers[number]
-        held = weights.shared_down if weights.down is None else weights.down
-        assert held is not None
-        for rows in (64, SPAN_SIZES.rows[-1]):
-            x = torch.randn(rows, weights.hidden, device=held.device).bfloat16()
-            ffn.run(number, x, torch.empty(rows, weights.hidden, device=held.device))
+    for stream in streams.values():
+        with torch.cuda.stream(stream):
+            ffn = ChunkFFN(kernels, layers, routers)
+            for number in kinds.values():
+                for rows in reversed(PADDED_ROWS):
+                    x = torch.ones(rows, layers[number].hidden, dtype=torch.bfloat16, device=ffn.device)
+                    ffn.run(number, x, torch.empty(rows, layers[number].hidden, device=ffn.device))
+        stream.synchronize()
+
+
+def _rows_of(rows: int, cached: int, geometry: PageGeometry) -> ChunkRows:
+    """A sequence whose pages are all frame 0."""
+    return ChunkRows(
+        token_ids=np.zeros(rows, dtype=np.int64),
+        positions=np.arange(cached, cached + rows),
+        row_of_token=np.zeros(rows, dtype=np.int64),
+        tables=[np.zeros((geometry.frames_per_page, geometry.num_pages(cached + rows)), dtype=np.int64)],
+    )
+
+
+def _expand_all(spec: MLASpec, weights: MLAWeights, device: torch.device) -> None:
+    slots = torch.zeros(EXPANDED_KEYS, spec.kv_elements_per_token, dtype=torch.bfloat16, device=device)
+    for count in (*range(EXPANDED_KEYS, KEY_SIZES[-1], -KEY_SIZES[-1]), *KEY_SIZES):
+        expand(spec, weights, slots[:count])

@@ -7,16 +7,10 @@ import torch
 from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
 from crosspool.backends.cuda.chunk_ffn import ChunkFFN
 from crosspool.backends.cuda.chunk_plan import ChunkPlan
-from crosspool.backends.cuda.lane_memory import LaneMemory
-from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.transport import begin_pass, end_pass
 
 
-def ffn_chunk(
-    kernels: Launcher, lane: LaneMemory, ffn: ChunkFFN, crossing: ChunkCrossing, plan: ChunkPlan
-) -> Iterator[int]:
+def ffn_chunk(ffn: ChunkFFN, crossing: ChunkCrossing, plan: ChunkPlan) -> Iterator[int]:
     """Enqueue the chunk's kernels on torch's current stream; yields each crossing's number before its wait."""
-    begin_pass(kernels, lane)
     for layer in range(plan.num_layers):
         for piece in plan.pieces:
             yield plan.crossing(layer, piece)
@@ -24,4 +18,3 @@ def ffn_chunk(
             (rows,) = crossing.received(layer, piece, torch.bfloat16)
             ffn.run(layer, ffn.take(rows), crossing.sums(layer, piece))
             crossing.raise_flags(layer, piece)
-    end_pass(kernels, lane, plan.num_crossings)

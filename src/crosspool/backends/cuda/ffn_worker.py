@@ -16,9 +16,9 @@ from crosspool.backends.cuda.chunk_warm_up import warm_up_ffn
 from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.ffn_chunk import ffn_chunk
 from crosspool.backends.cuda.ffn_half import FFNHalf
-from crosspool.backends.cuda.ffn_pass import FFNPass
+from crosspool.backends.cuda.ffn_pass import FFNPass, SumsBy
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish
+from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish, prefill_streams
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
@@ -83,8 +83,8 @@ class CudaFFNWorker:
         model, total = self._models[placement.name], num_bytes(self._models[placement.name].layers)
         if is_supported(model.spec):
             model.routers = chunk_routers(model.layers)
-            warm_up_ffn(self._kernels, model.layers, model.routers)
             finish(self._site.device)
+            warm_up_ffn(self._kernels, model.layers, model.routers, prefill_streams(self._lanes, self._site))
         for number, lane in sorted(self._lanes.items()):
             for _, links in open_lanes([lane], [placement.kv_rank]):
                 for bucket in COMMON_BUCKETS:
@@ -152,9 +152,8 @@ class CudaFFNWorker:
         try:
             if self._resident is not None:
                 self._resident.before_launch(lane)
-            lane.memory.push(plan.base, plan.num_crossings)
-            kernels = ffn_chunk(self._kernels, lane.memory, ffn, crossing, plan)
-            yield from run_pieces(lane, (inlet,), plan, kernels, lambda: self._decodes_beside(lane))
+            kernels = ffn_chunk(ffn, crossing, plan)
+            yield from run_pieces(self._kernels, lane, (inlet,), plan, kernels, lambda: self._decodes_beside(lane))
             yield Wait((inlet,), plan.last_epoch)
             has_ended = True
         finally:
@@ -208,7 +207,9 @@ class CudaFFNWorker:
                 half = model.halves[number] = FFNHalf(self._kernels, model.layers, PASS_TOKENS)
             crossing = FFNCrossing(self._kernels, lane.memory, links[0].map())
             hidden = model.spec.hidden_size
-            return FFNPass(self._kernels, lane.memory, half, crossing, bucket, hidden, sums_by="words")
+            # emulated kernels run in turn, and the host sees flags alone
+            sums_by: SumsBy = "words" if self._site.device.type == "cuda" else "direct"
+            return FFNPass(self._kernels, lane.memory, half, crossing, bucket, hidden, sums_by=sums_by)
 
         source = lane.find_pass(name, links, bucket, make)
         assert isinstance(source, FFNPass)

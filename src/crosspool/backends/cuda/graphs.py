@@ -5,6 +5,7 @@ thread's work, so that it may happen while other lanes run.
 """
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from typing import Any, Protocol
 import torch
 
 logger = logging.getLogger(__name__)
+
+CAPTURING = threading.RLock()
+"""Held while this process captures, and around calls that take torch's random state, which refuses them meanwhile."""
 
 
 class Capturable(Protocol):
@@ -43,7 +47,7 @@ def capture(source: Capturable, stream: Any, name: str = "pass") -> StepGraph:
     begin = time.perf_counter()
     free_before, _ = torch.cuda.mem_get_info(stream.device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
+    with CAPTURING, torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             for _layer in source.kernels():

@@ -8,17 +8,15 @@ from crosspool.backends.cuda.batch import Batch, SampledRow
 from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
 from crosspool.backends.cuda.chunk_half import ChunkHalf
 from crosspool.backends.cuda.chunk_plan import ChunkPlan
-from crosspool.backends.cuda.lane_memory import SAMPLING_WORDS, LaneMemory, pinned
+from crosspool.backends.cuda.lane_memory import SAMPLING_WORDS, pinned
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.outcome import Outcome
-from crosspool.backends.cuda.prefill_attention import upload
 from crosspool.backends.cuda.sampling import Sampler, fill_sampling, sampling_records
-from crosspool.backends.cuda.transport import begin_pass, end_pass
+from crosspool.backends.cuda.uploads import upload_all
 
 
 def kv_chunk(
     kernels: Launcher,
-    lane: LaneMemory,
     make_half: Callable[[], ChunkHalf],
     crossing: ChunkCrossing,
     plan: ChunkPlan,
@@ -27,7 +25,6 @@ def kv_chunk(
 ) -> Iterator[int]:
     """Enqueue the chunk's kernels on torch's current stream; yields each crossing's number before its wait."""
     half = make_half()
-    begin_pass(kernels, lane)
     half.embed()
     for layer in range(plan.num_layers):
         for piece in plan.pieces:
@@ -41,9 +38,9 @@ def kv_chunk(
         yield plan.crossing(last, piece)
         crossing.wait(last, piece)
         half.add(last, piece, crossing.received(last, piece, torch.float32))
+    crossing.clear_words()
     if batch.sampled:
         _sample(kernels, half, batch, batch.sampled, outcome)
-    end_pass(kernels, lane, plan.num_crossings)
 
 
 def _sample(kernels: Launcher, half: ChunkHalf, batch: Batch, sampled: Sequence[SampledRow], outcome: Outcome) -> None:
@@ -53,8 +50,8 @@ def _sample(kernels: Launcher, half: ChunkHalf, batch: Batch, sampled: Sequence[
     for index, row in enumerate(sampled):
         fill_sampling(records, index, batch.sampling_row(row))
     sampler = Sampler(kernels, len(sampled), half.spec.vocab_size, logits.device)
-    words = torch.from_numpy(records.view("<i4").reshape(len(sampled), SAMPLING_WORDS))
-    sampler.rows.copy_(upload(words, logits.device))
+    (words,) = upload_all([records.view("<i4").reshape(len(sampled), SAMPLING_WORDS)], logits.device)
+    sampler.rows.copy_(words)
     tokens = pinned((len(sampled),), torch.int32, logits.device)
     tokens.copy_(sampler(logits), non_blocking=True)
     outcome.expect_tokens(sampled, tokens, logits)

@@ -11,15 +11,16 @@ import torch
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
 from crosspool.backends.cuda.batch import Batch, SampledRow
 from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
-from crosspool.backends.cuda.chunk_half import ChunkHalf, ChunkRows
+from crosspool.backends.cuda.chunk_half import ChunkHalf
 from crosspool.backends.cuda.chunk_plan import chunk_plan
+from crosspool.backends.cuda.chunk_rows import ChunkRows
 from crosspool.backends.cuda.chunk_run import run_pieces
 from crosspool.backends.cuda.chunk_support import is_supported, runs_in_pieces
 from crosspool.backends.cuda.chunk_warm_up import capture_spans, warm_up_attention
 from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.kv_chunk import kv_chunk
 from crosspool.backends.cuda.kv_pass import KVPass, KVRows
-from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish
+from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish, prefill_streams
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
@@ -68,6 +69,7 @@ class CudaAttentionWorker:
         self._models: dict[str, KVModel] = {}
         self._lanes: dict[int, WorkerLane] = {}
         self._sequences: dict[int, Sequence] = {}
+        self._has_words = site.device.type == "cuda"  # emulated kernels run in turn, and the host sees flags alone
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
         enter(self._site.device)
@@ -115,9 +117,9 @@ class CudaAttentionWorker:
         """Load what chunks need, and capture the model's common passes for every lane that is open."""
         model = self._models[placement.name]
         if is_supported(model.spec):
-            warm_up_attention(self._kernels, model.spec, model.weights, self._arena, model.geometry)
-            model.spans = capture_spans(self._site, model.spec)
-            finish(self._site.device)
+            streams = prefill_streams(self._lanes, self._site)
+            warm_up_attention(self._kernels, model.spec, model.weights, self._arena, model.geometry, streams)
+            model.spans = capture_spans(model.spec, self._site.device, streams)
         for number, lane in sorted(self._lanes.items()):
             for _, links in open_lanes([lane], placement.weights_ranks):
                 for bucket in COMMON_BUCKETS:
@@ -200,9 +202,8 @@ class CudaAttentionWorker:
 
         has_ended = False
         try:
-            lane.memory.push(plan.base, plan.num_crossings)
-            kernels = kv_chunk(self._kernels, lane.memory, make_half, crossing, plan, batch, outcome)
-            yield from run_pieces(lane, inlets, plan, kernels, lambda: self._decodes_beside(lane))
+            kernels = kv_chunk(self._kernels, make_half, crossing, plan, batch, outcome)
+            yield from run_pieces(self._kernels, lane, inlets, plan, kernels, lambda: self._decodes_beside(lane))
             yield Wait(inlets, plan.last_epoch)
             if outcome.is_copying():
                 yield Wait((outcome,), plan.last_epoch)
@@ -272,7 +273,7 @@ class CudaAttentionWorker:
                     model.max_pages,
                 )
             crossing = AttentionCrossing(
-                self._kernels, lane.memory, [link.map() for link in links], takes_words=True
+                self._kernels, lane.memory, [link.map() for link in links], takes_words=self._has_words
             )
             return KVPass(self._kernels, lane.memory, rows, crossing, samples=kind.samples, is_decode=kind.is_decode)
 

@@ -15,10 +15,12 @@ from crosspool.backends.cuda.attention import LOG2_E
 from crosspool.backends.cuda.attention_weights import MLAWeights
 from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.chunk_params import GatherSlotsParams, MergePartParams
+from crosspool.backends.cuda.chunk_plan import padded_rows
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.params import address
-from crosspool.backends.cuda.prefill_blocks import NO_SPANS, SPAN_SIZES, Round, Span, SpanSizes, span_keys
+from crosspool.backends.cuda.prefill_blocks import NO_SPANS, SPAN_SIZES, Round, Span, SpanSizes
 from crosspool.backends.cuda.span_attention import Part, SpanGraphs, full_attention
+from crosspool.backends.cuda.uploads import upload_all
 from crosspool.models.spec import GQASpec, MLASpec
 from crosspool.units import ceil_div
 
@@ -50,8 +52,7 @@ class DeviceRound:
 
     @classmethod
     def of(cls, part: Round, device: torch.device) -> "DeviceRound":
-        arrays = (part.blocks, part.key_table_rows, part.key_positions)
-        return cls(*(upload(torch.from_numpy(array), device) for array in arrays))
+        return cls(*upload_all([part.blocks, part.key_table_rows, part.key_positions], device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,6 @@ class DeviceSpan:
     span: Span
     key_table_rows: torch.Tensor
     key_positions: torch.Tensor
-
-    @classmethod
-    def of(cls, span: Span, device: torch.device) -> "DeviceSpan":
-        return cls(span, *(upload(torch.from_numpy(array), device) for array in span_keys(span)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +113,6 @@ class Library:
         return span.stretch.first_row == 0
 
 
-def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`values` on the device, without waiting for what runs there."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.clone()
-
-
 def split_dim(size: int) -> tuple[int, int]:
     """`size` as a sum of two powers of two that the kernel multiplies (the second may be 0); ValueError elsewhere."""
     first = 1 << (size.bit_length() - 1)
@@ -169,7 +161,7 @@ def gqa_attention(
     library: Library,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """(tokens, heads, head_dim) from q (rows >= tokens, heads, head_dim), normed and turned; own keys are in the cache.
+    """(padded tokens, heads, head_dim) from q (rows >= tokens, heads, head_dim), normed and turned; own keys cached.
 
     Cache and queries have one dtype, bfloat16 on a GPU. cache: its frame table holds the step's sequences. q has as
     many rows as the largest span needs behind its stretch's first.
@@ -185,7 +177,7 @@ def gqa_attention(
     arena = cache.frames.view(q.dtype).flatten()
     keys = arena[geometry.offset_of_layer(layer) // q.element_size() :]
     stride = geometry.elements_per_token_layer
-    out = torch.empty(tokens, spec.num_heads, dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(padded_rows(tokens), spec.num_heads, dim, dtype=q.dtype, device=q.device)
     (part,) = piece.rounds
     _launch(
         tile or tile_of(spec),
@@ -216,9 +208,9 @@ def mla_attention(
     library: Library,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """(tokens, heads, v_head_dim) from q (rows >= tokens, heads, nope + rope), the rope part turned."""
+    """(padded tokens, heads, v_head_dim) from q (rows >= tokens, heads, nope + rope), the rope part turned."""
     heads = spec.num_heads
-    out = torch.empty(tokens, heads, spec.v_head_dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(padded_rows(tokens), heads, spec.v_head_dim, dtype=q.dtype, device=q.device)
     held = _held(q, tokens, heads, spec.v_head_dim) if piece.carries else None
     for span in piece.spans:
         assert held is not None

@@ -13,6 +13,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from crosspool.units import ceil_div
+
 IntArray = npt.NDArray[np.int32]
 
 FIELDS = 8
@@ -32,6 +34,9 @@ class SpanSizes:
 
 
 SPAN_SIZES = SpanSizes(keys=(8192, 4096, 2048), rows=(1024, 2048), min_rows=512)
+KEY_SIZES = (64, 128, 256, 512)
+"""Rounds expand so many keys, or a multiple of the last."""
+
 NO_SPANS = SpanSizes(keys=(), rows=(), min_rows=0)
 
 
@@ -142,7 +147,13 @@ def _round(keys: Sequence[Keys], block_rows: int) -> Round:
         rows.append(own_rows)
         positions.append(own_positions)
         at += part.stop - part.first
-    return Round(_packed(blocks), np.concatenate(rows), np.concatenate(positions))
+    behind = (0, padded_keys(at) - at)  # the last key again
+    return Round(_packed(blocks), *(np.pad(np.concatenate(each), behind, "edge") for each in (rows, positions)))
+
+
+def padded_keys(count: int) -> int:
+    """Keys that are expanded for a round of so many: few sizes, as with a piece's rows."""
+    return next((size for size in KEY_SIZES if size >= count), ceil_div(count, KEY_SIZES[-1]) * KEY_SIZES[-1])
 
 
 def _keys_of(part: Stretch, first: int, stop: int) -> tuple[IntArray, IntArray]:

@@ -5,11 +5,13 @@ served; a replay takes a hundredth of that. A captured kernel keeps to the multi
 captured on, so there is a graph for the whole device and one for its partition.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from crosspool.backends.cuda.graphs import CAPTURING
 from crosspool.backends.cuda.prefill_blocks import SpanSizes
 from crosspool.models.spec import GQASpec, MLASpec
 
@@ -58,7 +60,7 @@ class SpanGraphs:
 
     @classmethod
     def capture(
-        cls, spec: GQASpec | MLASpec, sizes: SpanSizes, device: torch.device, streams: dict[bool, Any]
+        cls, spec: GQASpec | MLASpec, sizes: SpanSizes, device: torch.device, streams: Mapping[bool, Any]
     ) -> "SpanGraphs":
         """streams: of the whole device (False) and of its partition (True), on which nothing else runs now."""
         made = cls(spec, sizes, SpanBuffers.allocate(spec, sizes, device))
@@ -67,7 +69,7 @@ class SpanGraphs:
         for is_shared, stream in streams.items():
             for rows in sizes.rows:
                 for count in sizes.keys:
-                    with torch.cuda.stream(stream):
+                    with CAPTURING, torch.cuda.stream(stream):
                         made._run(rows, count)  # plans it
                         graph = torch.cuda.CUDAGraph()
                         graph.capture_begin(pool=made._pool, capture_error_mode="thread_local")
@@ -98,9 +100,10 @@ def full_attention(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sc
     rows = q.transpose(0, 1).unsqueeze(0)
     k, v = keys.unsqueeze(0), values.unsqueeze(0)
     if q.device.type == "cuda":
-        out, log_sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            rows, k, v, None, True, 0.0, False, False, scale=scale
-        )
+        with CAPTURING:
+            out, log_sums, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                rows, k, v, None, True, 0.0, False, False, scale=scale
+            )
         return out[0].transpose(0, 1), log_sums.view(q.shape[1], q.shape[0])
     group = q.shape[1] // keys.shape[0]
     k, v = (part.float().repeat_interleave(group, 1) for part in (k, v))

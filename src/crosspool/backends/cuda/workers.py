@@ -1,5 +1,6 @@
 """Makes the CUDA workers of a rank: device, kernels, driver and the way its peers find its memory."""
 
+import os
 from collections.abc import Mapping
 
 import torch
@@ -12,7 +13,12 @@ from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.link import Site
 from crosspool.backends.cuda.sm_partition import SmPartition
+from crosspool.backends.cuda.uploads import pin_ahead
 from crosspool.cluster.config import Control
+
+MAX_CONNECTIONS = 32
+"""Queues of the device. With fewer than streams, two lanes share one, and a lane whose kernel waits for its peer there
+holds up the other one, for which that peer may be waiting."""
 
 PREFILL_SHARE = 0.7
 """Of the multiprocessors, while decode runs beside a prompt: the rest is always free for decode's kernels."""
@@ -30,11 +36,13 @@ class CudaWorkers:
         deadline_s: float,
         control: Control = "graphs",
     ) -> None:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(MAX_CONNECTIONS))  # read when CUDA starts
         index, count = devices[rank], torch.cuda.device_count()
         if index >= count:
             raise ValueError(f"{rank} is placed on GPU {index}, but this machine has {count}; set `devices`")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
+        pin_ahead()
         self._kernels = DeviceKernels(device)
         driver = Driver(rank)
         partition = SmPartition.create(driver, index, int(self._kernels.num_sms * PREFILL_SHARE))
