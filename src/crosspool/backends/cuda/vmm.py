@@ -1,0 +1,71 @@
+"""CudaVmmDriver: CUDA's virtual memory calls as `kv_pool/backing` makes them, on one device."""
+
+from typing import Any
+
+import numpy as np
+
+from crosspool.kv_pool.backing.base import FrameRange
+
+
+class CudaVmmDriver:
+    """Implements `kv_pool.backing.driver.VmmDriver` by cuda-bindings. A context of the device must exist.
+
+    Frames are whole multiples of the device's granularity, 2 MiB. Handles are cuda-bindings' own objects.
+    """
+
+    def __init__(self, device: int) -> None:
+        from cuda.bindings import driver  # only where the CUDA backend runs
+
+        self._cuda: Any = driver
+        self._location = driver.CUmemLocation()
+        self._location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        self._location.id = device
+
+    def cuMemAddressReserve(self, size: int, alignment: int, addr: int, flags: int) -> tuple[Any, ...]:
+        status, address = self._cuda.cuMemAddressReserve(size, alignment, addr, flags)
+        return (status, int(address))
+
+    def cuMemAddressFree(self, ptr: int, size: int) -> tuple[Any, ...]:
+        return tuple(self._cuda.cuMemAddressFree(ptr, size))
+
+    def cuMemCreate(self, size: int, prop: Any, flags: int) -> tuple[Any, ...]:
+        return tuple(self._cuda.cuMemCreate(size, prop, flags))
+
+    def cuMemRelease(self, handle: Any) -> tuple[Any, ...]:
+        return tuple(self._cuda.cuMemRelease(handle))
+
+    def cuMemMap(self, ptr: int, size: int, offset: int, handle: Any, flags: int) -> tuple[Any, ...]:
+        return tuple(self._cuda.cuMemMap(ptr, size, offset, handle, flags))
+
+    def cuMemSetAccess(self, ptr: int, size: int, desc: Any, count: int) -> tuple[Any, ...]:
+        return tuple(self._cuda.cuMemSetAccess(ptr, size, desc, count))
+
+    def cuMemUnmap(self, ptr: int, size: int) -> tuple[Any, ...]:
+        return tuple(self._cuda.cuMemUnmap(ptr, size))
+
+    def allocation_properties(self) -> Any:
+        properties = self._cuda.CUmemAllocationProp()
+        properties.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location = self._location
+        return properties
+
+    def access_descriptors(self) -> list[Any]:
+        access = self._cuda.CUmemAccessDesc()
+        access.location = self._location
+        access.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return [access]
+
+
+class RangeMemory:
+    """A model's range of frames as device memory that torch can look at: `torch.as_tensor(RangeMemory(...))`.
+
+    (num_frames, frame_bytes) uint8. Most of it is not mapped at any time; touching that is a fault of the device.
+    """
+
+    def __init__(self, frames: FrameRange) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (frames.num_frames, frames.frame_bytes),
+            "typestr": np.dtype(np.uint8).str,
+            "data": (frames.base, False),
+            "version": 3,
+        }
