@@ -16,7 +16,7 @@ from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import copy_tb_per_s, guarded, replay_us, seeded_cache, write_failures
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.attention import AttentionScratch, attention_decode
-from crosspool.backends.cuda.attention_variants import key_value_dims, plan_splits
+from crosspool.backends.cuda.attention_variants import key_value_dims, num_splits
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.params import GqaInput, MlaInput
 from crosspool.backends.cuda.rope import RopeTable, gqa_input, mla_input
@@ -47,8 +47,8 @@ def measure(report: Report, kernels: DeviceKernels, kind: str, context: int, bat
     )
     cache = seeded_cache(geometry, batch, context, SEED)
     _, value_dim = key_value_dims(spec)
-    plan = plan_splits(kernels, spec, batch)
-    scratch = AttentionScratch.for_specs(kernels, {spec}, batch, kernels.device)
+    splits = num_splits(spec, batch, kernels.num_sms)
+    scratch = AttentionScratch.for_specs({spec}, batch, kernels.num_sms, kernels.device)
     lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     positions = lengths - 1
     rope = RopeTable.allocate(spec.rope, batch, kernels.device)
@@ -70,7 +70,7 @@ def measure(report: Report, kernels: DeviceKernels, kind: str, context: int, bat
                 lengths,
                 out,
                 scratch,
-                plan=plan,
+                splits=splits,
                 one_row_per_sequence=True,
                 overlap=False,
             )
@@ -78,9 +78,7 @@ def measure(report: Report, kernels: DeviceKernels, kind: str, context: int, bat
     times = replay_us(work, units=units, replays=30)
     floor = layer_bytes / tb_per_s / 1e6
     name = f"attention_us.{kind}.{context // 1024}k.b{batch}"
-    report.samples(
-        name, times, limit=floor, note=f"cache bytes at {tb_per_s:.2f} TB/s; {plan.clusters} x {plan.size} splits"
-    )
+    report.samples(name, times, limit=floor, note=f"cache bytes at {tb_per_s:.2f} TB/s; {splits} splits")
     median = sorted(times)[len(times) // 2]
     print(f"{name}: {median:.2f} us, floor {floor:.2f}, {median / floor:.2f}x", flush=True)
 

@@ -125,15 +125,17 @@ class Bench:
         metric = f"decode_ms.{name}.{layout}.b{batch}.{context // 1024}k.graphs"
         parts = {}
         shares_gpu = any(gpu == 0 for gpu, _ in slices)
-        variants: dict[str, dict[str, Any]] = {"": {}}
+        variants: dict[str, dict[str, Any]] = {"": {}, ".fused": {"fused": True}}
         if batch == 1:
             variants |= {
-                ".staged": {"sums_by": "staged"},
-                ".raised": {"sums_by": "raised"},
+                ".direct": {"sums_by": "direct"},
                 ".router_waits": {"waits_in_router": True},
+                ".fused_waits": {"fused": True, "waits_in_router": True},
             }
             if not shares_gpu:
-                variants[".early"] = {"rule": WaitRule(deadline_s=0.3, early=True)}
+                early = WaitRule(deadline_s=0.3, early=True)
+                variants[".early"] = {"rule": early}
+                variants[".fused_early"] = {"fused": True, "waits_in_router": True, "rule": early}
         for label, options in variants.items():
             model = SplitModel(self.gpus, spec, attention, slices, batch=batch, context=context, seed=SEED, **options)
             times = step_times_ms(model, context)

@@ -95,6 +95,7 @@ class SplitModel:
         rule: WaitRule | None = None,
         sums_by: SumsBy = "words",
         waits_in_router: bool = False,
+        fused: bool = False,
         prefetches: bool = True,
         seed: int = 0,
     ) -> None:
@@ -118,7 +119,7 @@ class SplitModel:
         for (gpu, layers), link in zip(slices, links, strict=True):
             side = Side.on(gpus.kernels[gpu], rule)
             with torch.cuda.device(gpus.devices[gpu]):
-                half = FFNHalf(side.kernels, layers, batch)
+                half = FFNHalf(side.kernels, layers, batch, fused=fused)
                 mirrored = LinkMap(link.outbox, link.inbox)
                 own = FFNCrossing(side.kernels, side.lane, mirrored)
                 own_pass = FFNPass(

@@ -21,17 +21,13 @@ class EmulatedKernels:
         self._libraries: dict[str, ctypes.CDLL] = {}
         self.launches: list[tuple[str, tuple[int, int, int], int]] = []
 
-    def launch(self, source, kernel, *, grid, threads, smem_bytes, params, overlap=True, cooperative=False, cluster=1):
+    def launch(self, source, kernel, *, grid, threads, smem_bytes, params, overlap=True, cooperative=False):
         library = self._library(source)
         expected = getattr(library, f"{kernel}_params_bytes")()
         assert expected == ctypes.sizeof(params), f"{kernel}: {type(params).__name__} differs from the C++ struct"
         self.launches.append((kernel, grid, threads))
-        assert grid[0] % cluster == 0, f"{kernel}: {grid[0]} blocks are not whole clusters of {cluster}"
-        library.set_order(self.backwards, cooperative, cluster)
+        library.set_order(self.backwards, cooperative)
         getattr(library, kernel)(ctypes.byref(params), (ctypes.c_uint * 3)(*grid), threads, smem_bytes)
-
-    def max_clusters(self, source, kernel, *, threads, smem_bytes, size):
-        return self.num_sms // size
 
     def _library(self, source: str) -> ctypes.CDLL:
         if source not in self._libraries:

@@ -23,7 +23,6 @@ struct Fiber {
   bool started = false, done = false;
   Dim thread{0, 0, 0};
   struct Block* block = nullptr;
-  unsigned cluster_generation = 0;
   char* stack = nullptr;
 };
 struct Barrier { unsigned arrived = 0, generation = 0; };
@@ -37,10 +36,7 @@ struct Block {
 };
 
 inline std::vector<Fiber> fibers;
-inline bool cooperative = false;  // all blocks run side by side; else one cluster after another
-inline unsigned cluster = 1;      // blocks of a cluster, neighbours in x
-inline Barrier cluster_barrier;
-inline std::vector<struct Block>* running = nullptr;  // the blocks that run side by side
+inline bool cooperative = false;  // all blocks run side by side; else one after another
 inline Fiber* current = nullptr;
 inline jmp_buf scheduler;
 inline bool backwards = false;  // blocks run last to first: what depends on their order fails one way or the other
@@ -74,8 +70,6 @@ inline void start(Fiber& fiber, Block& block, unsigned thread) {
 inline void run_blocks(std::vector<Block>& blocks, unsigned threads, unsigned smem_bytes) {
   const unsigned count = blocks.size() * threads;
   if (fibers.size() < count) fibers.resize(count);
-  running = &blocks;
-  cluster_barrier = Barrier{};
   for (unsigned b = 0; b < blocks.size(); ++b) {
     blocks[b].smem.assign(smem_bytes + 256, 0xff);  // NaN in every floating-point type
     blocks[b].warps.assign((threads + 31) / 32, Warp{});
@@ -109,7 +103,7 @@ inline void launch(std::function<void()> kernel, const unsigned* grid, unsigned 
     const unsigned at = backwards ? count - 1 - n : n;
     blocks.emplace_back();
     blocks.back().idx = {at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
-    if (cooperative ? n + 1 < count : blocks.size() < cluster) continue;
+    if (cooperative && n + 1 < count) continue;
     run_blocks(blocks, threads, smem_bytes);
     blocks.clear();
   }
@@ -128,10 +122,9 @@ inline auto exchange(const T& value, F read) {
 }
 }  // namespace emulator
 
-extern "C" void set_order(int backwards, int cooperative, int cluster) {
+extern "C" void set_order(int backwards, int cooperative) {
   emulator::backwards = backwards != 0;
   emulator::cooperative = cooperative != 0;
-  emulator::cluster = cluster;
 }
 
 #define threadIdx (emulator::current->thread)
@@ -254,52 +247,3 @@ template <int N>
 inline void copy_async_wait() {}
 inline void grid_wait() {}
 inline void grid_launch_dependents() {}
-
-// Clusters: kernels that use them run with all blocks of a cluster side by side.
-inline int cluster_rank() { return emulator::current->block->idx.x % emulator::cluster; }
-inline int cluster_size() { return emulator::cluster; }
-inline void cluster_arrive() {
-  emulator::Barrier& barrier = emulator::cluster_barrier;
-  emulator::current->cluster_generation = barrier.generation;
-  if (++barrier.arrived == emulator::cluster * emulator::block_dim.x) { barrier.arrived = 0; ++barrier.generation; }
-}
-inline void cluster_wait() {
-  while (emulator::cluster_barrier.generation == emulator::current->cluster_generation) emulator::yield();
-}
-inline u8* smem_of(const emulator::Block& block) {
-  return reinterpret_cast<u8*>((reinterpret_cast<u64>(block.smem.data()) + 127) / 128 * 128);
-}
-template <typename T>
-inline T load_of(const float* mine, int rank) {
-  const i64 at = reinterpret_cast<const u8*>(mine) - smem_of(*emulator::current->block);
-  for (const emulator::Block& block : *emulator::running)
-    if (static_cast<int>(block.idx.x % emulator::cluster) == rank) return load_as<T>(smem_of(block) + at);
-  fprintf(stderr, "no block %d in the cluster\n", rank);
-  abort();
-}
-inline float load_float_of(const float* mine, int rank) { return load_of<float>(mine, rank); }
-inline float4 load_float4_of(const float* mine, int rank) { return load_of<float4>(mine, rank); }
-
-// The copy engine: a barrier holds its phase (bit 0), whether it was armed (bit 1) and the bytes still to come (above).
-inline void barrier_settle(u64* barrier) {
-  if (*barrier >> 32 == 0 && (*barrier & 2)) *barrier = (*barrier & 1) ^ 1;
-}
-inline void barrier_init(u64* barrier) { *barrier = 0; }
-inline void barrier_expect(u64* barrier, u32 bytes) {
-  *barrier = (*barrier | 2) + (static_cast<u64>(bytes) << 32);
-  barrier_settle(barrier);
-}
-inline void barrier_wait(u64* barrier, u32 parity) {
-  while ((*static_cast<volatile u64*>(barrier) & 1) == parity) emulator::yield();
-}
-inline void copy_bulk(void* shared, const void* global, u32 bytes, u64* barrier) {
-  check_aligned(shared, 16), check_aligned(global, 16);
-  if (bytes % 16 || *barrier >> 32 < bytes) { fprintf(stderr, "a copy of %u bytes nobody expects\n", bytes); abort(); }
-  memcpy(shared, global, bytes);
-  *barrier -= static_cast<u64>(bytes) << 32;
-  barrier_settle(barrier);
-}
-inline void prefetch_l2_bulk(const void* global, u32 bytes) {
-  check_aligned(global, 16);
-  if (bytes % 16) { fprintf(stderr, "a prefetch of %u bytes\n", bytes); abort(); }
-}

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from crosspool.backends.cuda.attention import AttentionScratch, attention_decode  # noqa: E402
-from crosspool.backends.cuda.attention_variants import SplitPlan, choose_variant, key_value_dims  # noqa: E402
+from crosspool.backends.cuda.attention_variants import choose_variant, key_value_dims  # noqa: E402
 from crosspool.backends.cuda.ffn_weights import pack_ffn  # noqa: E402
 from crosspool.backends.cuda.gemv import gemv  # noqa: E402
 from crosspool.backends.cuda.moe import ffn  # noqa: E402
@@ -110,18 +110,7 @@ ATTENTIONS = {
 }
 
 
-HOW = {
-    "one_cluster": (True, SplitPlan(1, 2)),
-    "clusters": (True, SplitPlan(3, 2)),
-    "no_clusters": (True, SplitPlan(3)),
-    "rows_of_one_sequence": (True, SplitPlan(2, 2)),
-    "two_kernels": (False, SplitPlan(3)),
-    "any_shape": (False, SplitPlan(3)),
-}
-"""Whether the GPU has clusters, and how slots are split."""
-
-
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", ["one_row_per_sequence", "any_shape", "neither"])
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention_equals_softmax_over_the_cache(name, how):
     spec = ATTENTIONS[name]
@@ -136,8 +125,7 @@ def test_attention_equals_softmax_over_the_cache(name, how):
     cache = shuffled_cache(geometry, 3, 300, CPU)
     rows = draw(3, 300, spec.kv_elements_per_token, seed=5)
     fill(cache, 2, rows, [length - 1 for length in lengths])
-    is_hopper, plan = HOW[how]
-    kernels = EmulatedKernels(is_hopper=is_hopper)
+    kernels, splits = EmulatedKernels(), 3
     positions = torch.tensor(lengths, dtype=torch.int32) - 1
     rope = RopeTable.allocate(spec.rope, 3, CPU)
     rope.update(kernels, positions)
@@ -148,7 +136,8 @@ def test_attention_equals_softmax_over_the_cache(name, how):
     out = nan(3, spec.num_heads, value_dim, dtype=torch.bfloat16)
     sinks = draw(spec.num_heads, seed=7) if getattr(spec, "sinks", False) else None
     assert choose_variant(spec) is not None
-    scratch = poisoned_scratch(3 * plan.splits * spec.num_heads, value_dim)
+    most = 3 * splits * spec.num_heads
+    scratch = AttentionScratch(nan(most * value_dim), nan(most * 2), nan(most * 600, dtype=torch.bfloat16))
     attention_decode(
         kernels,
         spec,
@@ -159,26 +148,42 @@ def test_attention_equals_softmax_over_the_cache(name, how):
         torch.tensor(lengths, dtype=torch.int32),
         out,
         scratch,
-        plan=plan,
+        splits=splits,
         sinks=sinks,
-        ahead=rows,
-        one_row_per_sequence=how not in ("rows_of_one_sequence", "any_shape"),
+        one_row_per_sequence=how == "one_row_per_sequence",
         any_shape=how == "any_shape",
     )
     expected = torch.stack([reference(spec, queries[i], rows[i, :length], sinks) for i, length in enumerate(lengths)])
     assert relative_error(out, expected) < 2 * ROUNDED
     for row, length in enumerate(lengths):
         assert relative_error(slot(cache, 2, row, length - 1), newest[row]) < ROUNDED
-    assert not scratch.tickets.any()
 
 
-def poisoned_scratch(rows, value_dim):
-    return AttentionScratch(
-        nan(rows * value_dim),
-        nan(rows * 2),
-        nan(rows * 600, dtype=torch.bfloat16),
-        torch.zeros(rows * 8, dtype=torch.int32),
+@pytest.mark.parametrize(("length", "used"), [(64, 1), (128, 2), (256, 2), (513, 3), (577, 4)])
+def test_short_contexts_go_into_few_splits(length, used):
+    """Two multiprocessors and four splits: a block a multiprocessor up to two tiles of 64 slots a split, then all."""
+    spec = gqa(8, 1, 128)
+    geometry = PageGeometry(
+        num_layers=1,
+        elements_per_token_layer=spec.kv_elements_per_token,
+        element_bytes=2,
+        page_tokens=64,
+        frame_bytes=64 * spec.kv_elements_per_token * 2,
     )
+    cache = shuffled_cache(geometry, 1, length, CPU)
+    fill(cache, 0, draw(1, length, spec.kv_elements_per_token), [length])
+    kernels, positions = EmulatedKernels(num_sms=2), torch.tensor([length - 1], dtype=torch.int32)
+    rope = RopeTable.allocate(spec.rope, 1, CPU)
+    rope.update(kernels, positions)
+    inputs, _queries, _newest, _keep = project(spec, rope, positions)
+    most = 4 * spec.num_heads
+    scratch = AttentionScratch(nan(most * 128), torch.zeros(most * 2), nan(most * 128, dtype=torch.bfloat16))
+    out = nan(1, 8, 128, dtype=torch.bfloat16)
+    attention_decode(
+        kernels, spec, inputs, cache, 0, positions, positions + 1, out, scratch, splits=4, one_row_per_sequence=True
+    )
+    assert (scratch.partial_ml.view(4, spec.num_heads, 2)[:, 0, 1] > 0).sum() == used
+    assert not out.isnan().any()
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -204,8 +209,9 @@ def test_tokens_of_one_sequence_see_each_other(name, backwards):
     rows[0, first:] = newest.bfloat16()
     _, value_dim = key_value_dims(spec)
     out = nan(tokens, spec.num_heads, value_dim, dtype=torch.bfloat16)
-    scratch = poisoned_scratch(tokens * 2 * spec.num_heads, value_dim)
-    attention_decode(kernels, spec, inputs, cache, 0, positions, positions + 1, out, scratch, plan=SplitPlan(1, 2))
+    most = tokens * 2 * spec.num_heads
+    scratch = AttentionScratch(nan(most * value_dim), nan(most * 2), nan(most * 300, dtype=torch.bfloat16))
+    attention_decode(kernels, spec, inputs, cache, 0, positions, positions + 1, out, scratch, splits=2)
     expected = torch.stack([reference(spec, queries[i], rows[0, : first + i + 1], None) for i in range(tokens)])
     assert relative_error(out, expected) < 2 * ROUNDED
 

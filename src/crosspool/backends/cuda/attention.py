@@ -1,5 +1,4 @@
-"""Decode attention over the paged cache: splits that fill the GPU whatever the batch, merged by clusters of blocks or,
-where the GPU has none, by a second kernel.
+"""Decode attention over the paged cache: a split pass that fills the GPU whatever the batch, then a merge.
 
 Nothing is planned on the host: lengths and frame tables are read on the device, so one captured graph serves any
 context. Kernels of known shapes also norm and rotate queries and write the tokens' own slots.
@@ -10,13 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from crosspool.backends.cuda.attention_variants import (
-    SplitPlan,
-    Variant,
     choose_variant,
-    head_blocks,
     key_value_dims,
+    num_few_splits,
     num_kv_heads,
-    plan_splits,
+    num_splits,
 )
 from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.launch import Launcher
@@ -38,28 +35,23 @@ class AttentionScratch:
     partial_ml: torch.Tensor  # fp32, flat
     q: torch.Tensor  # bf16, flat: queries for the kernel of any shape
 
-    tickets: torch.Tensor  # int32, flat, zero between launches
-
     @classmethod
     def for_specs(
-        cls, kernels: Launcher, specs: set[GQASpec | MLASpec], tokens: int, device: torch.device
+        cls, specs: set[GQASpec | MLASpec], tokens: int, num_sms: int, device: torch.device
     ) -> "AttentionScratch":
         """Large enough for any of `specs` with up to `tokens` tokens."""
-        most_o = most_ml = most_q = most_tickets = 1
+        most_o = most_ml = most_q = 0
         for spec in specs:
             key_dim, value_dim = key_value_dims(spec)
             most_q = max(most_q, tokens * spec.num_heads * key_dim)
             for count in range(1, tokens + 1):
-                plan = plan_splits(kernels, spec, count)
-                rows = count * plan.splits * spec.num_heads
+                rows = count * num_splits(spec, count, num_sms) * spec.num_heads
                 most_o = max(most_o, rows * value_dim)
                 most_ml = max(most_ml, rows * 2)
-                most_tickets = max(most_tickets, count * plan.size * spec.num_heads)
         return cls(
             torch.empty(most_o, dtype=torch.float32, device=device),
             torch.empty(most_ml, dtype=torch.float32, device=device),
             torch.empty(most_q, dtype=torch.bfloat16, device=device),
-            torch.zeros(most_tickets, dtype=torch.int32, device=device),
         )
 
 
@@ -74,9 +66,8 @@ def attention_decode(
     out: torch.Tensor,
     scratch: AttentionScratch,
     *,
-    plan: SplitPlan,
+    splits: int,
     sinks: torch.Tensor | None = None,
-    ahead: torch.Tensor | None = None,
     one_row_per_sequence: bool = False,
     any_shape: bool = False,
     overlap: bool = True,
@@ -84,8 +75,8 @@ def attention_decode(
     """out = softmax(scale q k^T) v over each token's first `lengths` slots (the last `sliding_window` of them).
 
     inputs: from `gqa_input` or `mla_input`. lengths: (tokens) int32 = positions + 1; the token's own slot is written.
-    out: (tokens, heads, D_v) bf16, D_v = head_dim or kv_lora. plan: from `plan_splits`. any_shape: run the slow
-    kernels that take every shape. ahead: contiguous weights a later kernel reads, brought to L2 meanwhile.
+    out: (tokens, heads, D_v) bf16, D_v = head_dim or kv_lora. splits: from `num_splits`. any_shape: run the slow
+    kernels that take every shape.
     one_row_per_sequence: no token attends to another token of the step (decode, not a chunk of a prompt): then one
     kernel norms, rotates, writes the cache and attends. NOTE: it reads lengths, frame table and earlier slots before it
     waits for the kernel before it, so nothing may write them within the same chain of overlapping kernels.
@@ -94,19 +85,17 @@ def attention_decode(
     key_dim, value_dim = key_value_dims(spec)
     check("out", out, (tokens, heads, value_dim), torch.bfloat16)
     check("lengths", lengths, (tokens,), torch.int32)
-    is_mla, kv_heads = isinstance(spec, MLASpec), num_kv_heads(spec)
-    variant = None if any_shape else choose_variant(spec, merges=kernels.is_hopper)
-    if variant is None and plan.size > 1:
-        plan = SplitPlan(plan.splits)
-    rows = tokens * plan.splits * heads
+    rows = tokens * splits * heads
     if rows * value_dim > scratch.partial_o.numel() or rows * 2 > scratch.partial_ml.numel():
         raise ValueError(
-            f"scratch holds {scratch.partial_o.numel()} floats; {tokens} tokens x {plan.splits} splits need more"
+            f"scratch holds {scratch.partial_o.numel()} floats; {tokens} tokens x {splits} splits need more"
         )
+    variant = None if any_shape else choose_variant(spec)
     q = scratch.q[: tokens * heads * key_dim].view(tokens, heads, key_dim)
     is_ready = variant is None or not one_row_per_sequence
     if is_ready:
         rope_cache(kernels, spec, inputs, cache, layer, positions, q)
+    is_mla, kv_heads = isinstance(spec, MLASpec), num_kv_heads(spec)
     window = None if isinstance(spec, MLASpec) else spec.sliding_window
     head_bytes = key_dim * _ELEMENT_BYTES
     params = AttentionParams(
@@ -115,56 +104,30 @@ def attention_decode(
         lengths=address(lengths),
         partial_o=address(scratch.partial_o),
         partial_ml=address(scratch.partial_ml),
-        sinks=address(sinks),
-        out=address(out),
-        tickets=address(scratch.tickets),
-        ahead=address(ahead),
-        ahead_bytes=0 if ahead is None else ahead.numel() * ahead.element_size() // 16 * 16,
         key_head_bytes=0 if is_mla else head_bytes,
         value_offset_bytes=0 if is_mla else kv_heads * head_bytes,
         value_head_bytes=0 if is_mla else head_bytes,
         heads=heads,
         kv_heads=kv_heads,
-        splits=plan.splits,
+        splits=splits,
         window=window or 0,
+        few_splits=num_few_splits(spec, splits, kernels.num_sms),
         key_dim=key_dim,
         value_dim=value_dim,
         scale_log2=spec.softmax_scale * LOG2_E,
     )
     setattr(params, "mla" if is_mla else "gqa", inputs)
-    if variant is None:
-        kernels.launch(
-            "attention",
-            "attention_any",
-            grid=(plan.splits, heads, tokens),
-            threads=32,
-            smem_bytes=value_dim * 4,
-            params=params,
-        )
-    else:
-        _launch(kernels, variant, params, (plan.splits, head_blocks(spec, variant), tokens), plan, overlap or is_ready)
-    if variant is None or not variant.merges:
-        _combine(kernels, out, scratch, plan.splits, sinks)
-
-
-def _launch(
-    kernels: Launcher,
-    variant: Variant,
-    params: AttentionParams,
-    grid: tuple[int, int, int],
-    plan: SplitPlan,
-    overlap: bool,
-) -> None:
+    blocks = heads if variant is None else kv_heads * ceil_div(heads // kv_heads, variant.heads)
     kernels.launch(
-        variant.source,
-        variant.name,
-        grid=grid,
-        threads=variant.threads,
-        smem_bytes=variant.smem_bytes,
+        "attention",
+        "attention_any" if variant is None else variant.name,
+        grid=(splits, blocks, tokens),
+        threads=32 if variant is None else variant.warps * 32,
+        smem_bytes=value_dim * 4 if variant is None else variant.smem_bytes,
         params=params,
-        overlap=overlap,
-        cluster=plan.size,
+        overlap=overlap or is_ready,
     )
+    _combine(kernels, out, scratch, splits, sinks)
 
 
 def _combine(

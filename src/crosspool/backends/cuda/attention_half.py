@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from crosspool.backends.cuda.attention import AttentionScratch, attention_decode
-from crosspool.backends.cuda.attention_variants import plan_splits
+from crosspool.backends.cuda.attention_variants import num_splits
 from crosspool.backends.cuda.attention_weights import AttentionLayerWeights, GQAWeights, MLAWeights
 from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.gemv import gemv
@@ -36,7 +36,6 @@ class AttentionHalf:
     use has position 0, length 1 and a frame table of zeros.
     one_row_per_sequence: the rows are of different sequences (decode, not a chunk of a prompt): a kernel less a layer.
     It may be set before a step, or before a step is captured.
-    brings_output: the output projection comes to L2 while attention runs, for callers that do not `prefetch`.
     """
 
     def __init__(
@@ -48,17 +47,16 @@ class AttentionHalf:
         tokens: int,
         *,
         one_row_per_sequence: bool = False,
-        brings_output: bool = True,
     ) -> None:
-        self.one_row_per_sequence, self.brings_output = one_row_per_sequence, brings_output
+        self.one_row_per_sequence = one_row_per_sequence
         if not 1 <= tokens <= MAX_TOKENS:
             raise ValueError(f"a decode step of {tokens} rows; these kernels take 1 to {MAX_TOKENS}")
         self._kernels, self.spec, self._weights, self.cache = kernels, spec, weights, cache
         device = weights.embed.device
         specs = {layer.attention for layer in spec.layers}
-        self._plans = {attention: plan_splits(kernels, attention, tokens) for attention in specs}
+        self._splits = {attention: num_splits(attention, tokens, kernels.num_sms) for attention in specs}
         self._ropes = {attention.rope: RopeTable.allocate(attention.rope, tokens, device) for attention in specs}
-        self._scratch = AttentionScratch.for_specs(kernels, specs, tokens, device)
+        self._scratch = AttentionScratch.for_specs(specs, tokens, kernels.num_sms, device)
         self.token_ids, self.positions = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
         self.lengths = torch.ones(tokens, dtype=torch.int32, device=device)
         self.residual = torch.empty(tokens, spec.hidden_size, dtype=torch.float32, device=device)
@@ -142,7 +140,7 @@ class AttentionHalf:
             eps=self.spec.norm_eps,
         )
         attended = self._buffer(2, tokens, spec.num_heads, spec.head_dim)
-        self._attention(spec, layer, inputs, attended, attention.sinks, attention.o)
+        self._attention(spec, layer, inputs, attended, attention.sinks)
         return attended.view(tokens, -1)
 
     def _mla(self, layer: int, weights: AttentionLayerWeights, attention: MLAWeights) -> torch.Tensor:
@@ -162,7 +160,7 @@ class AttentionHalf:
         gemv(self._kernels, attention.key_up, by_head[:, :, : spec.qk_nope_head_dim], q_latent)
         inputs = mla_input(spec, self._ropes[spec.rope], q_latent, q, down[:, first:], kv_a_norm=attention.kv_a_norm)
         latent = self._buffer(4, tokens, heads, lora)
-        self._attention(spec, layer, inputs, latent, None, attention.o)
+        self._attention(spec, layer, inputs, latent, None)
         attended = self._buffer(5, tokens, heads, spec.v_head_dim)
         gemv(self._kernels, attention.value_up, latent, attended)
         return attended.view(tokens, -1)
@@ -174,7 +172,6 @@ class AttentionHalf:
         inputs: GqaInput | MlaInput,
         out: torch.Tensor,
         sinks: torch.Tensor | None,
-        output: torch.Tensor,
     ) -> None:
         attention_decode(
             self._kernels,
@@ -186,10 +183,9 @@ class AttentionHalf:
             self.lengths,
             out,
             self._scratch,
-            plan=self._plans[spec],
+            splits=self._splits[spec],
             one_row_per_sequence=self.one_row_per_sequence,
             sinks=sinks,
-            ahead=output if self.brings_output else None,
         )
 
     def _buffer(self, role: int, *shape: int) -> torch.Tensor:

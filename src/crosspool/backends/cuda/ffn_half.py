@@ -12,10 +12,12 @@ from crosspool.backends.cuda.transport_params import Meeting
 
 
 class FFNHalf:
-    """One model's FFN layers on one rank, for up to `max_tokens` rows."""
+    """One model's FFN layers on one rank, for up to `max_tokens` rows. fused: a layer with a router is one kernel."""
 
-    def __init__(self, kernels: Launcher, layers: Sequence[FFNLayerWeights], max_tokens: int) -> None:
-        self._kernels, self.layers = kernels, tuple(layers)
+    def __init__(
+        self, kernels: Launcher, layers: Sequence[FFNLayerWeights], max_tokens: int, *, fused: bool = False
+    ) -> None:
+        self._kernels, self.layers, self._fused = kernels, tuple(layers), fused
         first = self.layers[0].shared_down if self.layers[0].down is None else self.layers[0].down
         assert first is not None
         self.scratch = FFNScratch.for_layers(list(self.layers), max_tokens, first.device)
@@ -32,4 +34,13 @@ class FFNHalf:
 
         arrival, departure: where `x` is filled by a peer (layers with a router only) and `out` lies in a peer's memory.
         """
-        ffn(self._kernels, self.layers[layer], x, out, self.scratch, arrival=arrival, departure=departure)
+        ffn(
+            self._kernels,
+            self.layers[layer],
+            x,
+            out,
+            self.scratch,
+            fused=self._fused,
+            arrival=arrival,
+            departure=departure,
+        )

@@ -14,7 +14,6 @@ SOURCES = (
     "norm",
     "rope",
     "attention",
-    "attention_cluster",
     "router",
     "moe",
     "moe_fused",
@@ -47,7 +46,6 @@ class Launcher(Protocol):
         params: ctypes.Structure,
         overlap: bool = True,
         cooperative: bool = False,
-        cluster: int = 1,
     ) -> None:
         """Enqueue `kernel` of `csrc/<source>.cu`; `params` is copied before the call returns.
 
@@ -55,12 +53,8 @@ class Launcher(Protocol):
         results). Pass False after anything but our kernels wrote what a kernel reads before its own wait: weights,
         sequence lengths, frame tables.
         cooperative: blocks wait for each other, so the grid must fit the device whole; such a kernel never overlaps the
-        one before it. cluster: so many neighbouring blocks in x form a cluster (Hopper; grid[0] is a multiple of it).
+        one before it.
         """
-        ...
-
-    def max_clusters(self, source: str, kernel: str, *, threads: int, smem_bytes: int, size: int) -> int:
-        """How many clusters of `size` blocks the device holds at once."""
         ...
 
 
@@ -104,45 +98,24 @@ class DeviceKernels:
         params: ctypes.Structure,
         overlap: bool = True,
         cooperative: bool = False,
-        cluster: int = 1,
     ) -> None:
         driver = self._driver
         function = self._function(source, kernel, smem_bytes)
-        ids, attributes = driver.CUlaunchAttributeID, list[Any]()
-        if cooperative:
-            attributes.append(self._attribute(ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, "cooperative"))
-        elif overlap and self._can_overlap:
-            overlapping = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attributes.append(self._attribute(overlapping, "programmaticStreamSerializationAllowed"))
-        config = self._config(grid, threads, smem_bytes, cluster if cluster > 1 else 0, attributes)
-        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        self._call("cuLaunchKernelEx", config, function, ctypes.addressof(arguments), 0, what=kernel)
-
-    def max_clusters(self, source: str, kernel: str, *, threads: int, smem_bytes: int, size: int) -> int:
-        function = self._function(source, kernel, smem_bytes)
-        config = self._config((size * 4096, 1, 1), threads, smem_bytes, size, [])
-        return int(self._call("cuOccupancyMaxActiveClusters", function, config, what=kernel))
-
-    def _config(
-        self, grid: tuple[int, int, int], threads: int, smem_bytes: int, cluster: int, attributes: list[Any]
-    ) -> Any:
-        """A launch on the default stream; cluster 0: of kernels without clusters."""
-        driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = smem_bytes
-        if cluster > 0:
-            attribute, value = driver.CUlaunchAttribute(), driver.CUlaunchAttributeValue()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = cluster, 1, 1
-            attribute.value = value
-            attributes.append(attribute)
-        if attributes:
-            config.attrs = attributes
-            config.numAttrs = len(attributes)
-        return config
+        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
+        ids = driver.CUlaunchAttributeID
+        if cooperative:
+            config.attrs = [self._attribute(ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, "cooperative")]
+            config.numAttrs = 1
+        elif overlap and self._can_overlap:
+            overlapping = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            config.attrs = [self._attribute(overlapping, "programmaticStreamSerializationAllowed")]
+            config.numAttrs = 1
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        self._call("cuLaunchKernelEx", config, function, ctypes.addressof(arguments), 0, what=kernel)
 
     def _load_functions(self, module: Any) -> None:
         """Load every kernel now, also where the driver would put it off to the first launch."""

@@ -89,11 +89,9 @@ class AttentionParams(ctypes.Structure):
         ("mla", MlaInput),
         ("q", _P),
         ("cache", CacheView),
-        *((name, _P) for name in ("lengths", "table_rows", "partial_o", "partial_ml", "sinks", "out", "tickets")),
-        ("ahead", _P),
-        ("ahead_bytes", _L),
+        *((name, _P) for name in ("lengths", "table_rows", "partial_o", "partial_ml")),
         *((name, _L) for name in ("key_head_bytes", "value_offset_bytes", "value_head_bytes")),
-        *((name, _I) for name in ("heads", "kv_heads", "splits", "window", "key_dim", "value_dim")),
+        *((name, _I) for name in ("heads", "kv_heads", "splits", "window", "few_splits", "key_dim", "value_dim")),
         ("scale_log2", _F),
     ]
 

@@ -29,12 +29,12 @@ DEVICE void attend_split(const AttentionParams& p) {
 }
 
 // gqa_d<head_dim>_h<heads of a block>, mla_l<latent>_r<rope>_h<heads of a block>
-KERNEL(attention_gqa_d64_h8, AttentionParams, 128, 2) { attend_split<Attention<64, 64, true, 1, 64, 4, 4, false>>(p); }
-KERNEL(attention_gqa_d128_h8, AttentionParams, 128, 2) { attend_split<Attention<128, 128, true, 1, 64, 3, 4, false>>(p); }
-KERNEL(attention_gqa_d128_h16, AttentionParams, 128, 2) { attend_split<Attention<128, 128, true, 2, 64, 2, 4, false>>(p); }
-KERNEL(attention_gqa_d256_h8, AttentionParams, 128, 1) { attend_split<Attention<256, 256, true, 1, 64, 3, 4, false>>(p); }
-KERNEL(attention_mla_l512_r64_h16, AttentionParams, 256, 1) { attend_split<Attention<576, 512, false, 2, 64, 2, 8, false>>(p); }
-KERNEL(attention_mla_l512_r64_h24, AttentionParams, 256, 1) { attend_split<Attention<576, 512, false, 3, 64, 2, 8, false>>(p); }
+KERNEL(attention_gqa_d64_h8, AttentionParams, 128, 2) { attend_split<Attention<64, 64, true, 1, 64, 4, 4>>(p); }
+KERNEL(attention_gqa_d128_h8, AttentionParams, 128, 2) { attend_split<Attention<128, 128, true, 1, 64, 3, 4>>(p); }
+KERNEL(attention_gqa_d128_h16, AttentionParams, 128, 2) { attend_split<Attention<128, 128, true, 2, 64, 2, 4>>(p); }
+KERNEL(attention_gqa_d256_h8, AttentionParams, 128, 1) { attend_split<Attention<256, 256, true, 1, 64, 3, 4>>(p); }
+KERNEL(attention_mla_l512_r64_h16, AttentionParams, 256, 1) { attend_split<Attention<576, 512, false, 2, 64, 2, 8>>(p); }
+KERNEL(attention_mla_l512_r64_h24, AttentionParams, 256, 1) { attend_split<Attention<576, 512, false, 3, 64, 2, 8>>(p); }
 
 // Any shape, on plain arithmetic: one warp a (token, head, split). Slow; small models and checks use it.
 KERNEL(attention_any, AttentionParams, 32, 1) {

@@ -10,17 +10,13 @@ struct AttentionParams {
   CacheView cache;
   const int* lengths;     // (tokens): slots to attend to, the token's own included
   const int* table_rows;  // (tokens): row of the frame table, or null for the token's own index
-  float* partial_o;       // (tokens, parts, heads, value_dim) fp32, not divided by the sum; a part: a split or a cluster
-  float* partial_ml;      // (tokens, parts, heads, 2) fp32: maximum (log2 domain) and sum
-  const u16* sinks;       // (heads) bf16 or null: a logit that joins the sum alone
-  u16* out;               // (tokens, heads, value_dim) bf16, where clusters merge
-  int* tickets;           // (tokens, blocks a token without splits, blocks a cluster), zero before and after
-  const u8* ahead;        // what a later kernel reads comes to L2 meanwhile, or null
-  i64 ahead_bytes;        // a multiple of 16
+  float* partial_o;       // (tokens, splits, heads, value_dim) fp32, not divided by the sum
+  float* partial_ml;      // (tokens, splits, heads, 2) fp32: maximum (log2 domain) and sum
   i64 key_head_bytes;     // from one KV head's key to the next, within a slot
   i64 value_offset_bytes; // from a slot's start to the first value
   i64 value_head_bytes;
   int heads, kv_heads, splits, window;  // window 0: all slots; else the last `window`
+  int few_splits;                       // of short contexts, at most `splits`
   int key_dim, value_dim;
   float scale_log2;       // softmax scale * log2(e)
 };
@@ -28,19 +24,20 @@ struct AttentionParams {
 struct CombineParams {
   const float* partial_o;
   const float* partial_ml;
-  const u16* sinks;
+  const u16* sinks;  // (heads) bf16 or null: a logit that joins the sum alone
   u16* out;          // (tokens, heads, value_dim) bf16
   int heads, splits, value_dim;
 };
 
 #define NEG_INF (-__builtin_huge_valf())
 
-// The slots this split reads: whole tiles, as even as tiles allow.
+// The slots this split reads: whole tiles, as even as tiles allow. A context of few tiles goes into `few_splits`, so that
+// blocks have more than one and less is merged; the other splits are empty.
 struct SplitRange { int begin, end; };
 DEVICE SplitRange split_range(const AttentionParams& p, int length, int split, int tile) {
   const int first = p.window > 0 ? max_int(length - p.window, 0) / tile * tile : 0;
   const int tiles = ceil_div(length - first, tile);
-  const int per_split = ceil_div(tiles, p.splits);  // the last splits may be empty
+  const int per_split = ceil_div(tiles, tiles > 2 * p.splits ? p.splits : p.few_splits);
   const int begin = first + split * per_split * tile;
   return SplitRange{begin, min_int(begin + per_split * tile, length)};
 }

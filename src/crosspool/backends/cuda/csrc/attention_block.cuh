@@ -4,13 +4,10 @@
 // come through shared memory, STAGES - 1 ahead. Slots of earlier steps do not depend on the kernel before, so their
 // loads start before the wait for it. Then each block norms and rotates its own queries; the block whose range holds
 // the newest slot makes that slot from the projections, writes it to the cache and patches it into its tile.
-//
-// BULK: a tile comes by the copy engine, a row a copy, issued by one warp; else every thread copies 16 bytes at a time.
 #pragma once
 #include "attention.cuh"
-#include "bulk.cuh"
 
-template <int KD, int VD, bool SEPARATE, int NT, int TILE, int STAGES, int WARPS, bool BULK>
+template <int KD, int VD, bool SEPARATE, int NT, int TILE, int STAGES, int WARPS>
 struct Attention {
   static constexpr int THREADS = WARPS * 32;
   static constexpr int COLS = NT * 8;
@@ -31,12 +28,11 @@ struct Attention {
   static constexpr int OFF_ALPHA = OFF_S + WORK_BYTES;
   static constexpr int OFF_NEWEST = OFF_ALPHA + COLS * 4;
   static constexpr int NEWEST = (KD + (SEPARATE ? VD : 0)) * 2;
-  static constexpr int OFF_ARRIVED = OFF_NEWEST + NEWEST;
-  static constexpr int SMEM = OFF_ARRIVED + STAGES * 8;
+  static constexpr int SMEM = OFF_NEWEST + NEWEST;
   static_assert(GROUPS * K_PARTS == WARPS && K_STEPS * K_PARTS * 16 == KD && V_TILES * WARPS * 16 == VD, "shape");
   static_assert(STAGE % 16 == 0 && OFF_P % 16 == 0 && OFF_NEWEST % 16 == 0 && SMEM <= 227 * 1024, "shared memory");
 
-  static constexpr int VALUE = VD, V_HEADS = NT, SLOTS = TILE;
+  static constexpr int VALUE = VD, V_HEADS = NT;
 
   // What one thread keeps of all tiles.
   struct Sums {
@@ -64,17 +60,16 @@ struct Attention {
                      tiles > 0 && range.end == length && p.q == nullptr, blockIdx.y % groups_per_kv == 0};
   }
 
-  // Start loading the tile of slots that begins at `tile`. Where every thread copies, a warp takes TILE / WARPS slots and
-  // a lane computes one address.
-  DEVICE void load_tile(int tile, int stage) const {
-    if constexpr (BULK) {
-      if (static_cast<int>(threadIdx.x) / 32 == stage % WARPS) load_rows(tile, stage);
-      return;
-    }
+  // Where one of a warp's TILE / WARPS slots of a tile lies: a lane computes one, the table's entry is on its way early.
+  DEVICE u64 slot_of(int tile) const {
+    constexpr int PER_WARP = TILE / WARPS;
+    const int slot = min_int(tile + static_cast<int>(threadIdx.x) / 32 * PER_WARP + static_cast<int>(threadIdx.x) % 32 % PER_WARP, end - 1);
+    return reinterpret_cast<u64>(slot_address(p.cache, table_row, slot));
+  }
+  // Start loading the tile of slots that begins at `tile`; `mine`: its `slot_of`.
+  DEVICE void load_tile(int tile, int stage, u64 mine) const {
     constexpr int PER_WARP = TILE / WARPS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int my_slot = min_int(tile + warp * PER_WARP + lane % PER_WARP, end - 1);
-    const u64 mine = reinterpret_cast<u64>(slot_address(p.cache, table_row, my_slot));
     u8* rows = smem + stage * STAGE;
 #pragma unroll 4
     for (int r = 0; r < PER_WARP; ++r) {
@@ -89,36 +84,6 @@ struct Attention {
                        slot + p.value_offset_bytes + kv_head * p.value_head_bytes + (c - KD / 8) * 16, valid);
       }
     }
-  }
-
-
-  DEVICE u64* arrived(int stage) const { return reinterpret_cast<u64*>(smem + OFF_ARRIVED) + stage; }
-  // Slots of a tile that come from the cache.
-  DEVICE int slots_of(int tile) const { return max_int(min_int((has_newest ? end - 1 : end) - tile, TILE), 0); }
-
-  // One warp: every lane starts the copies of some rows; the stage's barrier counts their bytes.
-  DEVICE void load_rows(int tile, int stage) const {
-    const int lane = threadIdx.x % 32, count = slots_of(tile);
-    if (lane == 0) barrier_expect(arrived(stage), count * (KD + (SEPARATE ? VD : 0)) * 2);
-    warp_sync();
-    u8* rows = smem + stage * STAGE;
-    for (int r = lane; r < count; r += 32) {
-      const u8* slot = slot_address(p.cache, table_row, tile + r);
-      copy_bulk(rows + r * K_ROW, slot + kv_head * p.key_head_bytes, KD * 2, arrived(stage));
-      if (SEPARATE)
-        copy_bulk(rows + TILE * K_ROW + r * V_ROW, slot + p.value_offset_bytes + kv_head * p.value_head_bytes, VD * 2, arrived(stage));
-    }
-  }
-  // All threads: the `use`th tile of a stage has arrived.
-  DEVICE void await_rows(int stage, int use) const { barrier_wait(arrived(stage), use & 1); }
-
-  // Rows of the last tile that no copy fills count as zero, lest what lies there be multiplied: p is zero, NaN is not.
-  DEVICE void clear_rest(int tile, int stage) const {
-    constexpr int ROW = SEPARATE ? V_ROW : K_ROW;
-    u8* rows = smem + stage * STAGE + (SEPARATE ? TILE * K_ROW : 0);
-    const int first = slots_of(tile) + (has_newest ? 1 : 0), chunks = VD / 8;
-    for (int i = threadIdx.x; i < (TILE - first) * chunks; i += THREADS)
-      *reinterpret_cast<uint4*>(rows + (first + i / chunks) * ROW + i % chunks * 16) = uint4{0, 0, 0, 0};
   }
 
   static constexpr int HEADS = COLS / WARPS;  // queries a warp makes
@@ -298,39 +263,53 @@ struct Attention {
         s[(n * 8 + 2 * q + c % 2) * S_STRIDE + slot + c / 2 * 8] = acc[0][n][c] + acc[1][n][c];
   }
 
-  // Running softmax; a warp owns heads warp, warp + 4, ... and keeps their maximum and sum in registers.
-  DEVICE void softmax(int tile, int window_begin, float (&m)[COLS / WARPS], float (&l)[COLS / WARPS]) const {
+  // Running softmax; a warp owns heads warp, warp + WARPS, ... and keeps their maximum and sum in registers. Its heads go
+  // side by side, so that their shuffles overlap.
+  DEVICE void softmax(int tile, float (&m)[HEADS], float (&l)[HEADS]) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float* s = reinterpret_cast<const float*>(smem + OFF_S);
     float* alpha = reinterpret_cast<float*>(smem + OFF_ALPHA);
+    float v[HEADS][TILE / 32], top[HEADS], sum[HEADS], shrink[HEADS];
 #pragma unroll
-    for (int j = 0; j < COLS / WARPS; ++j) {
+    for (int j = 0; j < HEADS; ++j) {
       const int h = warp + j * WARPS;
-      float v[TILE / 32], top = NEG_INF;
+      top[j] = NEG_INF;
 #pragma unroll
       for (int i = 0; i < TILE / 32; ++i) {
         const int slot = lane + i * 32;
         float x = s[h * S_STRIDE + slot];
 #pragma unroll
         for (int part = 1; part < K_PARTS; ++part) x += s[(part * COLS + h) * S_STRIDE + slot];
-        v[i] = tile + slot < end && tile + slot >= window_begin ? x * p.scale_log2 : NEG_INF;
-        top = fmaxf(top, v[i]);
+        v[j][i] = tile + slot < end && tile + slot >= window_begin ? x * p.scale_log2 : NEG_INF;
+        top[j] = fmaxf(top[j], v[j][i]);
       }
-      const float next = fmaxf(m[j], warp_max(top));
+    }
+#pragma unroll
+    for (int mask = 16; mask; mask >>= 1)
+#pragma unroll
+      for (int j = 0; j < HEADS; ++j) top[j] = fmaxf(top[j], shfl_xor(top[j], mask));
+#pragma unroll
+    for (int j = 0; j < HEADS; ++j) {
+      const float next = fmaxf(m[j], top[j]);
       const float base = next == NEG_INF ? 0.0f : next;  // a tile outside the window
-      const float shrink = exp2_fast(m[j] - base);
-      float sum = 0.0f;
-      u16* probabilities = reinterpret_cast<u16*>(smem + OFF_P + h * P_ROW);
+      shrink[j] = exp2_fast(m[j] - base);
+      m[j] = next;
+      sum[j] = 0.0f;
+      u16* probabilities = reinterpret_cast<u16*>(smem + OFF_P + (warp + j * WARPS) * P_ROW);
 #pragma unroll
       for (int i = 0; i < TILE / 32; ++i) {
-        const float e = exp2_fast(v[i] - base);
-        sum += e;
+        const float e = exp2_fast(v[j][i] - base);
+        sum[j] += e;
         probabilities[lane + i * 32] = bf16_bits(e);
       }
-      l[j] = l[j] * shrink + warp_sum(sum);
-      m[j] = next;
-      if (lane == 0) alpha[h] = shrink;
+      if (lane == 0) alpha[warp + j * WARPS] = shrink[j];
     }
+#pragma unroll
+    for (int mask = 16; mask; mask >>= 1)
+#pragma unroll
+      for (int j = 0; j < HEADS; ++j) sum[j] += shfl_xor(sum[j], mask);
+#pragma unroll
+    for (int j = 0; j < HEADS; ++j) l[j] = l[j] * shrink[j] + sum[j];
   }
 
   // o (value_dim x heads) = o * alpha + v^T p; a warp owns VD / 4 rows.
@@ -372,29 +351,16 @@ struct Attention {
     }
   }
 
-  // What comes next goes to L2 behind this kernel's own first loads: every block starts a part of it.
-  DEVICE void prefetch_ahead() const {
-    const i64 blocks = static_cast<i64>(gridDim.x) * gridDim.y * gridDim.z;
-    const i64 me = (static_cast<i64>(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
-    const i64 share = (p.ahead_bytes / blocks + 128) / 128 * 128, from = me * share;
-    if (p.ahead == nullptr || threadIdx.x > 0 || from >= p.ahead_bytes) return;
-    prefetch_l2_bulk(p.ahead + from, static_cast<u32>(from + share < p.ahead_bytes ? share : p.ahead_bytes - from));
-  }
-
   // All tiles of the block; ends the wait for the kernel before.
   DEVICE void run(Sums& s) const {
-    if constexpr (BULK) {
-      if (threadIdx.x < STAGES) barrier_init(arrived(threadIdx.x));
-      block_sync();
-    }
     grid_launch_dependents();
     if (p.q != nullptr) grid_wait();  // the kernel before wrote cache rows
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
-      if (i < tiles) load_tile(begin + i * TILE, i);
-      if (!BULK) copy_async_commit();
+      if (i < tiles) load_tile(begin + i * TILE, i, slot_of(begin + i * TILE));
+      copy_async_commit();
     }
-    prefetch_ahead();
+    u64 upcoming = tiles > 0 ? slot_of(begin + (STAGES - 1) * TILE) : 0;
     if (p.q == nullptr) grid_wait();
     if (tiles > 0) prepare_queries();
     if (has_newest) {
@@ -413,19 +379,18 @@ struct Attention {
     if (tiles > 0) load_fragments(fragments);
     for (int i = 0; i < tiles; ++i) {
       const int tile = begin + i * TILE, stage = i % STAGES;
-      if constexpr (BULK) await_rows(stage, i / STAGES);
-      else copy_async_wait<STAGES - 2>();
+      copy_async_wait<STAGES - 2>();
       block_sync();  // the tile has arrived for all; the stage of tile i - 1 is free
-      if (i + STAGES - 1 < tiles) load_tile(tile + (STAGES - 1) * TILE, (i + STAGES - 1) % STAGES);
-      if (!BULK) copy_async_commit();
-      if (i == tiles - 1 && (has_newest || (BULK && tile + TILE > end))) {
-        if (has_newest) patch_newest(tile, stage);
-        if (BULK) clear_rest(tile, stage);
+      if (i + STAGES - 1 < tiles) load_tile(tile + (STAGES - 1) * TILE, (i + STAGES - 1) % STAGES, upcoming);
+      copy_async_commit();
+      upcoming = slot_of(tile + STAGES * TILE);
+      if (i == tiles - 1 && has_newest) {
+        patch_newest(tile, stage);
         block_sync();
       }
       scores(stage, fragments);
       block_sync();
-      softmax(tile, window_begin, s.m, s.l);
+      softmax(tile, s.m, s.l);
       block_sync();
       values(stage, s.o);
     }
