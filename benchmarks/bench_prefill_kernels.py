@@ -24,8 +24,9 @@ from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import guarded, write_failures
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.chunk_ffn import ChunkFFN
-from crosspool.backends.cuda.chunk_half import ChunkHalf, ChunkRows
+from crosspool.backends.cuda.chunk_half import ChunkHalf
 from crosspool.backends.cuda.chunk_plan import chunk_plan
+from crosspool.backends.cuda.chunk_rows import ChunkRows
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.prefill_attention import (
     EXPANDED_KEYS,

@@ -33,7 +33,8 @@ class WorkerLane:
         # Graphs keep the priority of the stream that they were captured on; chunks of prompts run on lower ones.
         self.stream: Any = torch.cuda.Stream(site.device, priority=-1) if is_cuda else None
         self._capture_stream: Any = torch.cuda.Stream(site.device, priority=-1) if is_cuda else None
-        self._prefill_streams: PrefillStreams | None = None
+        # Made now, since making a stream may wait for the device, where a lane of a later step may be waiting.
+        self._prefill_streams = PrefillStreams(site.driver, site.device, site.partition) if is_cuda else None
         self._replayed_s = -math.inf
         with on_device(site.device), torch.cuda.stream(self.stream):
             self.memory = LaneMemory(site.device, rule)
@@ -66,9 +67,7 @@ class WorkerLane:
     @property
     def prefill_streams(self) -> PrefillStreams:
         """Where chunks of this lane run."""
-        if self._prefill_streams is None:
-            site = self.site
-            self._prefill_streams = PrefillStreams(site.driver, site.device, site.partition)
+        assert self._prefill_streams is not None, "chunks run on a GPU's streams"
         return self._prefill_streams
 
     def decodes(self, now_s: float) -> bool:

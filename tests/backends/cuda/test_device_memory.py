@@ -1,0 +1,45 @@
+"""What the memory of a GPU is used for is named, and adds up."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from crosspool.backends.cuda.device_memory import naming_consumers, remainder  # noqa: E402
+from crosspool.units import GiB  # noqa: E402
+
+pytestmark = pytest.mark.judge
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GiB, 140 * GiB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 101 * GiB)
+
+
+def test_running_out_of_memory_names_every_consumer():
+    held = {"KV cache": 100 * GiB, "attention weights of qwen": 3 * GiB}
+    with (
+        pytest.raises(ValueError, match="lower kv_pool_bytes") as caught,
+        naming_consumers("kv0", GPU, "the attention weights of glm", lambda: held),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    assert str(caught.value).startswith(
+        "kv0: GPU 1 has no room for the attention weights of glm: KV cache 100.0 GiB, everything else on this GPU 35.0 "
+        "GiB, attention weights of qwen 3.0 GiB; 2.0 of 140.0 GiB are free"
+    )
+
+
+def test_other_errors_are_left_alone():
+    with pytest.raises(RuntimeError, match="unrelated"), naming_consumers("kv0", GPU, "a cache", dict):
+        raise RuntimeError("unrelated")
+
+
+def test_kinds_add_up_to_what_the_gpu_reports_as_used():
+    known = {"kv_cache": 90 * GiB, "attention_weights": 8 * GiB, "graphs": GiB, "channels": 2 * GiB}
+    rest = remainder(GPU, known)
+    assert rest == {"workspace": 3 * GiB, "other": 34 * GiB}
+    assert sum(known.values()) + sum(rest.values()) == 138 * GiB
