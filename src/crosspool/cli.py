@@ -79,6 +79,9 @@ def serve(
     layout: Annotated[
         str | None, typer.Option(help="processes (one a rank) or inprocess (threads)  [processes]")
     ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="static or elastic: whole models without pools, to measure against")
+    ] = None,
     admission: Annotated[str | None, typer.Option(help="reserve or forecast  [reserve]")] = None,
     enable_prefix_caching: Annotated[
         bool | None, typer.Option(help="keep full pages for later prompts that begin alike  [on]", show_default=False)

@@ -11,6 +11,7 @@ from crosspool.units import GiB, KiB, MiB
 
 Layout = Literal["inprocess", "processes"]
 Backend = Literal["numpy", "cuda"]
+Baseline = Literal["static", "elastic"]
 Control = Literal["graphs", "resident"]
 WeightsSource = Literal["checkpoint", "random"]
 KVBacking = Literal["arena", "vmm"]
@@ -82,6 +83,7 @@ class PoolsConfig:
     weights: WeightsSource = "checkpoint"  # random: drawn on the GPUs at the models' shapes
     control: Control = "graphs"  # of decode with backend cuda
     layout: Layout = "processes"
+    baseline: Baseline | None = None  # None: two pools; else another layout of the same memory, to measure against
     kv_pool_bytes: int = 256 * MiB  # of each KV rank: one budget over all models, cut into frames
     num_kv_ranks: int = 1
     kv_backing: KVBacking = "arena"  # vmm: frames are mapped into a range of addresses for each model

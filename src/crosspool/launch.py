@@ -6,11 +6,10 @@ This is the one place that knows engine, cluster and server front ends at once.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from zlib import crc32
 
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.start import start_cluster
-from crosspool.config import Backend, DeploymentConfig, ModelConfig
+from crosspool.config import Backend, DeploymentConfig, KVSplit, ModelConfig
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.engine import Engine
@@ -20,6 +19,16 @@ from crosspool.errors import CheckpointError, CrossPoolError, UnsupportedModelEr
 from crosspool.model_source import model_directory
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import DType
+from crosspool.ranks import (
+    hosts,
+    kv_bytes_of_each,
+    kv_ranks,
+    kv_ranks_of,
+    num_lanes,
+    order,
+    weights_ranks,
+    weights_ranks_of,
+)
 from crosspool.server.catalogue import Catalogue, ModelFrontend, SamplingDefaults
 from crosspool.server.chat import load_chat_template
 from crosspool.server.tokenizer import TextTokenizer
@@ -62,13 +71,14 @@ def prepare_models(config: DeploymentConfig) -> list[PreparedModel]:
 
 def engine_config(config: DeploymentConfig) -> EngineConfig:
     scheduling = config.scheduling
+    num_decode_lanes, num_prefill_lanes = num_lanes(config)
     return EngineConfig(
-        kv_budget_bytes=config.pools.kv_pool_bytes,
+        kv_budget_bytes=kv_bytes_of_each(config),
         kv_backing=config.pools.kv_backing,
         frame_bytes=config.pools.frame_bytes,
         kv_ranks=kv_ranks(config),
-        num_decode_lanes=scheduling.num_decode_lanes,
-        num_prefill_lanes=scheduling.num_prefill_lanes,
+        num_decode_lanes=num_decode_lanes,
+        num_prefill_lanes=num_prefill_lanes,
         max_num_seqs=scheduling.max_num_seqs,
         max_num_batched_tokens=scheduling.max_num_batched_tokens,
         max_queue=scheduling.max_queue,
@@ -91,6 +101,8 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         raise CrossPoolError("kv_backing is vmm; the CUDA backend serves from an arena, so use that")
     if backend == "cuda" and config.pools.num_kv_ranks > 1:
         raise CrossPoolError(f"kv_ranks is {config.pools.num_kv_ranks}; the CUDA backend runs one, so use 1")
+    if backend == "cuda" and config.pools.baseline is not None:
+        raise CrossPoolError(f"baseline is {config.pools.baseline}; the CUDA backend serves from two pools only")
     engine = engine_config(config)
     cluster = ClusterConfig(
         backend=backend,
@@ -98,6 +110,8 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         kv_ranks=kv_ranks(config),
         kv_backing=config.pools.kv_backing,
         weights_ranks=weights_ranks(config),
+        hosts=hosts(config),
+        order=order(config),
         num_frames=engine.num_frames,
         frame_bytes=engine.frame_bytes,
         max_tokens_per_step=max(engine.max_num_batched_tokens, engine.max_num_seqs),
@@ -110,22 +124,6 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
             cluster, control=config.pools.control, spin_us=CUDA_SPIN_US, start_timeout_s=CUDA_START_TIMEOUT_S
         )
     return cluster
-
-
-def kv_ranks(config: DeploymentConfig) -> tuple[str, ...]:
-    return tuple(f"kv{index}" for index in range(config.pools.num_kv_ranks))
-
-
-def kv_ranks_of(model: ModelConfig, config: DeploymentConfig) -> tuple[str, ...]:
-    """Every KV rank, the model's home first. Homes take turns; that of a model beside the deployment's is drawn."""
-    ranks, names = kv_ranks(config), [own.served_name for own in config.models]
-    name = model.served_name
-    home = (names.index(name) if name in names else crc32(name.encode())) % len(ranks)
-    return ranks[home:] + ranks[:home]
-
-
-def weights_ranks(config: DeploymentConfig) -> tuple[str, ...]:
-    return tuple(f"w{index}" for index in range(config.pools.num_weights_ranks))
 
 
 def start_engine(config: DeploymentConfig) -> AsyncEngine:
@@ -145,19 +143,12 @@ async def load_models(
 def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel:
     """The same for one model, of the deployment or beside it."""
     name = model.served_name
+    split = model.kv_split or config.pools.kv_split
     try:
         directory = model_directory(model.source, revision=model.revision, download_dir=config.download_dir)
-        served = served_model(
-            directory,
-            kv_ranks=kv_ranks_of(model, config),
-            kv_split=model.kv_split or config.pools.kv_split,
-            weights_ranks=weights_ranks(config),
-            frame_bytes=config.pools.frame_bytes,
-            kv_dtype=BACKEND_DTYPES[config.pools.backend],
-            name=name,
-            page_tokens=model.page_tokens,
-            max_context=model.max_model_len,
-        )
+        served = _served_model(model, config, directory, split)
+        if config.pools.baseline == "elastic" and split == "auto" and served.kv_split == "tokens":
+            served = _served_model(model, config, directory, "one")  # replicas: engines without pools do no other
         served = replace(
             served,
             kv_floor_bytes=model.kv_floor_bytes,
@@ -169,6 +160,20 @@ def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel
         raise UnsupportedModelError(f"model {name}: {error}") from None
     except (CheckpointError, ValueError) as error:
         raise CheckpointError(f"model {name}: {error}") from None
+
+
+def _served_model(model: ModelConfig, config: DeploymentConfig, directory: Path, split: KVSplit) -> ServedModel:
+    return served_model(
+        directory,
+        kv_ranks=kv_ranks_of(model, config),
+        kv_split=split,
+        weights_ranks=weights_ranks_of(model, config),
+        frame_bytes=config.pools.frame_bytes,
+        kv_dtype=BACKEND_DTYPES[config.pools.backend],
+        name=model.served_name,
+        page_tokens=model.page_tokens,
+        max_context=model.max_model_len,
+    )
 
 
 def _frontend(model: ModelConfig, served: ServedModel, directory: Path) -> ModelFrontend:

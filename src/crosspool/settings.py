@@ -19,6 +19,7 @@ from crosspool.config import (
     PREFILL_TOKENS,
     AdmissionPolicy,
     Backend,
+    Baseline,
     Control,
     DeploymentConfig,
     DTypeChoice,
@@ -98,6 +99,9 @@ class Settings(BaseSettings):
         "graphs", description="decode on GPUs: a graph for each step, or an FFN server resident on the weights ranks"
     )
     layout: Layout = Field("processes", description="a process for each rank, or threads of one process")
+    baseline: Baseline | None = Field(
+        None, description="serve without pools, to measure against: whole models with KV of their own, or KV shared"
+    )
     kv_pool_bytes: Size = Field("256MiB", description="the KV pool that all models share; on each of several KV ranks")
     frame_bytes: Size = Field("2MiB", description="granularity of KV memory")
     kv_ranks: int = Field(1, description="ranks that hold KV, with kv_pool_bytes each")
@@ -249,6 +253,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             weights=settings.weights,
             control=settings.control,
             layout=settings.layout,
+            baseline=settings.baseline,
             kv_pool_bytes=parse_size(settings.kv_pool_bytes),
             frame_bytes=parse_size(settings.frame_bytes),
             num_kv_ranks=settings.kv_ranks,

@@ -1,0 +1,112 @@
+"""Ranks of two pools and of the baselines: who has how many, where, and with how much memory."""
+
+from __future__ import annotations
+
+import httpx2
+import pytest
+
+from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig, ServerConfig
+from crosspool.errors import CrossPoolError
+from crosspool.launch import cluster_config, demo_models, engine_config, prepare_models
+from crosspool.ranks import hosts, kv_bytes_of_each, kv_ranks, kv_ranks_of, num_lanes, weights_ranks, weights_ranks_of
+from crosspool.units import KiB, MiB
+from tests.support.live_deployment import live_deployment
+
+MODELS = tuple(ModelConfig(source=f"/models/{name}") for name in "abc")
+
+
+def deployment(baseline=None, models=MODELS, **pools):
+    pools = {"kv_pool_bytes": 12 * MiB, "frame_bytes": 64 * KiB, **pools}
+    return DeploymentConfig(models=models, pools=PoolsConfig(baseline=baseline, **pools))
+
+
+def test_two_pools_stay_what_they_were():
+    config = deployment(num_kv_ranks=2, num_weights_ranks=3)
+    assert (kv_ranks(config), weights_ranks(config)) == (("kv0", "kv1"), ("w0", "w1", "w2"))
+    assert hosts(config) == ()
+    assert kv_ranks_of(MODELS[1], config) == ("kv1", "kv0")
+    assert kv_bytes_of_each(config) == 12 * MiB
+    assert num_lanes(config) == (2, 1)
+
+
+def test_static_models_lie_whole_at_one_place_with_memory_of_their_own():
+    config = deployment("static")
+    placed = [(*kv_ranks_of(model, config), *weights_ranks_of(model, config)) for model in MODELS]
+    assert placed == [("kv0", "w0"), ("kv1", "w1"), ("kv2", "w2")]
+    assert hosts(config) == (("kv0", "w0", "kv2", "w2"), ("kv1", "w1"))  # two places, as two pools of one rank each
+    for ranks in placed:
+        assert any(set(ranks) <= set(host) for host in hosts(config)), "a static model crosses between places"
+    assert kv_bytes_of_each(config) == 4 * MiB
+    assert num_lanes(config) == (3, 3)
+
+
+def test_elastic_models_lie_everywhere_and_share_the_memory():
+    config = deployment("elastic", num_weights_ranks=3)
+    assert hosts(config) == tuple((f"kv{place}", f"w{place}") for place in range(4))
+    for model in MODELS:
+        assert set(kv_ranks_of(model, config)) == set(kv_ranks(config))
+        assert weights_ranks_of(model, config) == weights_ranks(config)
+    assert kv_bytes_of_each(config) == 3 * MiB
+    assert num_lanes(config) == (12, 12)
+
+
+@pytest.mark.parametrize("baseline", ["static", "elastic"])
+@pytest.mark.parametrize("num_weights_ranks", [1, 3])
+def test_a_baseline_has_no_more_memory_than_the_pools(baseline, num_weights_ranks):
+    config = deployment(baseline, num_weights_ranks=num_weights_ranks)
+    assert kv_bytes_of_each(config) * len(kv_ranks(config)) <= config.pools.kv_pool_bytes
+    assert engine_config(config).kv_budget_bytes == kv_bytes_of_each(config)
+    assert cluster_config(config).order == "ticket"
+    assert len(cluster_config(config).all_hosts) <= 1 + num_weights_ranks
+
+
+def test_what_cannot_be_is_refused_in_one_line():
+    with pytest.raises(CrossPoolError, match="kv_pool_bytes is 131072, of which each KV rank of baseline static gets"):
+        kv_bytes_of_each(deployment("static", kv_pool_bytes=128 * KiB))
+    with pytest.raises(ValueError, match="d has no memory of its own in baseline static"):
+        kv_ranks_of(ModelConfig(source="/models/d"), deployment("static"))
+    with pytest.raises(CrossPoolError, match="baseline is elastic; the CUDA backend serves from two pools only"):
+        cluster_config(deployment("elastic", backend="cuda"))
+
+
+def test_elastic_models_with_latent_attention_are_replicas():
+    """No engine without pools spreads one sequence's latent cache over GPUs by tokens."""
+    splits = {
+        model.served.spec.layers[0].attention.__class__.__name__: model.served.kv_split
+        for model in prepare_models(deployment("elastic", demo_models()))
+    }
+    assert splits == {"GQASpec": "heads", "MLASpec": "one"}
+
+
+def answers(baseline):
+    """What each demo model says, the longest context it gives a request, and what a model more is answered with."""
+    config = DeploymentConfig(
+        models=demo_models(),
+        pools=PoolsConfig(layout="inprocess", baseline=baseline, kv_pool_bytes=3 * MiB, frame_bytes=64 * KiB),
+        scheduling=SchedulingConfig(max_num_batched_tokens=64),
+        server=ServerConfig(admin_api_keys=("k",)),
+    )
+    with live_deployment(config) as live, httpx2.Client(base_url=live.url, timeout=60) as client:
+        cards = client.get("/v1/models").json()["data"]
+        texts = {}
+        for card in cards:
+            body = {"model": card["id"], "prompt": "It was a truth that", "max_tokens": 24, "temperature": 0}
+            texts[card["id"]] = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        more = client.post(
+            "/admin/models/more/load", json={"path": demo_models()[0].source}, headers={"Authorization": "Bearer k"}
+        )
+        return texts, {card["id"]: card["max_model_len"] for card in cards}, more
+
+
+def test_every_layout_gives_the_same_answers_and_static_the_shortest_context():
+    texts, contexts, _ = answers(None)
+    static_texts, static_contexts, refused = answers("static")
+    elastic_texts, elastic_contexts, accepted = answers("elastic")
+    assert texts == static_texts == elastic_texts
+    assert all(len(text) > 20 for text in texts.values())
+    for name in contexts:
+        assert static_contexts[name] < contexts[name]
+        assert elastic_contexts[name] <= contexts[name]
+    assert refused.status_code == 400
+    assert "no memory of its own" in refused.json()["error"]["message"]
+    assert accepted.status_code == 200
