@@ -21,7 +21,13 @@ pytestmark = [pytest.mark.judge, pytest.mark.triton]
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
+QUICK = ("qwen3_moe", "deepseek_v2", "gpt_oss")
+"""GQA, MLA, and a sliding window with sinks and biases; the other families take another minute."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(CONFIGS)]
+)
 def test_prefill_equals_the_numpy_backend(family, tmp_path):
     """Two prompts of unlike length share a step's pieces; a second step goes on behind the cached tokens."""
     directory = read_model_dir(write_tiny_model(tmp_path / family, family, dtype="bfloat16", tokenizer=False))

@@ -83,6 +83,8 @@ class CudaFFNWorker:
         model, total = self._models[placement.name], num_bytes(self._models[placement.name].layers)
         if is_supported(model.spec):
             model.routers = chunk_routers(model.layers)
+            for number in tuple(self._lanes):
+                self._chunk_ffn(model, number)
             finish(self._site.device)
             warm_up_ffn(self._kernels, model.layers, model.routers, prefill_streams(self._lanes, self._site))
         for number, lane in sorted(self._lanes.items()):

@@ -30,6 +30,7 @@ from crosspool.backends.cuda.prefill_attention import Library
 from crosspool.backends.cuda.prepare import COMMON_BUCKETS, open_lanes
 from crosspool.backends.cuda.random_slices import draw_share
 from crosspool.backends.cuda.sampling import fill_sampling, sampling_records
+from crosspool.backends.cuda.sm_partition import PrefillStreams
 from crosspool.backends.cuda.span_attention import SpanGraphs
 from crosspool.backends.cuda.streaming import stream_share
 from crosspool.backends.cuda.transport import AttentionCrossing
@@ -119,7 +120,9 @@ class CudaAttentionWorker:
         if is_supported(model.spec):
             streams = prefill_streams(self._lanes, self._site)
             warm_up_attention(self._kernels, model.spec, model.weights, self._arena, model.geometry, streams)
-            model.spans = capture_spans(model.spec, self._site.device, streams)
+            # Not on a lane's streams: what another thread enqueues there meanwhile would join the capture.
+            own = PrefillStreams(self._site.driver, self._site.device, self._site.partition)
+            model.spans = capture_spans(model.spec, self._site.device, own.by_share)
         for number, lane in sorted(self._lanes.items()):
             for _, links in open_lanes([lane], placement.weights_ranks):
                 for bucket in COMMON_BUCKETS:
