@@ -25,6 +25,7 @@ class KVPages:
         self.by_rank = by_rank
         self._models: dict[str, ServedModel] = {}
         self._split: dict[str, SplitPages] = {}
+        self.groups: list[list[str]] = []  # models that have KV ranks in common, be it through others
 
     def add_model(self, model: ServedModel) -> None:
         """Serve a model on its ranks, which all exist. Raises ValueError where its limits cannot be held."""
@@ -36,11 +37,23 @@ class KVPages:
         self._models[model.name] = model
         if model.kv_split != "one":
             self._split[model.name] = SplitPages(model, ranks)
+        self._group()
 
     def remove_model(self, name: str) -> None:
         for rank in self._models.pop(name).kv_ranks:
             self.by_rank[rank].remove_model(name)
         self._split.pop(name, None)
+        self._group()
+
+    def _group(self) -> None:
+        groups: list[tuple[set[str], list[str]]] = []
+        for name, model in self._models.items():
+            ranks, names = set(model.kv_ranks), [name]
+            for other in [group for group in groups if group[0] & ranks]:
+                groups.remove(other)
+                ranks, names = ranks | other[0], other[1] + names
+            groups.append((ranks, names))
+        self.groups = [names for _, names in groups]
 
     def of(self, sequence: Sequence) -> SequencePages:
         """Where an admitted sequence's pages come from."""

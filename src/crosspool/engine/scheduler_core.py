@@ -418,16 +418,14 @@ class EngineCore:
         if not self._admission_due:
             return
         self._admission_due = False
-        by_ranks: dict[frozenset[str], list[ModelLoad]] = {}
-        for load in self.loads.values():
-            by_ranks.setdefault(frozenset(load.model.kv_ranks), []).append(load)
-        for loads in by_ranks.values():
+        for names in self.kv.groups:
+            loads = [self.loads[name] for name in names]
             while self._admit_one(loads, now):
                 pass
         self._admission_due |= self.kv.has_stalled
 
     def _admit_one(self, loads: Items[ModelLoad], now: float) -> bool:
-        """Admit the next sequence of models that have the same KV ranks, if one may come in now."""
+        """Admit the next sequence of models that have KV ranks in common, if one may come in now."""
         kv = self.kv
         homes = {
             load.model.name: [home for home in load.homes_up(self.ranks) if kv.is_open(load.model.name, home)]
