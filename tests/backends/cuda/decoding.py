@@ -38,14 +38,27 @@ def shuffled_cache(geometry: PageGeometry, rows: int, tokens: int, device: torch
 
 
 def build_decoder(
-    kernels, directory: ModelDirectory, rows: int, tokens: int, device: torch.device, *, num_slices=1, page_tokens=16
+    kernels,
+    directory: ModelDirectory,
+    rows: int,
+    tokens: int,
+    device: torch.device,
+    *,
+    num_slices=1,
+    page_tokens=16,
+    fused=False,
 ) -> UndividedDecoder:
     spec = directory.spec
     geometry = page_geometry(spec, page_tokens=page_tokens, frame_bytes=FRAME_BYTES)
     cache = shuffled_cache(geometry, rows, tokens, device)
     attention = attention_weights_from_numpy(spec, load_attention_weights(directory), device)
     slices = [
-        FFNHalf(kernels, ffn_weights_from_numpy(spec, load_ffn_weights(directory, idx, num_slices), device), rows)
+        FFNHalf(
+            kernels,
+            ffn_weights_from_numpy(spec, load_ffn_weights(directory, idx, num_slices), device),
+            rows,
+            fused=fused,
+        )
         for idx in range(num_slices)
     ]
     return UndividedDecoder(AttentionHalf(kernels, spec, attention, cache, rows, one_row_per_sequence=True), slices)

@@ -36,19 +36,23 @@ def epoch_base(step: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "num_slices", "options"),
+    ("family", "num_slices", "fused", "options"),
     [
-        ("qwen3_moe", 1, {"sums_by": "raised", "waits_in_router": True}),
-        ("deepseek_v2", 2, {"sums_by": "direct", "waits_in_router": True}),
-        ("qwen3_moe", 3, {"sums_by": "staged"}),
-        ("deepseek_v2", 1, {"sums_by": "raised"}),
-        ("qwen3_moe", 2, {"sums_by": "words", "waits_in_router": True}),
+        ("qwen3_moe", 1, False, {"sums_by": "raised", "waits_in_router": True}),
+        ("deepseek_v2", 2, False, {"sums_by": "direct", "waits_in_router": True}),
+        ("qwen3_moe", 3, False, {"sums_by": "staged"}),
+        ("deepseek_v2", 1, False, {"sums_by": "raised"}),
+        ("qwen3_moe", 2, False, {"sums_by": "words", "waits_in_router": True}),
+        ("deepseek_v2", 3, True, {"sums_by": "words", "waits_in_router": True}),
+        ("qwen3_moe", 1, True, {"sums_by": "raised"}),
     ],
 )
-def test_split_passes_equal_the_undivided_model_bit_for_bit(family, num_slices, options, tmp_path):
+def test_split_passes_equal_the_undivided_model_bit_for_bit(family, num_slices, fused, options, tmp_path):
     directory = read_model_dir(write_tiny_model(tmp_path / "m", family, dtype="bfloat16", tokenizer=False))
     prompts = np.random.default_rng(3).integers(1, directory.spec.vocab_size, size=(2, 6)).tolist()
-    whole, parts = (build_decoder(EmulatedKernels(), directory, 2, 6, CPU, num_slices=num_slices) for _ in range(2))
+    kernels = EmulatedKernels()
+    whole = build_decoder(EmulatedKernels(), directory, 2, 6, CPU, num_slices=num_slices)
+    parts = build_decoder(kernels, directory, 2, 6, CPU, num_slices=num_slices, fused=fused)
     _, expected = decode_prompts(whole, prompts)
     split = SplitPass(EmulatedKernels(), parts.attention, parts._slices, **options)
     for position, logits in enumerate(expected):
@@ -60,6 +64,7 @@ def test_split_passes_equal_the_undivided_model_bit_for_bit(family, num_slices, 
         assert [lane.done_epoch for lane in split.ffn_lanes] == [split.lane.done_epoch] * num_slices
         assert split.lane.tokens(slot, 2) == logits.argmax(-1).tolist()
     assert split.lane.late_epoch(0) == 0
+    assert any(kernel == "moe_fused" for kernel, _, _ in kernels.launches) == fused
 
 
 def test_a_pass_may_take_the_tokens_of_the_one_before_it(tmp_path):
