@@ -69,7 +69,7 @@ def measure(num_streams: int, num_tokens: int) -> ClientRun:
             PlannedRequest(index=index, due_s=0.0, model="any", prompt_tokens=8, output_tokens=num_tokens)
             for index in range(num_streams)
         ]
-        return asyncio.run(run_load(requests, target, LoadSettings(), [0, 0, 0, 0]))
+        return asyncio.run(run_load(requests, {"any": target}, LoadSettings(), [0, 0, 0, 0]))
     finally:
         server.terminate()
         server.join(10)

@@ -162,6 +162,18 @@ def test_wrong_input_is_one_line(url, words):
     assert "\n" not in str(shown.exception)
 
 
+def test_each_model_may_have_a_server_of_its_own(url):
+    shown = CliRunner().invoke(
+        cli.app, ["bench", "--base-url", f"{FAST}={url}", "--base-url", f"paced={url}/v1", "--num-prompts", "2",
+                  "--output-len", "3", "--json"],
+    )  # fmt: skip
+    assert {name: figures["completed"] for name, figures in json.loads(shown.stdout)["models"].items()} == {
+        "all": 4, FAST: 2, "paced": 2
+    }  # fmt: skip
+    shown = CliRunner().invoke(cli.app, ["bench", "--base-url", f"{FAST}={url}", "--model", "paced"])
+    assert "no --base-url for paced; give --base-url URL, or paced=URL" in str(shown.exception)
+
+
 def test_no_server_is_one_line():
     shown = bench("http://127.0.0.1:9")
     assert isinstance(shown.exception, CrossPoolError)

@@ -60,7 +60,7 @@ async def load(pieces, requests=None, settings=None, pause_s=0.0, **target):
         port = server.sockets[0].getsockname()[1]
         tally = [0, 0, 0, 0]
         where = Target(base_url=f"http://127.0.0.1:{port}/v1", **target)
-        run = await run_load(requests or planned(), where, settings or LoadSettings(timeout_s=5.0), tally)
+        run = await run_load(requests or planned(), {"m": where}, settings or LoadSettings(timeout_s=5.0), tally)
         while len(answered) < len(run.records):
             await asyncio.sleep(0.01)
     return run, seen, tally
@@ -134,7 +134,7 @@ async def test_a_failure_is_an_outcome_with_its_reason(name):
 
 
 async def test_nobody_listens():
-    run = await run_load(planned(), Target(base_url="http://127.0.0.1:9"), LoadSettings(), [0, 0, 0, 0])
+    run = await run_load(planned(), {"m": Target(base_url="http://127.0.0.1:9")}, LoadSettings(), [0, 0, 0, 0])
     assert run.records[0].outcome == "failed"
     assert "refused" in run.records[0].error.lower() or "connect" in run.records[0].error.lower()
 

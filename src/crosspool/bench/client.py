@@ -6,7 +6,7 @@ import gc
 import json
 import ssl
 import time
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,27 +52,40 @@ class ClientRun:
 
 async def run_load(
     requests: Sequence[PlannedRequest],
-    target: Target,
+    targets: Mapping[str, Target],
     settings: LoadSettings,
     tally: MutableSequence[int],
     start: Callable[[], float] = time.monotonic,
 ) -> ClientRun:
-    """Send every request and wait for the last answer.
+    """Send every request and wait for the last answer. targets: where each model is asked.
 
     start: called once everything is ready; gives the `time.monotonic()` of the run's beginning.
     """
-    bodies = [target.request(planned) for planned in requests]
-    address, context = target.address(), target.ssl_context()
+    bodies = [targets[planned.model].request(planned) for planned in requests]
+    doors = {model: Door.to(target) for model, target in targets.items()}
     with _without_garbage_collection():
-        return await _send(requests, bodies, target, address, context, settings, tally, start())
+        return await _send(requests, bodies, doors, settings, tally, start())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Door:
+    """A server's address, looked up before the clock runs."""
+
+    address: str
+    port: int
+    server_hostname: str | None
+    context: ssl.SSLContext | None
+
+    @staticmethod
+    def to(target: Target) -> "Door":
+        name = target.host if target.is_tls else None
+        return Door(address=target.address(), port=target.port, server_hostname=name, context=target.ssl_context())
 
 
 async def _send(
     requests: Sequence[PlannedRequest],
     bodies: Sequence[bytes],
-    target: Target,
-    address: str,
-    context: ssl.SSLContext | None,
+    doors: Mapping[str, Door],
     settings: LoadSettings,
     tally: MutableSequence[int],
     start_s: float,
@@ -84,7 +97,7 @@ async def _send(
         async with room:
             tally[STARTED] += 1
             record.started_s = time.monotonic() - start_s
-            await _ask(record, body, target, address, context, settings, tally, start_s)
+            await _ask(record, body, doors[record.model], settings, tally, start_s)
             tally[ENDED] += 1
             tally[NOT_SERVED] += record.outcome != "served"
 
@@ -116,9 +129,7 @@ async def _send(
 async def _ask(
     record: RequestRecord,
     body: bytes,
-    target: Target,
-    address: str,
-    context: ssl.SSLContext | None,
+    door: Door,
     settings: LoadSettings,
     tally: MutableSequence[int],
     start_s: float,
@@ -152,10 +163,10 @@ async def _ask(
         async with asyncio.timeout(settings.timeout_s):
             await asyncio.get_running_loop().create_connection(
                 lambda: protocol,
-                address,
-                target.port,
-                ssl=context,
-                server_hostname=target.host if context is not None else None,
+                door.address,
+                door.port,
+                ssl=door.context,
+                server_hostname=door.server_hostname,
             )
             await protocol.ended
     except TimeoutError:

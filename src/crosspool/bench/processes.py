@@ -3,7 +3,7 @@
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -21,11 +21,15 @@ Show = Callable[[Sequence[int]], None]
 
 
 def run_clients(
-    requests: Sequence[PlannedRequest], target: Target, settings: LoadSettings, num_processes: int, show: Show
+    requests: Sequence[PlannedRequest],
+    targets: Mapping[str, Target],
+    settings: LoadSettings,
+    num_processes: int,
+    show: Show,
 ) -> ClientRun:
     """The records of all requests, in the order of `requests`. Raises CrossPoolError if a client process ends early."""
     if num_processes == 1:
-        return asyncio.run(_alone(requests, target, settings, show))
+        return asyncio.run(_alone(requests, targets, settings, show))
     if settings.max_concurrency is not None and settings.max_concurrency < num_processes:
         raise ValueError(
             f"max-concurrency {settings.max_concurrency} is less than {num_processes} client processes; use fewer"
@@ -36,7 +40,7 @@ def run_clients(
         mine, its = context.Pipe()
         tally = context.RawArray("q", 4)
         share = replace(settings, max_concurrency=_share(settings.max_concurrency, number, num_processes))
-        arguments = (its, list(requests[number::num_processes]), target, share, tally)
+        arguments = (its, list(requests[number::num_processes]), targets, share, tally)
         worker = context.Process(target=_client, args=arguments, daemon=True)
         worker.start()
         its.close()
@@ -61,7 +65,9 @@ def run_clients(
             worker.join(10)
 
 
-async def _alone(requests: Sequence[PlannedRequest], target: Target, settings: LoadSettings, show: Show) -> ClientRun:
+async def _alone(
+    requests: Sequence[PlannedRequest], targets: Mapping[str, Target], settings: LoadSettings, show: Show
+) -> ClientRun:
     tally = [0, 0, 0, 0]
 
     async def keep_showing() -> None:
@@ -71,7 +77,7 @@ async def _alone(requests: Sequence[PlannedRequest], target: Target, settings: L
 
     showing = asyncio.create_task(keep_showing())
     try:
-        return await run_load(requests, target, settings, tally)
+        return await run_load(requests, targets, settings, tally)
     finally:
         showing.cancel()
         show(tally)
@@ -80,7 +86,7 @@ async def _alone(requests: Sequence[PlannedRequest], target: Target, settings: L
 def _client(
     pipe: Connection,
     requests: list[PlannedRequest],
-    target: Target,
+    targets: Mapping[str, Target],
     settings: LoadSettings,
     tally: MutableSequence[int],
 ) -> None:
@@ -89,7 +95,7 @@ def _client(
         start_s: float = pipe.recv()
         return start_s
 
-    pipe.send(asyncio.run(run_load(requests, target, settings, tally, start)))
+    pipe.send(asyncio.run(run_load(requests, targets, settings, tally, start)))
 
 
 def _receive(pipe: Connection) -> ClientRun:

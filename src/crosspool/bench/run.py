@@ -27,14 +27,15 @@ from crosspool.bench.traffic import PlannedRequest, realised_rates
 
 def run(settings: BenchSettings, *, as_json: bool = False, console: Console | None = None) -> dict[str, Any]:
     """The result, shown on `console` and written as the settings say. Raises ValueError or CrossPoolError."""
-    target = _target(settings)
     load = LoadSettings(max_concurrency=settings.max_concurrency, timeout_s=settings.timeout_s)
     metrics, levels = _metrics(settings.metrics), _levels(settings.percentiles)
     objective = parse_objective(settings.goodput)
-    models = settings.models or listed_models(settings.base_url, settings.api_key)
+    urls = _base_urls(settings)
+    models = tuple(urls)
+    targets = {name: _target(settings, url) for name, url in urls.items()}
     planned = planned_requests(settings, models)
     facts = RunFacts(
-        base_url=settings.base_url,
+        base_url=" ".join(settings.base_url),
         endpoint=settings.endpoint,
         command=_command(),
         label=settings.label,
@@ -49,11 +50,11 @@ def run(settings: BenchSettings, *, as_json: bool = False, console: Console | No
         objective=objective,
         num_processes=settings.num_processes,
     )
-    warm_up(planned, target, settings.num_warmups, settings.timeout_s)
-    before = read_queues(settings.base_url, settings.api_key)
+    warm_up(planned, targets, settings.num_warmups, settings.timeout_s)
+    before = read_queues(urls.values(), settings.api_key)
     with _ProgressBar(planned) as show:
-        measured = run_clients(planned, target, load, settings.num_processes, show)
-    queues = queue_times_between(before, read_queues(settings.base_url, settings.api_key))
+        measured = run_clients(planned, targets, load, settings.num_processes, show)
+    queues = queue_times_between(before, read_queues(urls.values(), settings.api_key))
     result = result_dict(measured, facts, queues, detailed=settings.detailed)
     written: list[Path] = []
     if settings.saves:
@@ -70,7 +71,26 @@ def run(settings: BenchSettings, *, as_json: bool = False, console: Console | No
     return result
 
 
-def _target(settings: BenchSettings) -> Target:
+def _base_urls(settings: BenchSettings) -> dict[str, str]:
+    """Every model to ask and where: those named, or all that the server lists."""
+    common: str | None = None
+    own: dict[str, str] = {}
+    for word in settings.base_url:
+        name, found, url = word.partition("=")
+        if found and "://" not in name:
+            own[name] = url
+        else:
+            common = word
+    listed = () if settings.models or common is None else listed_models(common, settings.api_key)
+    names = settings.models or (*own, *(name for name in listed if name not in own))
+    urls = {name: own.get(name, common) for name in names}
+    known = {name: url for name, url in urls.items() if url is not None}
+    if missing := [name for name in names if name not in known]:
+        raise ValueError(f"no --base-url for {missing[0]}; give --base-url URL, or {missing[0]}=URL")
+    return known
+
+
+def _target(settings: BenchSettings, base_url: str) -> Target:
     try:
         extra = json.loads(settings.extra_body) if settings.extra_body else {}
     except ValueError as error:
@@ -78,7 +98,7 @@ def _target(settings: BenchSettings) -> Target:
     if not isinstance(extra, dict):
         raise ValueError(f"--extra-body is a {type(extra).__name__}; give a JSON object")
     return Target(
-        base_url=settings.base_url,
+        base_url=base_url,
         endpoint=settings.endpoint,
         api_key=settings.api_key,
         ignore_eos=settings.ignore_eos,

@@ -3,7 +3,7 @@
 import asyncio
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from crosspool.bench.client import LoadSettings, run_load
 from crosspool.bench.server_times import QueueTimes, read_queue_times
@@ -24,7 +24,7 @@ def listed_models(base_url: str, api_key: str | None) -> tuple[str, ...]:
     return names
 
 
-def warm_up(planned: Sequence[PlannedRequest], target: Target, num: int, timeout_s: float) -> None:
+def warm_up(planned: Sequence[PlannedRequest], targets: Mapping[str, Target], num: int, timeout_s: float) -> None:
     """The first `num` requests of each model, one after another. Raises CrossPoolError with the first failure."""
     by_model: dict[str, list[PlannedRequest]] = {}
     for request in planned:
@@ -44,14 +44,18 @@ def warm_up(planned: Sequence[PlannedRequest], target: Target, num: int, timeout
         for own in by_model.values()
         for place, request in enumerate(own)
     ]
-    run = asyncio.run(run_load(requests, target, settings, [0, 0, 0, 0]))
+    run = asyncio.run(run_load(requests, targets, settings, [0, 0, 0, 0]))
     for record in run.records:
         if record.outcome != "served":
             raise CrossPoolError(f"the warm-up request of {record.model} was not served: {record.error}")
 
 
-def read_queues(base_url: str, api_key: str | None) -> dict[str, QueueTimes]:
-    """Queue times so far by model; none where the server shows no metrics."""
+def read_queues(base_urls: Iterable[str], api_key: str | None) -> dict[str, QueueTimes]:
+    """Queue times so far by model; none of servers that show no metrics."""
+    return {name: times for url in sorted(set(base_urls)) for name, times in _queues_of(url, api_key).items()}
+
+
+def _queues_of(base_url: str, api_key: str | None) -> dict[str, QueueTimes]:
     address = base_url.rstrip("/").removesuffix("/v1") + "/metrics"
     request = urllib.request.Request(address)
     if api_key:

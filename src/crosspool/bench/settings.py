@@ -8,7 +8,7 @@ from pathlib import Path
 class BenchSettings:
     """The flags of `crosspool bench`. Values that may differ by model stay words until the models are known."""
 
-    base_url: str
+    base_url: tuple[str, ...]  # of all models, or MODEL=URL for one
     endpoint: str = "/v1/completions"
     api_key: str | None = field(default=None, repr=False)
     models: tuple[str, ...] = ()  # none: all that the server lists

@@ -9,6 +9,7 @@ from crosspool.errors import CrossPoolError
 
 app = typer.Typer(no_args_is_help=False, pretty_exceptions_enable=False)
 Words = list[str] | None
+LOCAL = "http://localhost:8000"
 OF_MODELS = "VALUE, or MODEL=VALUE for one; repeat for more"
 
 
@@ -16,8 +17,13 @@ OF_MODELS = "VALUE, or MODEL=VALUE for one; repeat for more"
 def bench(
     context: typer.Context,
     base_url: Annotated[
-        str, typer.Option(help="any OpenAI-compatible server", envvar="CROSSPOOL_BASE_URL")
-    ] = "http://localhost:8000",
+        Words,
+        typer.Option(
+            help=f"any OpenAI-compatible server; default {LOCAL}. {OF_MODELS}",
+            envvar="CROSSPOOL_BASE_URL",
+            show_default=False,
+        ),
+    ] = None,
     endpoint: Annotated[str, typer.Option(help="/v1/completions or /v1/chat/completions")] = "/v1/completions",
     api_key: Annotated[str | None, typer.Option(help="the server's key", envvar="CROSSPOOL_API_KEY")] = None,
     model: Annotated[
@@ -78,7 +84,7 @@ def bench(
 
     try:
         settings = BenchSettings(
-            base_url=base_url,
+            base_url=tuple(base_url or (LOCAL,)),
             endpoint=endpoint,
             api_key=api_key,
             models=tuple(model or ()),

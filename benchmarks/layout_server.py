@@ -1,0 +1,101 @@
+"""Layouts of one deployment, as flags of `crosspool serve`, and a server of one of them in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+READY_TIMEOUT_S = 300.0
+POLL_S = 0.2
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "crosspool-1+1": ("--kv-ranks", "1", "--weights-ranks", "1"),
+    "crosspool-1+3": ("--kv-ranks", "1", "--weights-ranks", "3"),
+    "static-2": ("--baseline", "static", "--kv-ranks", "1", "--weights-ranks", "1"),
+    "static-4": ("--baseline", "static", "--kv-ranks", "1", "--weights-ranks", "3"),
+    "elastic-2": ("--baseline", "elastic", "--kv-ranks", "1", "--weights-ranks", "1"),
+    "elastic-4": ("--baseline", "elastic", "--kv-ranks", "1", "--weights-ranks", "3"),
+}
+"""The number behind a baseline is that of its places; the two pools of the same flags have as many ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One completion of a given length: tokens served, or the server's words."""
+
+    status: int
+    num_tokens: int
+    message: str
+
+
+@contextmanager
+def layout_server(layout: str, models: Sequence[Path], port: int, flags: Sequence[str], log: Path) -> Iterator[str]:
+    """`crosspool serve` in `layout`, ready; gives its address. Raises RuntimeError with its last words otherwise."""
+    command = [sys.executable, "-m", "crosspool", "serve", *map(str, models), "--port", str(port)]
+    with log.open("w") as output:
+        process = subprocess.Popen([*command, *LAYOUTS[layout], *flags], stdout=output, stderr=subprocess.STDOUT)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_until_ready(url, process, log)
+            yield url
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while True:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with {process.returncode}: {log.read_text()[-500:]}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the server was not ready within {READY_TIMEOUT_S:.0f} s: {log.read_text()[-500:]}")
+        try:
+            with urllib.request.urlopen(f"{url}/health/ready", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(POLL_S)
+
+
+def context_limits(url: str) -> dict[str, int]:
+    """Tokens of prompt and answer that one request of each model gets, as the server says."""
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
+        return {card["id"]: card["max_model_len"] for card in json.load(answer)["data"]}
+
+
+def ask(url: str, model: str, prompt_tokens: int, timeout_s: float = 600.0) -> Asked:
+    """A completion of one token after a prompt of so many."""
+    body = {"model": model, "prompt": [10 + number % 900 for number in range(prompt_tokens)], "max_tokens": 1}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            usage: dict[str, Any] = json.load(answer)["usage"]
+            return Asked(200, usage["prompt_tokens"] + usage["completion_tokens"], "")
+    except urllib.error.HTTPError as error:
+        return Asked(error.code, 0, error.read().decode("utf-8", "replace")[:300])
+
+
+def longest_request(url: str, model: str, limit: int) -> int:
+    """Tokens of the longest request that the server serves: `limit` is tried, and that one token more is refused."""
+    served, beyond = ask(url, model, limit - 1), ask(url, model, limit)
+    if served.status != 200:
+        raise RuntimeError(f"{model} says {limit} tokens and does not serve them: {served.message}")
+    if beyond.status == 200:
+        raise RuntimeError(f"{model} says {limit} tokens and serves {beyond.num_tokens}")
+    return served.num_tokens
