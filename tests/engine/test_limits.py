@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from dataclasses import replace
 
 import pytest
@@ -121,6 +122,28 @@ def test_a_higher_ceiling_lets_the_waiting_in_at_once():
     limited(drive, ceiling_bytes={"p": None})
     drive.turn()
     assert drive.core.loads["p"].num_live == 2
+
+
+@pytest.mark.parametrize("admission", ["reserve", "forecast"])
+def test_a31_at_a_fifth_of_the_need_all_requests_end_and_every_model_has_its_floor_at_every_moment(admission):
+    """Two hundred requests each, of two models whose floors are a third of the pool, the second a while later."""
+    models = [replace(P, kv_floor_bytes=frames(60)), replace(Q, kv_floor_bytes=frames(60))]
+    drive = Drive(a_config(180, admission=admission, max_queue=200, max_num_seqs=32, forecast_quantile=0.5), models)
+    rng = random.Random(31)
+    for name in ("p", "q"):
+        for _ in range(200):
+            drive.add(name, prompt=rng.randint(3, 9), max_tokens=rng.randint(1, 12))
+        drive.run(until_s=drive.now + 0.3)
+        assert drive.core.loads["p"].queue, "the pool is not short"
+    while drive.core.num_unended():
+        drive.run(until_s=drive.now + 0.05)
+        pages, held_now = drive.core.pages["kv0"], held(drive)
+        assert pages.limits.charge(held_now) <= 180
+        for name, other in (("p", "q"), ("q", "p")):
+            if len(drive.core.loads[name].queue) and drive.core.loads[name].num_live < 32:
+                assert held_now[other] <= 120, f"{other} holds what is kept for {name}"
+    drive.check_all_ended()
+    assert {end.finish_reason for end in drive.ends.values()} == {FinishReason.LENGTH}
 
 
 changes = st.fixed_dictionaries(

@@ -60,6 +60,16 @@ def test_frames_leave_their_old_place_before_they_get_a_new_one():
     assert work(mapper) == ["unmap q(1, 2)", "map p(2,)"]
 
 
+def test_a_page_that_was_expected_in_vain_is_not_mapped_any_more():
+    mapper = a_mapper()
+    mapper.expect("p", [(1,), (2,)])
+    mapper.use("q", 7, [(2, 3)])
+    assert work(mapper) == ["map q(2, 3)", "map p(1,)"]
+    mapper.forget([7])
+    mapper.give_back("q", [(2, 3)])
+    assert work(mapper) == ["unmap q(2, 3)"]
+
+
 def test_unused_pages_stay_mapped_until_somebody_wants_their_frames_or_they_are_given_back():
     mapper = a_mapper()
     mapper.use("p", 7, [(1,), (2,)])

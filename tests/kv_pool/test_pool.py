@@ -83,6 +83,31 @@ def test_a_page_freed_twice_or_by_another_model_is_caught():
         pool.free("p", pages)
 
 
+def test_a_model_gets_back_the_pages_that_it_gave_the_youngest_first():
+    pool = KVPool(20)
+    for model in ("p", "q"):
+        pool.add_model(model, 3)
+    pages = pool.allocate("p", 3)
+    pool.free("p", pages)
+    assert pool.stock("p", 2) == ((10, 11, 12), (13, 14, 15))
+    assert pool.allocate("p", 4) == (*reversed(pages), (10, 11, 12)), "what was stocked lies under what it had"
+    assert pool.allocate("q", 2) == ((16, 17, 18), (13, 14, 15)), "frames that nobody used before another's page"
+
+
+def test_the_shelf_of_the_model_idle_for_longest_is_taken_apart_first():
+    pool = KVPool(13)
+    for model in ("p", "q", "r"):
+        pool.add_model(model, 2)
+    kept = {model: pool.allocate(model, 3) for model in ("q", "p")}
+    for model, pages in kept.items():
+        pool.free(model, pages)
+    pool.taken_apart = []
+    (page,) = pool.allocate("r", 1)
+    assert {frame for frame in page} <= {frame for frames in kept["q"] for frame in frames}
+    assert [model for model, _ in pool.taken_apart] == ["q"] * 3
+    assert (pool.num_shelved("q"), pool.num_shelved("p")) == (0, 3)
+
+
 def test_bad_sizes_and_names_are_refused():
     with pytest.raises(ValueError, match="1 frames has none"):
         KVPool(1)
