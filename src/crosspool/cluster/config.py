@@ -40,9 +40,7 @@ class ClusterConfig:
         if not self.kv_ranks or not self.weights_ranks:
             raise ValueError("a cluster needs at least one KV rank and one weights rank")
         if self.kv_backing == "vmm" and len(self.kv_ranks) > 1:
-            raise ValueError(
-                f"kv_backing is vmm with {len(self.kv_ranks)} KV ranks; use arena, or one KV rank"
-            )
+            raise ValueError(f"kv_backing is vmm with {len(self.kv_ranks)} KV ranks; use arena, or one KV rank")
         self._check_names()
         if self.order not in ORDER_POLICIES:
             raise ValueError(f"order is {self.order!r}; it must be one of {', '.join(ORDER_POLICIES)}")

@@ -1,4 +1,4 @@
-"""HostLoop: the thread or process of one or more ranks. It turns their loops, and sleeps when none has work."""
+"""HostLoop: turns the loops of one or more ranks, in a thread or process of its own, or in its caller's."""
 
 import os
 import select
@@ -64,30 +64,50 @@ class HostLoop:
 
     def run(self) -> None:
         """Work until a `Stop`."""
+        self.begin()
+        while self.turn():
+            pass
+        self.close()
+
+    def begin(self) -> None:
         self._board.set_asleep(self._host, False)
         for loop in self._loops.values():
             loop.hello()
-        while self.turn():
-            pass
+
+    def close(self) -> None:
         for loop in self._loops.values():
             loop.close()
 
     def turn(self) -> bool:
         """Take messages, run at most one segment of each rank, and rest if there was none. False after a `Stop`."""
+        if not self._take_messages():
+            return False
+        if not self._advance():
+            self._rest()
+        return True
+
+    def work(self) -> bool:
+        """The same for a caller that rests itself: whether a segment was run."""
+        self._has_slept = True  # the caller did who knows what
+        return self._take_messages() and self._advance()
+
+    def _take_messages(self) -> bool:
+        """False after a `Stop`."""
         if self._has_slept or self._inbox.has_messages() or self._beat % LOOK_TURNS == 0:
             self._has_slept = False
             for rank, message in self._inbox.receive():
                 if isinstance(message, Stop):
                     return False
                 self._loops[rank].handle(message)
+        return True
+
+    def _advance(self) -> bool:
         self._beat += 1
         self._board.set_beat(self._host, self._beat)
         has_worked = False
         for loop in self._loops.values():
             has_worked |= loop.advance()
-        if not has_worked:
-            self._rest()
-        return True
+        return has_worked
 
     def _has_work(self) -> bool:
         return self._inbox.has_messages() or any(loop.has_work() for loop in self._loops.values())

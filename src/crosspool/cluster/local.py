@@ -1,4 +1,4 @@
-"""Layout `inprocess`: each host is a thread of this process; messages are plain objects, channels plain arrays."""
+"""Layout `inprocess` with a thread for each host; messages are plain objects, channels plain arrays."""
 
 import logging
 import threading

@@ -1,7 +1,8 @@
 """RankCluster: the parent of the ranks. Carries models and steps to them, watches them, tells what happened.
 
-All of it runs in the caller's thread, within `poll` and the other calls; only `wake` may come from another thread. What
-it knows is kept in four pure parts: `Supervisor` (states of ranks), `Roster` (models), `ChannelBook` and `InFlight`.
+All of it runs in the caller's thread, within `poll` and the other calls; the ranks' work too where a host has no thread
+of its own. Only `wake` may come from another thread. What it knows is kept in four pure parts: `Supervisor` (states of
+ranks), `Roster` (models), `ChannelBook` and `InFlight`.
 """
 
 import logging
@@ -32,6 +33,7 @@ from crosspool.cluster.messages import FromRank, ToRank
 from crosspool.cluster.region import Region
 from crosspool.cluster.roster import Roster
 from crosspool.cluster.supervisor import RankState, Supervisor
+from crosspool.cluster.turned import TurnedHost
 from crosspool.kv_pool.ahead import MappingHint
 from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.scheduler.step import StepDescriptor
@@ -64,9 +66,12 @@ class RankCluster:
         open_region: Callable[[int], Region],
         release: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        turned: Sequence[TurnedHost] = (),
     ) -> None:
+        """turned: those of `hosts` that have no thread of their own and work within `poll`."""
         self._config = config
         self._hosts = hosts
+        self._turned = turned
         self._host_of = {rank: number for number, host in enumerate(hosts) for rank in host.ranks}
         self._doorbell = doorbell
         self._board = board
@@ -174,8 +179,11 @@ class RankCluster:
         now_s = self._clock()
         until_s = now_s + timeout_s
         while True:
-            may_wait = not (self._events or self._is_woken) and self._watch_s > now_s
-            self._receive(self._wait(max(0.0, min(until_s, self._watch_s) - now_s) if may_wait else 0.0))
+            if any([host.turn(lambda: self._is_woken) for host in self._turned]):
+                self._receive(range(len(self._hosts)))
+            else:
+                may_wait = not (self._events or self._is_woken) and self._watch_s > now_s
+                self._receive(self._wait(max(0.0, min(until_s, self._watch_s) - now_s) if may_wait else 0.0))
             now_s = self._clock()
             if now_s >= self._watch_s:
                 self._watch(now_s)

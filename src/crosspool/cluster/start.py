@@ -8,20 +8,27 @@ from crosspool.cluster.local import ThreadHost
 from crosspool.cluster.processes import ProcessHost, Spawner
 from crosspool.cluster.rank_cluster import RankCluster
 from crosspool.cluster.region import ArrayRegion, FileRegion
+from crosspool.cluster.turned import TurnedHost
 
 
 def start_cluster(config: ClusterConfig) -> RankCluster:
     """The ranks of `config`, starting; a RankReady tells of each. The caller closes the cluster."""
-    return _start_threads(config) if config.layout == "inprocess" else _start_processes(config)
+    return _start_in_process(config) if config.layout == "inprocess" else _start_processes(config)
 
 
-def _start_threads(config: ClusterConfig) -> RankCluster:
-    """All in this process, whose linear algebra library is held to `threads_per_rank` while the cluster lives."""
+def _start_in_process(config: ClusterConfig) -> RankCluster:
+    """All in this process, whose linear algebra library is held to `threads_per_rank` while the cluster lives.
+
+    One host works in the thread that polls; several have a thread each. A GPU's host has one too:
+    it looks at its words all the time.
+    """
     limits = threadpool_limits(config.threads_per_rank, "blas")
-    doorbells = [Doorbell.create() for _ in config.all_hosts]
+    is_turned = len(config.all_hosts) == 1 and config.backend != "cuda"
+    doorbells = [] if is_turned else [Doorbell.create() for _ in config.all_hosts]
     parent = Doorbell.create()
-    board = Board(ArrayRegion(Board.num_bytes(len(doorbells))))
-    hosts = [ThreadHost(config, number, doorbells, board, parent) for number in range(len(doorbells))]
+    board = Board(ArrayRegion(Board.num_bytes(len(config.all_hosts))))
+    turned = [TurnedHost(config, board, parent)] if is_turned else []
+    threads = [ThreadHost(config, number, doorbells, board, parent) for number in range(len(doorbells))]
 
     def release() -> None:
         limits.restore_original_limits()
@@ -29,7 +36,7 @@ def _start_threads(config: ClusterConfig) -> RankCluster:
         for doorbell in (*doorbells, parent):
             doorbell.close()
 
-    return RankCluster(config, hosts, parent, board, ArrayRegion, release)
+    return RankCluster(config, turned or threads, parent, board, ArrayRegion, release, turned=turned)
 
 
 def _start_processes(config: ClusterConfig) -> RankCluster:
