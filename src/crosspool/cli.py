@@ -77,7 +77,7 @@ def serve(
         str | None, typer.Option(help="decode with cuda: graphs, or a resident FFN server  [graphs]")
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(help="processes (one a rank) or inprocess (threads)  [processes]")
+        str | None, typer.Option(help="processes (one a rank) or inprocess  [processes]")
     ] = None,
     baseline: Annotated[
         str | None, typer.Option(help="static or elastic: whole models without pools, to measure against")

@@ -98,7 +98,7 @@ class Settings(BaseSettings):
     control: Control = Field(
         "graphs", description="decode on GPUs: a graph for each step, or an FFN server resident on the weights ranks"
     )
-    layout: Layout = Field("processes", description="a process for each rank, or threads of one process")
+    layout: Layout = Field("processes", description="a process for each rank, or all in this one")
     baseline: Baseline | None = Field(
         None, description="serve without pools, to measure against: whole models with KV of their own, or KV shared"
     )
