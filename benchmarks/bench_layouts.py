@@ -36,10 +36,10 @@ PROMPT, OUTPUT = "862~1.0", "584~0.2"
 DEFAULT_LAYOUTS = ("crosspool-1+1", "static-2", "elastic-2")
 
 
-def bench_settings(args: argparse.Namespace, url: str, models: Sequence[str], rate: str) -> BenchSettings:
+def bench_settings(args: argparse.Namespace, urls: tuple[str, ...], models: Sequence[str], rate: str) -> BenchSettings:
     """The same load for every layout."""
     common: dict[str, Any] = {
-        "base_url": (url,),
+        "base_url": urls,
         "models": tuple(models),
         "duration_s": args.seconds,
         "max_model_len": args.max_model_len,
@@ -96,7 +96,7 @@ def measure(args: argparse.Namespace, report: Report, directories: Sequence[Path
             flags = ("--kv-pool-bytes", args.kv_pool_bytes, *common)
             with layout_server(layout, directories, args.port, flags, log) as url:
                 told = StringIO()
-                result = run(bench_settings(args, url, names, rate), console=Console(file=told, width=110))
+                result = run(bench_settings(args, (url,), names, rate), console=Console(file=told, width=110))
             print(f"== {layout}, {rate} requests/s of each model\n{told.getvalue()}", flush=True)
             add_load(report, layout, rate, result)
         flags = ("--kv-pool-bytes", args.context_pool_bytes, *common)

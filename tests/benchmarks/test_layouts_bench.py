@@ -31,7 +31,7 @@ def test_every_layout_has_the_same_kv_memory():
 
 
 def test_drawn_requests_are_as_many_and_as_long_as_asked():
-    planned = planned_requests(bench_settings(arguments(), "http://x", MODELS, "2.0"), MODELS)
+    planned = planned_requests(bench_settings(arguments(), ("http://x",), MODELS, "2.0"), MODELS)
     assert len(planned) == pytest.approx(3 * 2.0 * 50, rel=0.2)
     assert sum(request.prompt_tokens for request in planned) / len(planned) == pytest.approx(86, rel=0.1)
     assert sum(request.output_tokens for request in planned) / len(planned) == pytest.approx(58, rel=0.1)
@@ -40,7 +40,7 @@ def test_drawn_requests_are_as_many_and_as_long_as_asked():
 def test_a_traces_models_are_the_served_ones(tmp_path):
     rows = [{"t": 0.1 * number, "model": name, "in": 900, "out": 600} for number, name in enumerate("zyx")]
     (tmp_path / "sharegpt_0.8.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    planned = planned_requests(bench_settings(arguments(tmp_path), "http://x", MODELS, "0.8"), MODELS)
+    planned = planned_requests(bench_settings(arguments(tmp_path), ("http://x",), MODELS, "0.8"), MODELS)
     assert [(r.model, r.prompt_tokens, r.output_tokens) for r in planned] == [
         ("shakespeare", 90, 60),
         ("holmes", 90, 60),

@@ -1,0 +1,117 @@
+"""Commands of other engines, and the plugin that spreads their dummy weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks.full_models import CONFIGS
+from benchmarks.peers.ballast import GIB, ballast_bytes
+from benchmarks.peers.instances import PEERS, PeerOptions, instances, write_peer_dir
+from benchmarks.peers.spread_weights import MODULE, spread, write_plugin
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_every_model_has_one_server_on_its_gpus(peer, tmp_path):
+    found = instances(peer, tmp_path, tmp_path / "plugin", PeerOptions(tokens_per_step=2048))
+    assert [instance.model for instance in found] == list(PEERS[peer][1])
+    assert len({instance.port for instance in found}) == len(found)
+    for instance in found:
+        gpus = PEERS[peer][1][instance.model]
+        assert instance.environment["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, gpus))
+        assert str(len(gpus)) in instance.command
+        assert "dummy" in instance.command
+        assert "2048" in instance.command
+
+
+def test_only_kvcached_shares_its_memory(tmp_path):
+    static = instances("vllm-static-2", tmp_path, tmp_path, PeerOptions(kv_bytes=7))
+    elastic = instances("kvcached-2", tmp_path, tmp_path, PeerOptions(kv_bytes=7))
+    assert all(instance.command[-2:] == ("--kv-cache-memory-bytes", "7") for instance in static)
+    assert not any("ENABLE_KVCACHED" in instance.environment for instance in static)
+    layouts = {instance.model: instance.environment["KVCACHED_CONTIGUOUS_LAYOUT"] for instance in elastic}
+    assert layouts == {"qwen3-30b-a3b": "false", "glm-4.7-flash": "true", "deepseek-v2-lite": "true"}
+    assert not any("--kv-cache-memory-bytes" in instance.command for instance in elastic)
+
+
+def test_what_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="peer is 'tgi'; it must be one of vllm-static-2"):
+        instances("tgi", tmp_path, tmp_path, PeerOptions())
+    with pytest.raises(ValueError, match="tokens_per_step is 0"):
+        PeerOptions(tokens_per_step=0)
+
+
+def test_a_ballast_leaves_the_pool():
+    assert ballast_bytes(100 * GIB, 40 * GIB) == 60 * GIB
+    with pytest.raises(ValueError, match=r"30.0 GiB are free, less than the 40.0 to leave"):
+        ballast_bytes(30 * GIB, 40 * GIB)
+
+
+def test_vllm_finds_the_plugin_on_the_path(tmp_path):
+    """As vLLM looks for it: by entry point, in a fresh process."""
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "found = [e for e in entry_points(group='vllm.general_plugins')]\n"
+        "print([e.name for e in found], found[0].load().__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(write_plugin(tmp_path))},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == f"['{MODULE}'] register"
+
+
+class Tensor:
+    """As much of a torch tensor as the plugin touches."""
+
+    def __init__(self, shape):
+        self.values = np.zeros(shape)
+
+    @property
+    def data(self):
+        return self
+
+    def fill_(self, value):
+        self.values[:] = value
+
+    def zero_(self):
+        self.values[:] = 0
+
+    def normal_(self, mean, std):
+        self.values = np.random.default_rng(0).normal(mean, std, self.values.shape)
+
+
+def test_norms_embeddings_and_routers_are_spread_and_nothing_else():
+    names = {
+        "model.embed_tokens.weight": (512, 64),
+        "model.layers.0.input_layernorm.weight": (64,),
+        "model.layers.0.self_attn.q_a_layernorm.weight": (64,),
+        "model.layers.0.mlp.gate.weight": (64, 64),
+        "model.layers.0.mlp.gate.e_score_correction_bias": (64,),
+        "model.layers.0.mlp.experts.w13_weight": (8, 96, 64),
+        "model.layers.0.mlp.gate_up_proj.weight": (96, 64),
+        "model.norm.weight": (64,),
+    }
+    tensors = {name: Tensor(shape) for name, shape in names.items()}
+    assert spread(tensors.items()) == 6
+    assert tensors["model.norm.weight"].values.tolist() == [1.0] * 64
+    assert tensors["model.layers.0.self_attn.q_a_layernorm.weight"].values.min() == 1.0
+    assert tensors["model.embed_tokens.weight"].values.std() == pytest.approx(1.0, rel=0.05)
+    assert tensors["model.layers.0.mlp.gate.weight"].values.std() == pytest.approx(0.02, rel=0.05)
+    assert not tensors["model.layers.0.mlp.experts.w13_weight"].values.any()
+    assert not tensors["model.layers.0.mlp.gate_up_proj.weight"].values.any()
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_transformers_reads_the_model_directories(model, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    path = write_peer_dir(tmp_path, model)
+    config = transformers.AutoConfig.from_pretrained(path)
+    assert config.model_type == CONFIGS[model]["model_type"]
+    assert config.num_hidden_layers == CONFIGS[model]["num_hidden_layers"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    assert tokenizer.decode([7, 8]) == "w7 w8"
