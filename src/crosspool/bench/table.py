@@ -80,7 +80,7 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
     for name, figures in result["models"].items():
         if queue := figures["server_queue"]:
             lines.append(
-                f"{name} waited in the server's queue {queue['mean_ms']:.1f} ms on average, "
+                f"{name} waited in the server's queue {queue['mean_ms']:.1f} ms on average; by its histogram about "
                 f"{queue['p50_ms']:.1f} P50, {queue['p99_ms']:.1f} P99"
             )
         per_event = figures["tokens_per_event"]
