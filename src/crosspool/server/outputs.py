@@ -26,12 +26,14 @@ class OutputGroup:
         self._observer = observer
         self.num_choices = num_choices
         self._failure: APIError | None = None
+        self._uncounted: list[tuple[int, RequestOutput]] = []  # of the last batch: sent first, counted after
 
     async def next(self, timeout_s: float | None = None) -> list[Indexed] | None:
         """Every output that is here, waiting for one; None after the last; [] when `timeout_s` passes first.
 
         Raises APIError when a sequence ended with an error.
         """
+        self._count()
         if self._failure is not None:
             raise self._failure
         try:
@@ -59,16 +61,22 @@ class OutputGroup:
 
     async def close(self) -> None:
         """Abort what still runs. Nothing of the group is left afterwards."""
+        self._count()
         if self._merged is not None:
             await self._merged.close()
         for stream in self._streams:
             await stream.aclose()
 
+    def _count(self) -> None:
+        for prompt, output in self._uncounted:
+            self._observer.observe(prompt, output)
+        self._uncounted.clear()
+
     def _seen(self, prompt: int, outputs: Sequence[RequestOutput]) -> list[Indexed]:
         """The outputs by choice, up to the first that tells of a failure, which the next call raises."""
         found: list[Indexed] = []
         for output in outputs:
-            self._observer.observe(prompt, output)
+            self._uncounted.append((prompt, output))
             if self._failure is None and output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self._failure = _failure(output)
             if self._failure is None:

@@ -124,8 +124,8 @@ class TextTokenizer:
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     """Ids of `text`.
 
-    NOTE: `encode_batch_fast` lets other threads run meanwhile, which `encode` does not; but it hands even one short text
-    to threads of its own, which takes longer than encoding it.
+    NOTE: `encode_batch_fast` lets other threads run meanwhile, which `encode` does not. For a short text that is no
+    gain: getting back the interpreter from a busy thread takes longer than encoding it.
     """
     if len(text) < LONG_TEXT:
         short: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
