@@ -154,7 +154,7 @@ def main() -> None:
         summary=(
             f"A page costs at most {worst:.2f} us, asked for: {TARGET_US:g}. CPU time of one thread, the least of the "
             "rounds. fresh: frames that were never used; shelf: a page that the same model gave back; taken_over: a "
-            "page that another model gave back. Beside the pool, the budget's grant grows with the live sequences."
+            "page that another model gave back. grant: the budget's part of a page, under `reserve`."
         ),
     )
     floor_us = best_us(list_floor, args.rounds)

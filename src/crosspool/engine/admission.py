@@ -111,6 +111,7 @@ class PageBudget:
         self.claims: dict[int, Claim] = {}
         self.is_settling = False
         self._shared: dict[str, int] = {}  # by model: the id of its shared claim, below every sequence's
+        self._fits_at_once: bool | None = None  # whether all can reach their most together; None: to be found out
 
     @property
     def num_held(self) -> int:
@@ -125,6 +126,7 @@ class PageBudget:
     def set_limits(self, limits: PoolLimits) -> None:
         """Hold new sequences to `limits` from now on. The caller has checked them; nothing live is touched."""
         self.limits = limits
+        self._fits_at_once = None
         self.is_settling = True
         self._settle()
 
@@ -182,13 +184,15 @@ class PageBudget:
 
     def _is_safe(self, claims: list[Claim]) -> bool:
         """Whether all can end within the limits."""
+        return self._fit_at_once(claims) or can_all_end_within(self.limits, claims)
+
+    def _fit_at_once(self, claims: Iterable[Claim]) -> bool:
+        """Whether all can reach their most together; always so under `reserve`. What they hold makes no difference."""
         most: dict[str, int] = {}
         for claim in claims:
             most[claim.model] = most.get(claim.model, 0) + claim.most
         limits = self.limits
-        if limits.charge(most) <= limits.budget and all(most[model] <= limits.ceiling(model) for model in most):
-            return True  # even all at once; always so under `reserve`
-        return can_all_end_within(limits, claims)
+        return limits.charge(most) <= limits.budget and all(most[model] <= limits.ceiling(model) for model in most)
 
     def _is_possible(self, claims: list[Claim]) -> bool:
         """Whether all can end within the frames that exist."""
@@ -206,6 +210,11 @@ class PageBudget:
         held = claim.held + num_frames
         assert held <= claim.most, f"sequence {sequence_id} grows to {held} frames, past its most, {claim.most}"
         grown = Claim(held, min(claim.most, max(held, expected)), claim.most, claim.model)
+        if self._fits_at_once is None:
+            self._fits_at_once = self._fit_at_once(self.claims.values())
+        if self._fits_at_once and not self.is_settling:
+            self.claims[sequence_id] = grown
+            return True
         claims = [grown if key == sequence_id else other for key, other in self.claims.items()]
         if not (self._is_possible(claims) if self.is_settling else self._is_safe(claims)):
             return False
@@ -220,6 +229,7 @@ class PageBudget:
 
     def share(self, sequence_id: int, num_frames: int) -> None:
         """Others use `num_frames` of a sequence's frames too from now on; less than 0: it has them alone again."""
+        self._fits_at_once = None
         claim = self.claims[sequence_id]
         self.claims[sequence_id] = claim.changed(-num_frames)
         shared_id = self._shared.setdefault(claim.model, -1 - len(self._shared))
@@ -237,7 +247,8 @@ class PageBudget:
         self._settle()
 
     def _settle(self) -> None:
-        """Hold live sequences to the limits as well, once all that they were promised fits."""
+        """Called after every change but growth: hold live sequences to the limits once all they were promised fits."""
+        self._fits_at_once = None
         if not self.is_settling:
             return
         expected, limits = self._expected(), self.limits
