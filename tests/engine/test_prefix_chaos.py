@@ -133,6 +133,7 @@ def in_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 @pytest.mark.fuzz
+@settings(max_examples=settings.default.max_examples // 2)
 @given(seed=st.integers(0, 10**6))
 def test_with_room_for_all_exactly_what_was_written_before_is_reused(seed):
     rng = random.Random(seed)
