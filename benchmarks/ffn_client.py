@@ -49,7 +49,7 @@ class FFNClient:
         hidden = layers[0].hidden
         rule = WaitRule(deadline_s=1.0)
         self._kv, self._side = Side.on(gpus.kernels[0], rule), Side.on(gpus.kernels[1], rule)
-        (self._link,), self._kept = open_links(here, [there], 2 * batch * hidden)
+        (self._link,), self._kept = open_links(here, [there], (2 * batch + 32) * hidden)
         generator = torch.Generator(device=here).manual_seed(seed)
         rows = torch.randn(len(layers), batch, hidden, device=here, generator=generator)
         self.rows = rows.bfloat16()
@@ -89,7 +89,9 @@ class FFNClient:
         )
         for parity in range(2):
             params.slots[parity][0] = link.outbox.slot(parity)
-            params.sums[parity][0] = link.inbox.slot(parity)
+            hidden = self.layers[0].hidden
+            sums = link.inbox.words(parity, self.batch, hidden) if params.are_words else None
+            params.sums[parity][0] = link.inbox.slot(parity) if sums is None else sums.address
         for number in range(total):
             self._base += STEP
             while self._base - self._side.lane.done_epoch > STEP * 60:  # the ring holds 64 passes

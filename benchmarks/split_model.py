@@ -108,7 +108,9 @@ class SplitModel:
         with torch.cuda.device(device):
             cache = seeded_cache(geometry, batch, context + SPARE_TOKENS, seed, device)
             self.half = AttentionHalf(gpus.kernels[0], spec, attention, cache, batch)
-        links, self._kept = open_links(device, [gpus.devices[gpu] for gpu, _ in slices], 2 * batch * spec.hidden_size)
+        links, self._kept = open_links(
+            device, [gpus.devices[gpu] for gpu, _ in slices], (2 * batch + 32) * spec.hidden_size
+        )
         self.links = links
         crossing = AttentionCrossing(self.kv.kernels, self.kv.lane, links, takes_words=sums_by == "words")
         source = AttentionPass(

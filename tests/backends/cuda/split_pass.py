@@ -43,8 +43,8 @@ class SplitPass:
         device, rule = half.residual.device, rule or WaitRule()
         rows, hidden = half.residual.shape
         self.half, self.rows = half, rows
-        self.a2f = [OwnedChannel(2 * rows * hidden, device) for _ in slices]
-        self.f2a = [OwnedChannel(2 * rows * hidden, device) for _ in slices]
+        self.a2f = [OwnedChannel((2 * rows + 32) * hidden, device) for _ in slices]
+        self.f2a = [OwnedChannel((2 * rows + 32) * hidden, device) for _ in slices]
         self.lane = LaneMemory(device, rule)
         links = [LinkMap(into.map, out.map) for into, out in zip(self.f2a, self.a2f, strict=True)]
         self.attention = AttentionPass(

@@ -36,7 +36,9 @@ class Lane:
 
     def __init__(self, layers, rows, *, seed=0, rule=None, words=False):
         self.layers, self.rows, self.hidden, self.words = layers, rows, layers[0].hidden, words
-        self.inbox, self.outbox = (OwnedChannel((1 + words) * rows * self.hidden, CPU) for _ in range(2))
+        self.inbox, self.outbox = (
+            OwnedChannel((2 * rows + 32 if words else rows) * self.hidden, CPU) for _ in range(2)
+        )
         self.memory = LaneMemory(CPU, rule or WaitRule())
         crossing = FFNCrossing(EmulatedKernels(), self.memory, LinkMap(self.inbox.map, self.outbox.map))
         self.served = serve_layers(layers, crossing, rows, FFNScratch.for_layers(list(layers), rows, CPU))
@@ -52,14 +54,18 @@ class Lane:
     def answered(self):
         return ctypes.c_uint64.from_address(self.outbox.map.flag).value
 
+    def sums_at(self, layer):
+        outbox = self.outbox.map
+        return outbox.words(layer, self.rows, self.hidden).address if self.words else outbox.slot(layer)
+
     def sums(self, layer):
         floats = self.rows * self.hidden * (1 + self.words)
-        buffer = (ctypes.c_float * floats).from_address(self.outbox.map.slot(layer))
+        buffer = (ctypes.c_float * floats).from_address(self.sums_at(layer))
         values = torch.frombuffer(buffer, dtype=torch.float32).clone()
         return (values[::2] if self.words else values).reshape(self.rows, self.hidden)
 
     def epochs(self, layer):
-        buffer = (ctypes.c_uint32 * (2 * self.rows * self.hidden)).from_address(self.outbox.map.slot(layer))
+        buffer = (ctypes.c_uint32 * (2 * self.rows * self.hidden)).from_address(self.sums_at(layer))
         return set(buffer[1::2])
 
     def check(self, last):

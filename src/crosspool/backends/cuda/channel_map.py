@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from crosspool.backends.cuda.passes import PASS_TOKENS
 from crosspool.cluster.channel import channel_bytes
 from crosspool.cluster.region import LINE_BYTES
 from crosspool.units import align_up
@@ -41,13 +42,20 @@ class ChannelMap:
         return Rows(self.slot(layer), (tokens, width), dtype)
 
     def fits_words(self, tokens: int, width: int) -> bool:
-        """Whether sums of this size cross as words, each with its epoch: few rows, for words take twice the bytes."""
-        return tokens <= WORDS_TOKENS and 2 * tokens * width <= self.capacity
+        """Whether sums of this size cross as words, each with its epoch: few rows, for words take twice the bytes.
+
+        They lie at the end of the slot, where no pass leaves plain sums: a stale one could look like an epoch.
+        """
+        return tokens <= WORDS_TOKENS and (2 * tokens + PASS_TOKENS) * width <= self.capacity
 
     def words(self, layer: int, tokens: int, width: int) -> "Rows":
-        """The slot as (tokens, width) words."""
-        self.rows(layer, 2 * tokens, width, torch.int64)
-        return Rows(self.slot(layer), (tokens, width), torch.int64)
+        """Where (tokens, width) words lie in the slot. Raises ValueError where they do not fit."""
+        if not self.fits_words(tokens, width):
+            raise ValueError(
+                f"{tokens} rows of width {width} do not fit a channel of {self.capacity} elements as words"
+            )
+        start = self.capacity // 4 * 4 - 2 * tokens * width
+        return Rows(self.slot(layer) + 4 * start, (tokens, width), torch.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,8 +55,12 @@ class AttentionCrossing:
         """Once all partial sums are here: residual += them in rank order; normed = RMSNorm(residual)."""
         params = WaitNormParams(view=self._lane.view(), flags=Flags.at([link.inbox.flag for link in self._links]))
         tokens, hidden = residual.shape
-        params.are_words = self._takes_words and all(link.inbox.fits_words(tokens, hidden) for link in self._links)
-        slots = [link.inbox.rows(layer, tokens, hidden, torch.float32).address for link in self._links]
+        inboxes = [link.inbox for link in self._links]
+        params.are_words = self._takes_words and all(inbox.fits_words(tokens, hidden) for inbox in inboxes)
+        if params.are_words:
+            slots = [inbox.words(layer, tokens, hidden).address for inbox in inboxes]
+        else:
+            slots = [inbox.rows(layer, tokens, hidden, torch.float32).address for inbox in inboxes]
         self._launch("wait_norm", params, slots, layer, residual, norm_weight, normed, eps)
 
     def _launch(
