@@ -61,7 +61,10 @@ def test_every_request_is_served_and_measured(result_file):
     assert (result["completed"], result["refused"], result["failed"]) == (24, 0, 0)
     assert result["total_output_tokens"] == 24 * 20
     paced = result["models"]["paced"]
-    assert paced["tbt_ms"]["mean"] == pytest.approx(1e3 * PACE_S, rel=0.5)
+    gaps = [gap for gaps, model in zip(result["itls"], result["request_models"], strict=True) if model == "paced"
+            for gap in gaps]  # fmt: skip
+    assert paced["tbt_ms"]["mean"] == pytest.approx(1e3 * sum(gaps) / len(gaps))
+    assert paced["tbt_ms"]["mean"] > 0.8 * 1e3 * PACE_S  # never faster than the engine, but for a slow first read
     assert paced["tbt_ms"]["num"] == 12 * 19
     interval = paced["tbt_ms"]["p99"]
     assert interval["low"] <= interval["value"] <= interval["high"]
@@ -121,19 +124,35 @@ def test_several_processes_and_a_bound_on_concurrency(url):
     assert result["models"]["paced"]["client_queue_ms"]["max"] > 0
 
 
+def test_a_ramp_sends_ever_more(url):
+    shown = bench(
+        url, "--model", FAST, "--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "99",
+        "--duration", "1", "--output-len", "2", "--save-detailed", "--result-dir", "/dev/null/no", "--json",
+    )  # fmt: skip
+    assert "cannot write /dev/null/no" in str(shown.exception)
+    shown = bench(
+        url, "--model", FAST, "--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "99",
+        "--duration", "1", "--output-len", "2", "--json",
+    )  # fmt: skip
+    result = json.loads(shown.stdout)
+    assert result["request_rate"] == "linear ramp"
+    assert 25 < result["completed"] < 80
+
+
 def test_results_are_compared_by_their_intervals(result_file, tmp_path):
     first = read_result(result_file)
+    first["models"]["paced"]["tbt_ms"]["p50"] = {"value": 10.0, "low": 9.0, "high": 11.0}
     second = json.loads(json.dumps(first))
-    for estimate in second["models"]["paced"]["tbt_ms"].values():
-        if isinstance(estimate, dict):
-            estimate.update({key: 10 * value for key, value in estimate.items()})
+    second["models"]["paced"]["tbt_ms"]["p50"] = {"value": 100.0, "low": 12.0, "high": 120.0}
+    second["models"]["paced"]["ttft_ms"]["p50"]["value"] *= 0.999  # within its interval
     verdicts = {(item.model, item.metric): item.verdict for item in differences(first, second)}
     assert verdicts["paced", "tbt_ms.p50"] == "worse"
     assert verdicts["paced", "ttft_ms.p50"] == "same"
     assert {item.verdict for item in differences(second, first) if item.metric == "tbt_ms.p50"} >= {"better"}
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps(second))
-    shown = CliRunner().invoke(cli.app, ["bench", "compare", str(result_file), str(other)], env={"COLUMNS": "120"})
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+    for path, result in zip(paths, (first, second), strict=True):
+        path.write_text(json.dumps(result))
+    shown = CliRunner().invoke(cli.app, ["bench", "compare", *map(str, paths)], env={"COLUMNS": "120"})
     assert "worse" in shown.stdout
     assert "10.00" in shown.stdout
 
@@ -142,6 +161,9 @@ WRONG = {
     "--request-rate paced=0": "--request-rate is 'paced=0': give requests per second above 0",
     "--request-rate nobody=1": "--request-rate names 'nobody'; the models are fast, paced",
     "--burstiness 0 --request-rate 1": "burstiness is 0.0; it must be above 0",
+    "--ramp-up-strategy fast": "ramp-up-strategy is 'fast'; it must be linear or exponential",
+    "--ramp-up-strategy linear --duration 1": "a ramp needs --ramp-up-start-rps, --ramp-up-end-rps and --duration",
+    "--ramp-up-strategy linear --ramp-up-start-rps 0 --ramp-up-end-rps 1 --duration 1": "start_rps of a ramp is 0.0",
     "--endpoint /v1/embeddings": "endpoint is '/v1/embeddings'",
     "--goodput ttft": "goodput is 'ttft'; it must be like ttft:500",
     "--metric-percentiles 50,x": "--metric-percentiles is '50,x'",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from crosspool.workload.arrivals import GammaBursts, Poisson, RateWindow, RecordedArrivals, WindowedBursts
+from crosspool.workload.arrivals import GammaBursts, Poisson, Ramp, RateWindow, RecordedArrivals, WindowedBursts
 
 
 def rng(seed=0):
@@ -68,3 +68,21 @@ def test_impossible_rates_are_refused():
     with pytest.raises(ValueError, match="cv is 0"):
         GammaBursts(rate_rps=1.0, cv=0.0)
     assert len(GammaBursts(rate_rps=0.0, cv=2.0).draw(rng(), 0.0, 10.0)) == 0
+
+
+@pytest.mark.parametrize("is_exponential", [False, True])
+@pytest.mark.parametrize(("start", "end"), [(1.0, 9.0), (9.0, 1.0), (4.0, 4.0)])
+def test_a_ramp_goes_from_one_rate_to_the_other(is_exponential, start, end):
+    ramp = Ramp(start_rps=start, end_rps=end, duration_s=4000.0, is_exponential=is_exponential)
+    times = ramp.draw(rng(), -50.0, 9000.0)
+    assert 0 <= times[0] <= times[-1] < 4000.0
+    assert len(times) / 4000.0 == pytest.approx(ramp.rate_rps, rel=0.05)
+    middle = (start * end) ** 0.5 if is_exponential else (start + end) / 2
+    for moment, rate in ((0.0, start), (1900.0, middle), (3800.0, end)):
+        found = np.count_nonzero((times >= moment) & (times < moment + 200.0)) / 200.0
+        assert found == pytest.approx(rate, rel=0.25), moment
+
+
+def test_a_ramp_without_a_rate_is_refused():
+    with pytest.raises(ValueError, match="end_rps of a ramp is 0; it must be above 0"):
+        Ramp(start_rps=1, end_rps=0, duration_s=1)

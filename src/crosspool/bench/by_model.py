@@ -44,10 +44,13 @@ def parse_rate(text: str) -> float:
     return rate
 
 
-def arrivals(rate: float, burstiness: float) -> ArrivalProcess | None:
-    """burstiness: shape of the Gamma intervals, as in vLLM: 1 is Poisson, less is burstier. None for all at once."""
+def check_burstiness(burstiness: float) -> None:
     if not 0 < burstiness < float("inf"):
         raise ValueError(f"burstiness is {burstiness}; it must be above 0 (1: Poisson, less: bursts)")
+
+
+def arrivals(rate: float, burstiness: float) -> ArrivalProcess | None:
+    """burstiness: shape of the Gamma intervals, as in vLLM: 1 is Poisson, less is burstier. None for all at once."""
     if rate == float("inf"):
         return None
     return Poisson(rate_rps=rate) if burstiness == 1.0 else GammaBursts(rate_rps=rate, cv=burstiness**-0.5)

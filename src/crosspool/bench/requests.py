@@ -2,9 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 
-from crosspool.bench.by_model import arrivals, by_model, lengths, parse_length, parse_rate, recorded_lengths
+from crosspool.bench.by_model import (
+    arrivals,
+    by_model,
+    check_burstiness,
+    lengths,
+    parse_length,
+    parse_rate,
+    recorded_lengths,
+)
 from crosspool.bench.settings import BenchSettings
 from crosspool.bench.traffic import ModelTraffic, PlannedRequest, drawn_requests, traced_requests
+from crosspool.workload.arrivals import ArrivalProcess, Ramp
 from crosspool.workload.formats.servegen import ServeGenClient, read_servegen
 from crosspool.workload.lengths import Lengths
 from crosspool.workload.traces import read_trace
@@ -15,6 +24,7 @@ NUM_PROMPTS = 100
 
 def planned_requests(settings: BenchSettings, models: Sequence[str]) -> list[PlannedRequest]:
     """Raises ValueError, naming flag, value and remedy, for what cannot be sent."""
+    check_burstiness(settings.burstiness)
     if settings.trace is not None:
         return _traced(settings, models)
     rates = by_model("request-rate", settings.request_rate, models, parse_rate)
@@ -24,7 +34,7 @@ def planned_requests(settings: BenchSettings, models: Sequence[str]) -> list[Pla
     traffic = []
     for name in models:
         rate = rates.get(name, float("inf"))
-        process = arrivals(rate, settings.burstiness)
+        process = arrivals(rate, settings.burstiness) if settings.ramp is None else _ramp(settings)
         if name in clients:
             own = clients[name].arrivals
             process = own.scaled(rate / own.rate_rps) if rate != float("inf") else own
@@ -68,6 +78,20 @@ def _traced(settings: BenchSettings, models: Sequence[str]) -> list[PlannedReque
         max_tokens=settings.max_model_len,
     )
     return planned if settings.num_prompts is None else planned[: settings.num_prompts]
+
+
+def _ramp(settings: BenchSettings) -> ArrivalProcess:
+    """Of each model. `BenchSettings` has checked that everything is there."""
+    assert settings.ramp_start_rps is not None
+    assert settings.ramp_end_rps is not None
+    assert settings.duration_s is not None
+    return Ramp(
+        start_rps=settings.ramp_start_rps,
+        end_rps=settings.ramp_end_rps,
+        duration_s=settings.duration_s,
+        is_exponential=settings.ramp == "exponential",
+        cv=settings.burstiness**-0.5,
+    )
 
 
 def _lengths(settings: BenchSettings, models: Sequence[str]) -> Mapping[str, Lengths]:

@@ -15,7 +15,7 @@ from crosspool.bench.processes import run_clients
 from crosspool.bench.report import write_report
 from crosspool.bench.requests import planned_requests
 from crosspool.bench.result import NAMES, RunFacts, result_dict
-from crosspool.bench.saved import write_result
+from crosspool.bench.saved import make_folder, write_result
 from crosspool.bench.server import listed_models, read_queues, warm_up
 from crosspool.bench.server_times import queue_times_between
 from crosspool.bench.settings import BenchSettings
@@ -30,6 +30,8 @@ def run(settings: BenchSettings, *, as_json: bool = False, console: Console | No
     load = LoadSettings(max_concurrency=settings.max_concurrency, timeout_s=settings.timeout_s)
     metrics, levels = _metrics(settings.metrics), _levels(settings.percentiles)
     objective = parse_objective(settings.goodput)
+    if settings.saves:
+        make_folder(settings.result_dir)
     urls = _base_urls(settings)
     models = tuple(urls)
     targets = {name: _target(settings, url) for name, url in urls.items()}
@@ -41,7 +43,7 @@ def run(settings: BenchSettings, *, as_json: bool = False, console: Console | No
         label=settings.label,
         seed=settings.seed,
         rates=realised_rates(planned),
-        request_rate="trace" if settings.trace is not None else _shown_rate(settings.request_rate),
+        request_rate=_told_rate(settings),
         burstiness=settings.burstiness,
         max_concurrency=settings.max_concurrency,
         trace=settings.trace.name if settings.trace is not None else None,
@@ -124,6 +126,12 @@ def _levels(text: str) -> tuple[float, ...]:
     if any(not 0 <= level <= 100 for level in levels):
         raise ValueError(f"--metric-percentiles is {text!r}; give numbers from 0 to 100, such as 50,95,99")
     return levels
+
+
+def _told_rate(settings: BenchSettings) -> float | str:
+    if settings.trace is not None:
+        return "trace"
+    return _shown_rate(settings.request_rate) if settings.ramp is None else f"{settings.ramp} ramp"
 
 
 def _shown_rate(words: Sequence[str]) -> float | str:

@@ -1,6 +1,7 @@
 """Result files: written, and read back for comparison."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,16 @@ def write_result(result: Mapping[str, Any], directory: Path, filename: str | Non
     label = f"{result['label']}-" if result["label"] else ""
     path = directory / (filename or f"bench-{label}{result['date']}.json")
     return write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+
+
+def make_folder(directory: Path) -> None:
+    """Before a run, so that its result is not lost. Raises ValueError where nothing can be written."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {directory}: {error.strerror or error}") from None
+    if not os.access(directory, os.W_OK):
+        raise ValueError(f"cannot write {directory}: permission denied; give another --result-dir")
 
 
 def write_text(path: Path, text: str) -> Path:

@@ -14,6 +14,9 @@ class BenchSettings:
     models: tuple[str, ...] = ()  # none: all that the server lists
     request_rate: tuple[str, ...] = ("inf",)
     burstiness: float = 1.0
+    ramp: str | None = None  # linear or exponential, over duration_s
+    ramp_start_rps: float | None = None
+    ramp_end_rps: float | None = None
     max_concurrency: int | None = None
     num_prompts: int | None = None
     duration_s: float | None = None
@@ -54,5 +57,15 @@ class BenchSettings:
                 raise ValueError(f"{name} is {value}; it must be above 0")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max-model-len is {self.max_model_len}; it must be at least 2")
+        if self.ramp is not None:
+            self._check_ramp()
         if self.trace is not None and (self.lengths or self.servegen_clients):
             raise ValueError("a trace has its own requests; give either --trace, or --lengths and ServeGen clients")
+
+    def _check_ramp(self) -> None:
+        if self.ramp not in ("linear", "exponential"):
+            raise ValueError(f"ramp-up-strategy is {self.ramp!r}; it must be linear or exponential")
+        if self.ramp_start_rps is None or self.ramp_end_rps is None or self.duration_s is None:
+            raise ValueError("a ramp needs --ramp-up-start-rps, --ramp-up-end-rps and --duration")
+        if self.trace is not None or self.servegen_clients:
+            raise ValueError("a ramp sets the rates itself; leave out --trace and ServeGen clients")

@@ -35,6 +35,9 @@ def bench(
         typer.Option(help=f"requests/s of each model, inf: all at once; default inf. {OF_MODELS}", show_default=False),
     ] = None,
     burstiness: Annotated[float, typer.Option(help="1: Poisson; below: bursts (shape of Gamma intervals)")] = 1.0,
+    ramp_up_strategy: Annotated[str | None, typer.Option(help="linear or exponential, over --duration")] = None,
+    ramp_up_start_rps: Annotated[float | None, typer.Option(help="requests/s of each model at the start")] = None,
+    ramp_up_end_rps: Annotated[float | None, typer.Option(help="and at the end")] = None,
     max_concurrency: Annotated[int | None, typer.Option(help="requests under way at once: a closed loop")] = None,
     num_prompts: Annotated[
         int | None, typer.Option(help="requests of each model; default 100 without a duration", show_default=False)
@@ -90,6 +93,9 @@ def bench(
             models=tuple(model or ()),
             request_rate=tuple(request_rate or ("inf",)),
             burstiness=burstiness,
+            ramp=ramp_up_strategy,
+            ramp_start_rps=ramp_up_start_rps,
+            ramp_end_rps=ramp_up_end_rps,
             max_concurrency=max_concurrency,
             num_prompts=num_prompts,
             duration_s=duration,

@@ -1,4 +1,4 @@
-"""When requests arrive: Poisson, Gamma-bursty, rates by time of day, or a recorded trace, all on one clock.
+"""When requests arrive: Poisson, Gamma-bursty, a ramp, rates by time of day, or a recorded trace, all on one clock.
 
 Every process is drawn for any interval, stationary from its first second on: nothing starts empty, so a caller that
 wants the requests alive at time 0 draws from before it.
@@ -105,6 +105,55 @@ class WindowedBursts:
                 if begin < end and window.rate_rps > 0:
                     parts.append(gamma_renewals(rng, window.rate_rps, window.cv, begin, end))
         return np.concatenate(parts) if parts else np.empty(0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ramp:
+    """A rate that goes from one to another in [0, duration_s), by equal steps or by equal factors; outside it is 0.
+
+    Gamma renewals of coefficient of variation `cv` on a clock that runs at the rate of the moment.
+    """
+
+    start_rps: float
+    end_rps: float
+    duration_s: float
+    is_exponential: bool = False
+    cv: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("start_rps", "end_rps", "duration_s", "cv"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} of a ramp is {getattr(self, name)}; it must be above 0")
+
+    @property
+    def rate_rps(self) -> float:
+        return self._expected(self.duration_s) / self.duration_s
+
+    def draw(self, rng: np.random.Generator, start_s: float, stop_s: float) -> FloatColumn:
+        start_s, stop_s = max(0.0, start_s), min(stop_s, self.duration_s)
+        if stop_s <= start_s:
+            return np.empty(0)
+        return self._moments(gamma_renewals(rng, 1.0, self.cv, self._expected(start_s), self._expected(stop_s)))
+
+    def _expected(self, moment_s: float) -> float:
+        """Arrivals expected up to a moment."""
+        share = moment_s / self.duration_s
+        growth = self.end_rps / self.start_rps
+        if self.is_exponential and growth != 1.0:
+            return float(self.start_rps * self.duration_s / np.log(growth) * (growth**share - 1.0))
+        return self.duration_s * share * (self.start_rps + (self.end_rps - self.start_rps) * share / 2.0)
+
+    def _moments(self, expected: FloatColumn) -> FloatColumn:
+        """The inverse of `_expected`."""
+        start, change = self.start_rps, self.end_rps - self.start_rps
+        if change == 0:
+            return expected / start
+        if self.is_exponential:
+            growth = np.log(self.end_rps / start)
+            moments: FloatColumn = self.duration_s * np.log1p(expected * growth / (start * self.duration_s)) / growth
+            return moments
+        root = np.sqrt(start**2 + 2.0 * change * expected / self.duration_s)
+        return 2.0 * expected / (start + root)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
