@@ -195,3 +195,21 @@ def test_whatever_the_limits_become_every_accepted_request_ends(moves, admission
         assert end.error is None or isinstance(end.error, CapacityError), end.error
     if admission == "reserve":
         assert drive.core.dispatcher.num_stalls == 0
+
+
+def test_a_lost_kv_rank_ends_what_limits_set_meanwhile_would_never_admit_again():
+    """Live sequences keep what they were promised; one that has to be prefilled again asks anew, and nobody waits for
+    what cannot come.
+    """
+    drive = Drive(a_config(64), [a_model("p")])
+    [large] = drive.add("p", prompt=60, max_tokens=60)
+    [small] = drive.add("p", prompt=10, max_tokens=30)
+    drive.run(until_s=0.05)
+    limited(drive, budget_bytes=20 * FRAME_BYTES)
+    drive.run(until_s=0.1)
+    assert not drive.ends, "both go on"
+    drive.cluster.lose("kv0", drive.now, back_in_s=0.1)
+    drive.run()
+    assert isinstance(drive.ends[large].error, CapacityError)
+    assert drive.ends[small].error is None
+    drive.check_all_ended()

@@ -379,7 +379,7 @@ class EngineCore:
                     updates.append(self._fail(sequence, error, now))
         self.pages[rank].memory_lost()
         self._forgotten.pop(rank, None)
-        return updates
+        return updates + self.refuse_unfitting(now)  # limits may have been set below what those that ran were promised
 
     def _give_up(self, trouble: Trouble) -> str:
         return (
