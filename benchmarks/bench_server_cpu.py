@@ -53,7 +53,8 @@ def main() -> int:
     parser.add_argument("--soak-json", type=Path, help="figures of a soak that has run: SOAK_JSON=FILE make soak")
     parser.add_argument("--note", default="", help="a sentence for the summary: what else the machine did")
     args = parser.parse_args()
-    report = Report("server", hardware="cpu", config=vars(args), seed=SEED)
+    config = {**vars(args), "soak_json": args.soak_json and args.soak_json.name}
+    report = Report("server", hardware="cpu", config=config, seed=SEED)
     mine, its = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=run_server, args=(its,), daemon=True)
     server.start()
