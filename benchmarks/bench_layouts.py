@@ -127,9 +127,11 @@ def main() -> int:
     report = Report("layouts", hardware="cpu", config=config, seed=args.seed)
     with tempfile.TemporaryDirectory() as folder:
         measure(args, report, list(demo_model_dirs().values()), Path(folder) / "server.log")
+    loads = [value for name, value in report.metrics.items() if name.startswith("machine_load.")]
     report.summary = (
         "NumPy backend, the three demo models on CPU processes: shows that the layouts serve and are measured alike. "
-        "Processes of one machine share its cores and memory bandwidth, so no figure here says anything about GPUs."
+        "Processes of one machine share its cores and memory bandwidth, so no figure here says anything about GPUs. "
+        f"The machine's load was up to {max(loads):.0f} on {os.cpu_count()} cores."
     )
     for path in report.write(args.out):
         print(path)

@@ -124,6 +124,16 @@ def test_several_processes_and_a_bound_on_concurrency(url):
     assert result["models"]["paced"]["client_queue_ms"]["max"] > 0
 
 
+def test_a_run_in_which_nothing_is_served_says_why(url, tmp_path):
+    shown = bench(url, "--model", "nobody", "--num-prompts", "3", "--num-warmups", "0", "--report",
+                  "--result-dir", str(tmp_path))  # fmt: skip
+    assert shown.exit_code == 0, shown.exception
+    assert "0 of 3 requests served" in shown.stdout
+    assert "3 not served: HTTP 404" in shown.stdout
+    (page,) = tmp_path.glob("*.html")
+    assert "3 failed" in page.read_text()
+
+
 def test_a_ramp_sends_ever_more(url):
     shown = bench(
         url, "--model", FAST, "--ramp-up-strategy", "linear", "--ramp-up-start-rps", "1", "--ramp-up-end-rps", "99",

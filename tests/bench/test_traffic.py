@@ -41,6 +41,12 @@ def test_a_models_requests_do_not_change_with_the_models_beside_it():
     assert alone == beside
 
 
+def test_models_do_not_arrive_together():
+    planned = drawn_requests([of("a"), of("b")], seed=1)
+    times = {name: {request.due_s for request in planned if request.model == name} for name in "ab"}
+    assert not times["a"] & times["b"]
+
+
 def test_more_prompts_begin_with_the_same_ones():
     few = drawn_requests([of("a", num=100)], seed=3)
     many = drawn_requests([of("a", num=100, rate=2.0), of("b", num=50)], seed=3)
