@@ -77,9 +77,16 @@ class Lane:
             assert torch.equal(self.sums(layer), out), f"layer {layer}"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "qwen2_moe", "gpt_oss"])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize(
+    ("family", "rows", "backwards"),
+    [
+        ("qwen3_moe", 1, False),
+        ("qwen3_moe", 3, True),
+        ("deepseek_v2", 1, True),
+        ("qwen2_moe", 3, False),
+        ("gpt_oss", 1, False),
+    ],
+)
 def test_a_pass_is_served_layer_by_layer(family, rows, backwards, tmp_path):
     lane = Lane(layers_of(family, tmp_path), rows)
     server = FFNServer(EmulatedKernels(num_sms=3, backwards=backwards), CPU, [lane.memory], idle_s=0.0)
