@@ -4,6 +4,7 @@ import asyncio
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from crosspool.bench.client import LoadSettings, run_load
 from crosspool.bench.server_times import QueueTimes, read_queue_times
@@ -26,28 +27,25 @@ def listed_models(base_url: str, api_key: str | None) -> tuple[str, ...]:
 
 def warm_up(planned: Sequence[PlannedRequest], targets: Mapping[str, Target], num: int, timeout_s: float) -> None:
     """The first `num` requests of each model, one after another. Raises CrossPoolError with the first failure."""
-    by_model: dict[str, list[PlannedRequest]] = {}
-    for request in planned:
-        own = by_model.setdefault(request.model, [])
-        if len(own) < num:
-            own.append(request)
     settings = LoadSettings(max_concurrency=1, timeout_s=timeout_s)
-    # Numbers of their own: a prompt sent before would be in a prefix cache.
-    requests = [
-        PlannedRequest(
-            index=-1 - place,
-            due_s=0.0,
-            model=request.model,
-            prompt_tokens=request.prompt_tokens,
-            output_tokens=request.output_tokens,
-        )
-        for own in by_model.values()
-        for place, request in enumerate(own)
-    ]
+    requests = warm_up_requests(planned, num)
     run = asyncio.run(run_load(requests, targets, settings, [0, 0, 0, 0]))
     for record in run.records:
         if record.outcome != "served":
             raise CrossPoolError(f"the warm-up request of {record.model} was not served: {record.error}")
+
+
+def warm_up_requests(planned: Sequence[PlannedRequest], num: int) -> list[PlannedRequest]:
+    """The first `num` requests of each model in length, due at once.
+
+    Their numbers are others, so their prompts are too: those that are measured must not be in a prefix cache.
+    """
+    by_model: dict[str, list[PlannedRequest]] = {}
+    for request in planned:
+        own = by_model.setdefault(request.model, [])
+        if len(own) < num:
+            own.append(replace(request, index=-1 - len(own), due_s=0.0))
+    return [request for own in by_model.values() for request in own]
 
 
 def read_queues(base_urls: Iterable[str], api_key: str | None) -> dict[str, QueueTimes]:
