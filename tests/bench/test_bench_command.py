@@ -158,6 +158,9 @@ def test_results_are_compared_by_their_intervals(result_file, tmp_path):
     verdicts = {(item.model, item.metric): item.verdict for item in differences(first, second)}
     assert verdicts["paced", "tbt_ms.p50"] == "worse"
     assert verdicts["paced", "ttft_ms.p50"] == "same"
+    second["models"]["paced"]["completed"] = 3
+    assert {item.verdict for item in differences(first, second) if item.model == "paced"} == {""}
+    second["models"]["paced"]["completed"] = 12
     assert {item.verdict for item in differences(second, first) if item.metric == "tbt_ms.p50"} >= {"better"}
     paths = [tmp_path / "first.json", tmp_path / "second.json"]
     for path, result in zip(paths, (first, second), strict=True):

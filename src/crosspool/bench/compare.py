@@ -9,9 +9,13 @@ TIMES = ("ttft_ms", "tbt_ms", "tpot_ms", "e2e_ms")
 COUNTS = ("request_throughput", "output_throughput", "goodput_share", "refused", "failed")
 
 
+FEWEST_REQUESTS = 8
+"""Served ones of each result, below which an interval says nothing."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One figure of both results. verdict: of the second; `same` where intervals overlap, empty without intervals."""
+    """One figure of both results. verdict: of the second; `same` where intervals overlap; empty without intervals or with too few requests."""
 
     model: str
     metric: str
@@ -33,6 +37,7 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Dif
 
 
 def _of_model(name: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Difference]:
+    is_told = min(first["completed"], second["completed"]) >= FEWEST_REQUESTS
     for metric in TIMES:
         for key, value in first.get(metric, {}).items():
             other = second.get(metric, {}).get(key)
@@ -42,7 +47,7 @@ def _of_model(name: str, first: Mapping[str, Any], second: Mapping[str, Any]) ->
                     metric=f"{metric}.{key}",
                     first=value["value"],
                     second=other["value"],
-                    verdict=_verdict(value, other),
+                    verdict=_verdict(value, other) if is_told else "",
                 )
     for metric in COUNTS:
         if first.get(metric) is not None and second.get(metric) is not None:

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from crosspool.bench.compare import Difference
+from crosspool.bench.compare import FEWEST_REQUESTS, Difference
 
 SHOWN = (("ttft_ms", "TTFT"), ("tbt_ms", "TBT"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
 SLOW_CLIENT_MS = 5.0
@@ -45,7 +45,8 @@ def show_differences(found: Sequence[Difference], console: Console) -> None:
         values = (number(item.first), number(item.second), ratio, item.verdict)
         table.add_row(item.model, item.metric, *values, style=colours[item.verdict])
     console.print(table)
-    console.print("same: the 95 % intervals overlap", style="dim", highlight=False)
+    note = f"same: the 95 % intervals overlap; no word: fewer than {FEWEST_REQUESTS} requests, or no interval"
+    console.print(note, style="dim", highlight=False)
 
 
 def headline(result: Mapping[str, Any]) -> list[str]:
