@@ -15,7 +15,10 @@ FEWEST_REQUESTS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One figure of both results. verdict: of the second; `same` where intervals overlap; empty without intervals or with too few requests."""
+    """One figure of both results.
+
+    verdict: of the second; `same` where intervals overlap, empty without intervals or with too few requests.
+    """
 
     model: str
     metric: str
