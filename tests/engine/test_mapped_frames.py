@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,8 +47,6 @@ def deployment(
 
 async def answers(live: LiveDeployment) -> list[list[int]]:
     """Greedy tokens of waves of requests that move the pool from model to model and back."""
-    import asyncio
-
     async with httpx2.AsyncClient(base_url=live.url, timeout=60) as http:
 
         async def ask(model: str, number: int) -> list[int]:
@@ -93,6 +94,31 @@ async def test_while_frames_are_free_no_decode_step_waits_for_a_page_to_be_mappe
             text = (await http.get("/metrics")).text
         assert 'crosspool:kv_mapping_waits_total{path="decode",rank="kv0"} 0.0' in text
         assert 'crosspool:kv_budget_bytes{rank="kv0"}' in text
+
+
+async def test_after_the_kv_rank_was_killed_nothing_is_lost_and_pages_are_mapped_ahead_again(
+    directories: dict[str, Path],
+) -> None:
+    with live_deployment(deployment(directories, "vmm", AMPLE, "processes")) as live:
+        async with httpx2.AsyncClient(base_url=live.url, timeout=60) as http:
+
+            async def ask(model: str) -> str:
+                body = {"model": model, "prompt": [7, 8, 9] * 20, "max_tokens": 300, "temperature": 0}
+                answer = await http.post("/v1/completions", json={**body, "ignore_eos": True})
+                return answer.json()["choices"][0]["text"]
+
+            undisturbed = {model: await ask(model) for model in "PQR"}
+            running = [asyncio.create_task(ask(model)) for model in "PQRPQR"]
+            while not any(load.num_decoding for load in live.stats().models):
+                await asyncio.sleep(0.002)
+            cluster = live.engine.engine._cluster
+            os.kill(cluster.pids()["kv0"], signal.SIGKILL)
+            assert [await answer for answer in running] == [undisturbed[model] for model in "PQRPQR"]
+        stats = live.stats()
+        assert stats.num_ranks_lost == 1
+        counts = stats.backings["kv0"]
+        assert counts.maps > 30
+        assert (counts.decode_waits, counts.full_waits) == (0, 0), counts
 
 
 async def test_a_model_that_goes_gives_its_range_back(directories: dict[str, Path]) -> None:

@@ -94,6 +94,14 @@ def test_a_model_gets_back_the_pages_that_it_gave_the_youngest_first():
     assert pool.allocate("q", 2) == ((16, 17, 18), (13, 14, 15)), "frames that nobody used before another's page"
 
 
+def test_pages_that_no_step_has_used_go_on_no_shelf():
+    pool = KVPool(10)
+    pool.add_model("p", 2)
+    pages = pool.allocate("p", 2)
+    pool.free("p", pages, was_used=False)
+    assert (pool.num_shelved("p"), pool.num_free, pool.num_loose) == (0, 9, 9)
+
+
 def test_the_shelf_of_the_model_idle_for_longest_is_taken_apart_first():
     pool = KVPool(13)
     for model in ("p", "q", "r"):

@@ -213,8 +213,12 @@ class KVRankPages:
         if self.prefix is not None:
             for model in self._models:
                 self.prefix.drop_unused(model)
+        self.nothing_is_mapped()
+
+    def nothing_is_mapped(self) -> None:
+        """The rank has started anew: no free page is mapped already."""
         for model in self._models:
-            self.pool.unshelve(model)  # nothing is mapped any more
+            self.pool.unshelve(model)
 
     def frames_used(self, model: str) -> int:
         """Frames in block tables of the model, each once."""

@@ -103,7 +103,7 @@ class PrefixPages:
             return
         start = len(self._prefix(sequence).filled)
         own = sequence.table.replace(start, self.take(sequence, found))
-        self._pool.free(sequence.request.model, own)
+        self._pool.free(sequence.request.model, own, was_used=False)
 
     def next_key(self, sequence: Sequence) -> bytes | None:
         """The key of the first page that a sequence which has not started lacks; None if it has to run that itself."""

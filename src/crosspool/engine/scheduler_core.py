@@ -244,6 +244,8 @@ class EngineCore:
                 return self._rank_lost(rank, reason, now)
             case RankReady(rank=rank):
                 self.ranks.ready(rank)
+                if rank in self.pages:
+                    self.pages[rank].nothing_is_mapped()  # what was released since its loss is not either
                 self._admission_due = True
                 return []
             case RankFailed(rank=rank, error=error):

@@ -107,14 +107,17 @@ class KVPool:
             held[page[0]] = page
         return tuple(pages)
 
-    def free(self, model: str, pages: Iterable[Page]) -> None:
-        """Take pages back. No step in flight may use them."""
+    def free(self, model: str, pages: Iterable[Page], *, was_used: bool = True) -> None:
+        """Take pages back. No step in flight may use them. Those that no step has used go on no shelf."""
         share = self._shares[model]
         held, shelf = share.held, share.shelf
         for page in pages:
             found = held.pop(page[0], None)
             assert found == page, f"{model} frees page {page}, which belongs to {self._owner(page)}"
-            shelf.append(page)
+            if was_used:
+                shelf.append(page)
+            else:
+                self._loose.extend(page)
             self.num_free += share.width
 
     def stock(self, model: str, num_pages: int) -> tuple[Page, ...]:
