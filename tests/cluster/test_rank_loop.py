@@ -451,3 +451,56 @@ def test_a_load_that_is_cancelled_under_way_ends_at_its_next_progress(tmp_path):
     assert isinstance(failed, LoadFailed)
     assert worker.models == set()
     assert not loader.cancel("m")
+
+
+class ScriptedShare:
+    """The share of a rank that has no part in any step: what it remembers of one it takes in when that begins."""
+
+    def __init__(self):
+        self.begun = []
+
+    def run_share(self, step, links):
+        self.begun.append(step.header.step_seq)
+        return (wait for wait in ())
+
+
+@pytest.fixture
+def share_rig(make_rig):
+    rig = make_rig(peers=("kv1",))
+    rig.share = ScriptedShare()
+    rig.loop._worker = RankWorker(attention_worker=rig.worker, share_worker=rig.share)
+
+    def step(step_seq, behind=0):
+        header = StepHeader(lane=0, model="m", step_seq=step_seq, phase="decode", num_tokens=1, kv_rank="kv1")
+        rig.loop.handle(messages.Step(StepDescriptor(header=header, rows=()), behind))
+
+    rig.step = step
+    return rig
+
+
+@pytest.mark.parametrize("behind", [2, 0])
+def test_a_share_that_is_late_begins_every_step_in_turn(share_rig, behind):
+    """The home waits for no share without a part in a step: two more may come before this rank has looked at one."""
+    share_rig.step(1)
+    share_rig.step(2, behind=1)
+    share_rig.step(3, behind=behind)
+    share_rig.spin()
+    assert share_rig.share.begun == [1, 2, 3]
+    share_rig.step(4)
+    share_rig.spin()
+    assert share_rig.share.begun == [1, 2, 3, 4]
+    assert not share_rig.said
+
+
+def test_a_step_behind_one_that_is_aborted_begins_on_a_share_since_the_home_may_have_finished_that(share_rig):
+    share_rig.step(1)
+    share_rig.step(2, behind=1)
+    share_rig.loop.handle(messages.AbortStep(0, 1))
+    share_rig.spin()
+    assert share_rig.share.begun == [1, 2]
+    share_rig.step(3)
+    share_rig.step(4, behind=3)
+    share_rig.loop.handle(messages.AbortStep(0, 3))
+    share_rig.loop.handle(messages.AbortStep(0, 4))
+    assert not share_rig.loop.is_busy
+    assert not share_rig.said

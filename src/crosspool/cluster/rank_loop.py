@@ -154,14 +154,27 @@ class RankLoop:
             self._around.emit(StepEnded(header.lane, header.step_seq, error=error, fatal=True))
             return
         self._newest_seq[header.lane] = header.step_seq
-        run = self._runs.get(header.lane)
-        if behind and run is not None and run.header.step_seq == behind:
+        self._leave_older(header.lane, behind)
+        if header.lane in self._runs:
             self._behind[header.lane] = work
         elif behind and self._leads(header) and self._finished_seq.get(header.lane) != behind:
             self._refuse(header, behind)
         else:
-            self._drop(header.lane)  # a newer step supersedes a stale one
             self._begin(work)
+
+    def _leave_older(self, lane: int, step_seq: int) -> None:
+        """A newer step has come: those before `step_seq` are over for the rank that leads them.
+
+        It does not wait for a share that has no part in a step. Such a rank may be late, and then begins one step after
+        another, since each tells it of sequences and pages.
+        """
+        while (run := self._runs.get(lane)) is not None and run.header.step_seq != step_seq:
+            self._drop(lane)
+            self._begin_behind(lane)
+
+    def _begin_behind(self, lane: int) -> None:
+        if lane in self._behind:
+            self._begin(self._behind.pop(lane))
 
     def _begin(self, work: StepDescriptor | StepHeader) -> None:
         header = _header(work)
@@ -177,7 +190,11 @@ class RankLoop:
                 half = self._worker.attention.run(work, links)
             else:
                 links = self._links(header, (), (header.kv_rank,))
-                half = self._worker.share.run_share(work, links)
+                share = self._worker.share.run_share(work, links)
+                if share is None:  # nobody waits for it: the step is over here, whatever comes next
+                    self._finished_seq[header.lane] = header.step_seq
+                    return
+                half = share
         except Exception as failure:  # as in _run_segment: it ends this step only
             self._fail(header, failure)
             return
@@ -215,8 +232,7 @@ class RankLoop:
             self._computed(run, self._around.clock() - now_s)
             if self._leads(run.header):
                 self._around.emit(StepFinished(_result(run, end.value)))
-            if lane in self._behind:
-                self._begin(self._behind.pop(lane))
+            self._begin_behind(lane)
             return
         except Exception as failure:  # a bug or bad input ends this step; other lanes and the loop go on
             del self._runs[lane]
@@ -236,18 +252,24 @@ class RankLoop:
         logger.error("%s: step %d of %s failed", self.name, header.step_seq, header.model, exc_info=failure)
         error = f"{self.name}: {one_line(failure)}"
         self._around.emit(StepEnded(header.lane, header.step_seq, error=error, fatal=True))
-        self._drop_behind(header)
+        self._go_on_behind(header)
 
     def _refuse(self, header: StepHeader, behind: int) -> None:
         """The step behind one that failed ends without having run; the leading rank says so."""
-        if self._leads(header):
-            error = f"{self.name}: step {behind} of lane {header.lane}, behind which it came, failed"
-            self._around.emit(StepEnded(header.lane, header.step_seq, error=error))
+        error = f"{self.name}: step {behind} of lane {header.lane}, behind which it came, failed"
+        self._around.emit(StepEnded(header.lane, header.step_seq, error=error))
 
-    def _drop_behind(self, failed: StepHeader) -> None:
-        work = self._behind.pop(failed.lane, None)
-        if work is not None:
-            self._refuse(_header(work), failed.step_seq)
+    def _go_on_behind(self, given_up: StepHeader) -> None:
+        """What becomes of the step behind one that is given up here. Only the leading rank knows whether that failed:
+        it then refuses it. Every other rank begins it, and gives it up when it is told to.
+        """
+        work = self._behind.get(given_up.lane)
+        if work is None:
+            return
+        if self._leads(_header(work)):
+            self._refuse(_header(self._behind.pop(given_up.lane)), given_up.step_seq)
+        else:
+            self._begin_behind(given_up.lane)
 
     def _expire(self, run: LaneRun) -> None:
         header = run.header
@@ -258,7 +280,7 @@ class RankLoop:
         )
         self._drop(header.lane)
         self._around.emit(StepEnded(header.lane, header.step_seq, waiting_on, error))
-        self._drop_behind(header)
+        self._go_on_behind(header)
 
     def _abort(self, lane: int, step_seq: int) -> None:
         run, work = self._runs.get(lane), self._behind.get(lane)
@@ -272,7 +294,7 @@ class RankLoop:
         if self._leads(header):
             self._around.emit(StepEnded(lane, step_seq))
         if run is not None and header is run.header:
-            self._drop_behind(header)
+            self._go_on_behind(header)
 
     def _drop(self, lane: int) -> None:
         run = self._runs.pop(lane, None)
