@@ -76,9 +76,7 @@ def serve(
     control: Annotated[
         str | None, typer.Option(help="decode with cuda: graphs, or a resident FFN server  [graphs]")
     ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="processes (one a rank) or inprocess  [processes]")
-    ] = None,
+    layout: Annotated[str | None, typer.Option(help="processes (one a rank) or inprocess  [processes]")] = None,
     baseline: Annotated[
         str | None, typer.Option(help="static or elastic: whole models without pools, to measure against")
     ] = None,
