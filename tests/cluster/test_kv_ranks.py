@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from threadpoolctl import threadpool_limits
 
+from crosspool.backends.base import Wait
 from crosspool.backends.numpy.monolithic import MonolithicModel
 from crosspool.cluster import messages
 from crosspool.cluster.base import ModelReady, RankLost, RankReady, StepDone, StepFailed
@@ -242,9 +243,8 @@ def test_a_step_of_a_model_must_be_led_by_one_of_its_homes(directories):
     stepped.cluster.close()
 
 
-def test_a_backend_that_cannot_hold_shares_says_so(directories, tmp_path):
-    said = []
-    around = RankSurroundings(
+def surroundings(said):
+    return RankSurroundings(
         emit=said.append,
         ring=lambda peer: lambda: None,
         wake=lambda: None,
@@ -253,11 +253,59 @@ def test_a_backend_that_cannot_hold_shares_says_so(directories, tmp_path):
         step_deadline_s=1.0,
         start=start_now,
     )
+
+
+def test_a_backend_that_cannot_hold_shares_says_so():
+    said = []
     worker = make_worker(make_config("inprocess", 2), "kv1")
-    loop = RankLoop("kv1", RankWorker(attention_worker=worker.attention), around)
+    loop = RankLoop("kv1", RankWorker(attention_worker=worker.attention), surroundings(said))
     loop.handle(messages.OpenChannels(0, "kv0", 64, ArrayRegion(link_bytes(64)), is_far=True))
     header = StepHeader(lane=0, model="m", step_seq=1, phase="decode", num_tokens=1, kv_rank="kv0")
     loop.handle(messages.Step(StepDescriptor(header=header, rows=())))
     [ended] = said
     assert ended.fatal
     assert "this backend does not split a model over KV ranks; use one KV rank" in ended.error
+
+
+class SharesInTurn:
+    """A share worker that has a part in steps of decode only, and notes which steps it began."""
+
+    def __init__(self):
+        self.began = []
+
+    def run_share(self, step, links):
+        self.began.append(step.header.step_seq)
+        return self._answers(links) if step.header.phase == "decode" else None
+
+    def _answers(self, links):
+        yield Wait(tuple(links.exchange_inlets.values()), 1)
+
+    def memory_bytes(self):
+        return {}
+
+
+def test_steps_that_a_share_has_no_part_in_are_over_for_it_at_once():
+    """The home does not wait for it there, so several may come before its loop turns."""
+    said, worker = [], SharesInTurn()
+    loop = RankLoop("kv1", RankWorker(attention_worker=worker, share_worker=worker), surroundings(said))
+    loop.handle(messages.OpenChannels(0, "kv0", 64, ArrayRegion(link_bytes(64)), is_far=True))
+    for seq, phase in ((1, "prefill"), (2, "prefill"), (3, "decode"), (4, "prefill")):
+        header = StepHeader(lane=0, model="m", step_seq=seq, phase=phase, num_tokens=1, kv_rank="kv0")
+        loop.handle(messages.Step(StepDescriptor(header=header, rows=()), behind=seq - 1))
+    assert worker.began == [1, 2, 3]  # 4 waits behind 3, which waits for the home
+    assert loop.is_busy
+    assert not said
+
+
+def test_a_share_does_not_begin_the_step_behind_one_that_it_gave_up():
+    """It has not taken in the pages of the one before: the home refuses the step behind, and the share forgets it."""
+    said, worker = [], SharesInTurn()
+    loop = RankLoop("kv1", RankWorker(attention_worker=worker, share_worker=worker), surroundings(said))
+    loop.handle(messages.OpenChannels(0, "kv0", 64, ArrayRegion(link_bytes(64)), is_far=True))
+    for seq in (1, 2):
+        header = StepHeader(lane=0, model="m", step_seq=seq, phase="decode", num_tokens=1, kv_rank="kv0")
+        loop.handle(messages.Step(StepDescriptor(header=header, rows=()), behind=seq - 1))
+    loop.handle(messages.AbortStep(0, 1))
+    assert worker.began == [1]
+    assert not loop.is_busy
+    assert not said

@@ -99,7 +99,9 @@ class SplitKVModel:
         home, shares = self.placement.kv_rank, self.placement.shares(self.placement.kv_rank)
         halves = {home: self.kv[home].run(step, self._links(home, self.placement.weights_ranks, shares))}
         for rank in shares:
-            halves[rank] = self.kv[rank].run_share(step, self._links(rank, (), (home,)))
+            share = self.kv[rank].run_share(step, self._links(rank, (), (home,)))
+            if share is not None:
+                halves[rank] = share
         for rank, worker in self.ffn.items():
             halves[rank] = worker.run(step.header, self._links(rank, (home,)))
         return halves

@@ -99,11 +99,11 @@ class AttentionWorker(Protocol):
 class ShareWorker(Protocol):
     """A KV rank's part in the steps of models whose home is another KV rank. An `AttentionWorker` may be one too."""
 
-    def run_share(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[None]:
+    def run_share(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[None] | None:
         """Answer the home's rows of every layer; remembers the step's block tables after the last answer.
 
-        Where the home does not wait for any answer of the step, they are remembered before this returns: the next step
-        may come before the half has run. Raises ValueError for a step that cannot run here.
+        None where the home does not wait for any answer of the step; they are remembered then, since the next step may
+        come at any time. Raises ValueError for a step that cannot run here.
         """
         ...
 

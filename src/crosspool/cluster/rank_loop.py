@@ -252,24 +252,22 @@ class RankLoop:
         logger.error("%s: step %d of %s failed", self.name, header.step_seq, header.model, exc_info=failure)
         error = f"{self.name}: {one_line(failure)}"
         self._around.emit(StepEnded(header.lane, header.step_seq, error=error, fatal=True))
-        self._go_on_behind(header)
+        self._drop_behind(header)
 
     def _refuse(self, header: StepHeader, behind: int) -> None:
         """The step behind one that failed ends without having run; the leading rank says so."""
         error = f"{self.name}: step {behind} of lane {header.lane}, behind which it came, failed"
         self._around.emit(StepEnded(header.lane, header.step_seq, error=error))
 
-    def _go_on_behind(self, given_up: StepHeader) -> None:
-        """What becomes of the step behind one that is given up here. Only the leading rank knows whether that failed:
-        it then refuses it. Every other rank begins it, and gives it up when it is told to.
+    def _drop_behind(self, given_up: StepHeader) -> None:
+        """The step behind one that is given up here does not run; the leading rank refuses it.
+
+        Had the leading rank finished the one before, every rank with a part in that had finished it too, and a share
+        without one was through with it at once.
         """
-        work = self._behind.get(given_up.lane)
-        if work is None:
-            return
-        if self._leads(_header(work)):
-            self._refuse(_header(self._behind.pop(given_up.lane)), given_up.step_seq)
-        else:
-            self._begin_behind(given_up.lane)
+        work = self._behind.pop(given_up.lane, None)
+        if work is not None and self._leads(_header(work)):
+            self._refuse(_header(work), given_up.step_seq)
 
     def _expire(self, run: LaneRun) -> None:
         header = run.header
@@ -280,7 +278,7 @@ class RankLoop:
         )
         self._drop(header.lane)
         self._around.emit(StepEnded(header.lane, header.step_seq, waiting_on, error))
-        self._go_on_behind(header)
+        self._drop_behind(header)
 
     def _abort(self, lane: int, step_seq: int) -> None:
         run, work = self._runs.get(lane), self._behind.get(lane)
@@ -294,7 +292,7 @@ class RankLoop:
         if self._leads(header):
             self._around.emit(StepEnded(lane, step_seq))
         if run is not None and header is run.header:
-            self._go_on_behind(header)
+            self._drop_behind(header)
 
     def _drop(self, lane: int) -> None:
         run = self._runs.pop(lane, None)

@@ -132,11 +132,8 @@ class NumpyAttentionWorker:
             attention.add(inlet.take(layer, num_tokens, hidden_size) for inlet in inlets)
         return attention.finish()
 
-    def run_share(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[None]:
-        """The part of this rank in a step that another KV rank leads (`backends.base.ShareWorker`).
-
-        Nobody waits for a share that has no part in a step, so what it has to remember of that is taken in at once.
-        """
+    def run_share(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[None] | None:
+        """The part of this rank in a step that another KV rank leads (`backends.base.ShareWorker`)."""
         name = step.header.model
         share = self._shares.get(name)
         if share is None:
@@ -147,7 +144,7 @@ class NumpyAttentionWorker:
         answers = share.part.answers(rows, step.header, inlet, outlet)
         if answers is None:
             rows.commit({})
-            return _no_part()
+            return None
         return _answered(answers, rows)
 
     def forget(self, sequence_ids: SequenceOf[int]) -> None:
@@ -168,10 +165,6 @@ class NumpyAttentionWorker:
         weights += sum(share.part.nbytes for share in list(self._shares.values()))
         kv_cache = self._arena.nbytes if self._mapped is None else self._mapped.num_bytes
         return {"attention_weights": weights, "kv_cache": kv_cache, "ffn_weights": 0}
-
-
-def _no_part() -> HalfStep[None]:
-    yield from ()
 
 
 def _answered(answers: HalfStep[None], rows: StepRows) -> HalfStep[None]:
