@@ -88,7 +88,8 @@ def test_the_page_shows_what_runs(browser: Any, fake: FakeEngine, tmp_path: Path
         page.tab.wait_for_timeout(1200)
         assert page.column(1) == list(MODELS)
         assert sum(int(text) for text in page.column(3)) == num_running
-        assert "64.0 KiB used, 32.0 KiB reserved, 96.0 KiB reusable, 208 KiB free of 400 KiB" in page.tab.inner_text("#kv-pool")
+        shown = page.tab.inner_text("#kv-pool")
+        assert "64.0 KiB used, 32.0 KiB reserved, 96.0 KiB reusable, 208 KiB free of 400 KiB" in shown
         label = page.tab.locator("#weights-pool canvas").get_attribute("aria-label")
         assert label == "w0: 800 B of 4 models. " + ", ".join(f"{name} 200 B" for name in MODELS)
         assert page.tab.locator(".chart canvas").count() == 4
