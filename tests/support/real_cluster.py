@@ -52,10 +52,18 @@ def pids(cluster: RankCluster) -> dict[str, int]:
 
 
 def children(pid: int | None = None) -> list[int]:
-    """Live child processes."""
+    """Live child processes, but for multiprocessing's own tracker, which lives as long as its parent."""
     pid = pid or os.getpid()
     tasks = Path(f"/proc/{pid}/task")
-    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    found = [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    return [child for child in found if not _is_tracker(child)]
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return False
 
 
 def is_running(pid: int) -> bool:
