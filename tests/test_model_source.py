@@ -24,7 +24,7 @@ def _generate(repository: str, home: Path, **environment: str) -> "subprocess.Co
     prompts = home / "prompts.txt"
     prompts.write_text("Once upon a time\n")
     command = [sys.executable, "-m", "crosspool", "generate", repository, "--prompts", str(prompts)]
-    env = {**os.environ, "HF_HOME": str(home / "hf"), **environment}
+    env = {**os.environ, "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "0", **environment}
     return subprocess.run(
         [*command, "--max-tokens", "4", "--temperature", "0"], env=env, capture_output=True, text=True, timeout=120
     )

@@ -18,6 +18,7 @@ from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, Schedul
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.tiny_models import write_tiny_model
+from tests.support.real_cluster import children
 
 CONTEXT = 1024
 
@@ -82,7 +83,7 @@ async def test_a24_idle_models_burn_no_core_and_the_first_token_after_that_is_qu
         async with connect(live) as http:
             for _ in range(3):
                 await complete(http, prompt="the sea", max_tokens=8)
-            workers = psutil.Process().children(recursive=True)
+            workers = [psutil.Process(pid) for pid in children()]
             assert len(workers) == 2
             before, started = [sum(worker.cpu_times()[:2]) for worker in workers], time.monotonic()
             await asyncio.sleep(3.0)
