@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
-from tests.support.tiny_models import write_tiny_model
 from tests.support.real_cluster import children
+from tests.support.tiny_models import write_tiny_model
 
 CONTEXT = 1024
 
