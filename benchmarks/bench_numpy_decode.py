@@ -21,6 +21,7 @@ from benchmarks.report import Report
 from benchmarks.transformers_judge import TransformersModel
 from crosspool.config import Layout
 from crosspool.models.directory import read_model_dir
+from crosspool.server.run import settle_memory
 
 SEED = 11
 PROMPT_TOKENS = 16
@@ -73,6 +74,7 @@ async def _compare(
     times: dict[str, list[float]],
 ) -> None:
     async with running_engine(directories, layout) as engine:
+        settle_memory()
         for index in range(rounds + 1):  # the first is warm-up
             for name, batch in (("b1", jobs[:1]), ("c8", jobs)):
                 ours, seconds = await run_jobs(engine, batch, f"{name}-{index}")
