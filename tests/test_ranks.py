@@ -65,8 +65,33 @@ def test_what_cannot_be_is_refused_in_one_line():
         kv_bytes_of_each(deployment("static", kv_pool_bytes=128 * KiB))
     with pytest.raises(ValueError, match="d has no memory of its own in baseline static"):
         kv_ranks_of(ModelConfig(source="/models/d"), deployment("static"))
-    with pytest.raises(CrossPoolError, match="baseline is elastic; the CUDA backend serves from two pools only"):
-        cluster_config(deployment("elastic", backend="cuda"))
+    with pytest.raises(CrossPoolError, match=r"control is resident with baseline static; .* so use graphs"):
+        cluster_config(deployment("static", backend="cuda", control="resident"))
+    with pytest.raises(CrossPoolError, match="layout is inprocess with baseline elastic on GPUs; use processes"):
+        cluster_config(deployment("elastic", backend="cuda", layout="inprocess"))
+
+
+def test_static_models_on_gpus_run_undivided_on_the_gpu_of_their_place():
+    cluster = cluster_config(deployment("static", backend="cuda", frame_bytes=64 * KiB))
+    assert cluster.joins_halves
+    assert cluster.device_of == {"kv0": 0, "w0": 0, "kv1": 1, "w1": 1, "kv2": 0, "w2": 0}
+    assert [cluster.first_frame(rank) for rank in cluster.kv_ranks] == [64 * number for number in range(3)]
+
+
+def test_elastic_models_on_gpus_have_processes_of_their_own_and_share_the_memory_of_their_gpu():
+    config = deployment("elastic", backend="cuda", frame_bytes=64 * KiB)
+    assert [(*kv_ranks_of(model, config), *weights_ranks_of(model, config)) for model in MODELS] == [
+        ("kv0", "w0"),
+        ("kv1", "w1"),
+        ("kv0", "w0"),
+    ]
+    assert num_lanes(config) == (3, 3)
+    assert kv_bytes_of_each(config) == 6 * MiB
+    cluster = cluster_config(config)
+    assert cluster.all_hosts == (("kv0.0", "w0.0"), ("kv0.1", "w0.1"), ("kv1.0", "w1.0"))
+    assert cluster.device_of == {"kv0.0": 0, "kv0.1": 0, "kv1.0": 1, "w0.0": 0, "w0.1": 0, "w1.0": 1}
+    assert cluster.arenas == (("kv0.0", "kv0.1"), ("kv1.0",))
+    assert [cluster.first_frame(rank) for rank in cluster.kv_ranks] == [0, 0, 96]
 
 
 def test_elastic_models_with_latent_attention_are_replicas():

@@ -3,10 +3,13 @@
 This is the one place that knows engine, cluster and server front ends at once.
 """
 
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from crosspool.cluster.apart import ApartCluster, own_rank
+from crosspool.cluster.base import Cluster
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.start import start_cluster
 from crosspool.config import Backend, DeploymentConfig, KVSplit, ModelConfig
@@ -20,11 +23,15 @@ from crosspool.model_source import model_directory
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import DType
 from crosspool.ranks import (
+    are_apart,
+    arenas,
+    devices,
     hosts,
     kv_bytes_of_each,
     kv_ranks,
     kv_ranks_of,
     num_lanes,
+    num_slots,
     order,
     weights_ranks,
     weights_ranks_of,
@@ -101,8 +108,6 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         raise CrossPoolError("kv_backing is vmm; the CUDA backend serves from an arena, so use that")
     if backend == "cuda" and config.pools.num_kv_ranks > 1:
         raise CrossPoolError(f"kv_ranks is {config.pools.num_kv_ranks}; the CUDA backend runs one, so use 1")
-    if backend == "cuda" and config.pools.baseline is not None:
-        raise CrossPoolError(f"baseline is {config.pools.baseline}; the CUDA backend serves from two pools only")
     engine = engine_config(config)
     cluster = ClusterConfig(
         backend=backend,
@@ -110,7 +115,7 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         kv_ranks=kv_ranks(config),
         kv_backing=config.pools.kv_backing,
         weights_ranks=weights_ranks(config),
-        hosts=hosts(config),
+        hosts=() if are_apart(config) else hosts(config),
         order=order(config),
         num_frames=engine.num_frames,
         frame_bytes=engine.frame_bytes,
@@ -120,15 +125,51 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
     if backend == "numpy" and cluster.layout == "inprocess":
         return replace(cluster, hosts=(cluster.ranks,))  # in threads they would take the interpreter from each other
     if backend == "cuda":
-        return replace(
+        cluster = replace(
             cluster, control=config.pools.control, spin_us=CUDA_SPIN_US, start_timeout_s=CUDA_START_TIMEOUT_S
         )
+        return cluster if config.pools.baseline is None else _whole_on_gpus(cluster, config)
     return cluster
+
+
+def _whole_on_gpus(cluster: ClusterConfig, config: DeploymentConfig) -> ClusterConfig:
+    """A baseline's models lie whole on one GPU each, where both halves run on one stream."""
+    if config.pools.control != "graphs":
+        raise CrossPoolError(
+            f"control is {config.pools.control} with baseline {config.pools.baseline}; "
+            "a resident FFN server needs a GPU of its own, so use graphs"
+        )
+    if config.pools.layout != "processes":
+        raise CrossPoolError(
+            f"layout is {config.pools.layout} with baseline {config.pools.baseline} on GPUs; use processes"
+        )
+    if not are_apart(config):
+        return replace(cluster, joins_halves=True, devices=devices(config))
+    slots = num_slots(config)
+    return replace(
+        cluster,
+        joins_halves=True,
+        kv_ranks=_each_apart(cluster.kv_ranks, slots),
+        weights_ranks=_each_apart(cluster.weights_ranks, slots),
+        hosts=hosts(config),
+        devices=devices(config),
+        arenas=arenas(config),
+        arena_token=secrets.token_hex(16),
+    )
+
+
+def _each_apart(ranks: Sequence[str], slots: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(own_rank(rank, slot) for rank in ranks for slot in range(slots[rank]))
+
+
+def _start_cluster(config: DeploymentConfig) -> Cluster:
+    cluster = start_cluster(cluster_config(config))
+    return ApartCluster(cluster, num_slots(config)) if are_apart(config) else cluster
 
 
 def start_engine(config: DeploymentConfig) -> AsyncEngine:
     """The two pools and the engine, running, with no models yet. The caller closes it."""
-    return AsyncEngine(Engine(engine_config(config), start_cluster(cluster_config(config))).start())
+    return AsyncEngine(Engine(engine_config(config), _start_cluster(config)).start())
 
 
 async def load_models(

@@ -6,6 +6,7 @@ has as many places (GPUs, or processes on CPUs) and as much KV memory as the two
     pools     kv0 ...          w0 ...         hidden states cross between them
     static    (kv0 w0 kv2 w2) (kv1 w1)        each model whole at one place, with KV of its own
     elastic   (kv0 w0) (kv1 w1)               each model cut over all places, whose KV all share
+    on GPUs   (kv0.0 w0.0) (kv0.1 w0.1) (kv1.0 w1.0)   the same, each model whole at one place, a process for each
 
 In a baseline every model has lanes of its own and nothing orders the models' steps against each other: they take a
 place in the order in which they come.
@@ -13,6 +14,7 @@ place in the order in which they come.
 
 from zlib import crc32
 
+from crosspool.cluster.apart import own_rank
 from crosspool.config import DeploymentConfig, ModelConfig
 from crosspool.errors import CrossPoolError
 
@@ -31,9 +33,50 @@ def hosts(config: DeploymentConfig) -> tuple[tuple[str, ...], ...]:
     """Ranks that share a process; none where each has one of its own."""
     if config.pools.baseline is None:
         return ()
+    if are_apart(config):
+        return tuple(
+            (own_rank(kv, slot), own_rank(w, slot))
+            for kv, w in zip(kv_ranks(config), weights_ranks(config), strict=True)
+            for slot in range(num_slots(config)[kv])
+        )
     pairs = list(zip(kv_ranks(config), weights_ranks(config), strict=True))
     places = min(_num_places(config), len(pairs))
     return tuple(tuple(rank for pair in pairs[place::places] for rank in pair) for place in range(places))
+
+
+def are_apart(config: DeploymentConfig) -> bool:
+    """Whether every model has a process of its own at each of its ranks, as engines that know nothing of each other."""
+    return config.pools.baseline == "elastic" and config.pools.backend == "cuda"
+
+
+def num_slots(config: DeploymentConfig) -> dict[str, int]:
+    """By rank: its processes, where models are apart. One at least, for a model that comes later."""
+    pairs = zip(kv_ranks(config), weights_ranks(config), strict=True)
+    models, places = len(config.models), _num_places(config)
+    return {rank: max(1, len(range(place, models, places))) for place, pair in enumerate(pairs) for rank in pair}
+
+
+def arenas(config: DeploymentConfig) -> tuple[tuple[str, ...], ...]:
+    """KV ranks that share the memory of a place; none where each has its own."""
+    if not are_apart(config):
+        return ()
+    slots = num_slots(config)
+    return tuple(tuple(own_rank(rank, slot) for slot in range(slots[rank])) for rank in kv_ranks(config))
+
+
+def devices(config: DeploymentConfig) -> tuple[tuple[str, int], ...]:
+    """(rank, GPU) of a baseline's ranks, whose place is a GPU; none for two pools, where each rank has one in order."""
+    if config.pools.baseline is None:
+        return ()
+    places = _num_places(config)
+    if are_apart(config):
+        slots = num_slots(config)
+        ranks = [
+            (rank, place) for group in (kv_ranks(config), weights_ranks(config)) for place, rank in enumerate(group)
+        ]
+        return tuple((own_rank(rank, slot), place) for rank, place in ranks for slot in range(slots[rank]))
+    groups = (kv_ranks(config), weights_ranks(config))
+    return tuple((rank, index % places) for group in groups for index, rank in enumerate(group))
 
 
 def kv_ranks_of(model: ModelConfig, config: DeploymentConfig) -> tuple[str, ...]:
@@ -46,14 +89,23 @@ def kv_ranks_of(model: ModelConfig, config: DeploymentConfig) -> tuple[str, ...]
     name = model.served_name
     if config.pools.baseline == "static":
         return (ranks[_static_place(name, names)],)
-    home = (names.index(name) if name in names else crc32(name.encode())) % len(ranks)
+    home = _place(name, names, len(ranks))
+    if are_apart(config):
+        return (ranks[home],)
     return ranks[home:] + ranks[:home]
+
+
+def _place(name: str, names: list[str], places: int) -> int:
+    """In turn; that of a model beside the deployment's is drawn."""
+    return (names.index(name) if name in names else crc32(name.encode())) % places
 
 
 def weights_ranks_of(model: ModelConfig, config: DeploymentConfig) -> tuple[str, ...]:
     ranks = weights_ranks(config)
     if config.pools.baseline == "static":
         return (ranks[_static_place(model.served_name, [own.served_name for own in config.models])],)
+    if are_apart(config):
+        return (ranks[_place(model.served_name, [own.served_name for own in config.models], len(ranks))],)
     return ranks
 
 
@@ -76,7 +128,8 @@ def num_lanes(config: DeploymentConfig) -> tuple[int, int]:
     scheduling = config.scheduling
     if config.pools.baseline is None:
         return scheduling.num_decode_lanes, scheduling.num_prefill_lanes
-    each = max(1, len(config.models)) * (1 if config.pools.baseline == "static" else _num_places(config))
+    is_whole = config.pools.baseline == "static" or are_apart(config)
+    each = max(1, len(config.models)) * (1 if is_whole else _num_places(config))
     return each, each
 
 

@@ -31,6 +31,9 @@ class ClusterConfig:
     threads_per_rank: int = 1  # of the linear algebra library
     control: Control = "graphs"  # of decode on the weights ranks' GPUs
     devices: tuple[tuple[str, int], ...] = ()  # (rank, GPU); a rank not named takes its place among the ranks
+    joins_halves: bool = False  # a model whose KV rank and only weights rank share a host and a GPU runs undivided
+    arenas: tuple[tuple[str, ...], ...] = ()  # KV ranks that share one arena's frames; those not named have one each
+    arena_token: str = ""  # under which hosts find the arena that they share
     start_timeout_s: float = 60.0
     max_failed_starts: int = 3  # in a row, before a rank is given up
 
@@ -69,6 +72,17 @@ class ClusterConfig:
         """Every host's ranks: the named groups first, then one host for each rank left."""
         grouped = {rank for host in self.hosts for rank in host}
         return self.hosts + tuple((rank,) for rank in self.ranks if rank not in grouped)
+
+    @property
+    def all_arenas(self) -> tuple[tuple[str, ...], ...]:
+        """Every arena's KV ranks, in the order in which their frames are numbered."""
+        grouped = {rank for arena in self.arenas for rank in arena}
+        return self.arenas + tuple((rank,) for rank in self.kv_ranks if rank not in grouped)
+
+    def first_frame(self, kv_rank: str) -> int:
+        """Number of the rank's frame 0 among all of the deployment."""
+        index = next(index for index, arena in enumerate(self.all_arenas) if kv_rank in arena)
+        return index * self.num_frames
 
     def _check_names(self) -> None:
         if len(set(self.ranks)) < len(self.ranks):

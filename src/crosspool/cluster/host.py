@@ -10,7 +10,7 @@ from crosspool.cluster.host_loop import HostLoop, Inbox
 from crosspool.cluster.loading import Start
 from crosspool.cluster.messages import FromRank, ToRank
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
-from crosspool.cluster.worker import make_worker
+from crosspool.cluster.worker import join_workers, make_worker
 from crosspool.scheduler.order import ORDER_POLICIES
 
 
@@ -75,8 +75,9 @@ def make_host_loop(
         return ringer(doorbells[host_of[peer]], board, host_of[peer])
 
     loops = []
-    for rank in config.all_hosts[host]:
-        worker = make_worker(config, rank)
+    workers = {rank: make_worker(config, rank) for rank in config.all_hosts[host]}
+    join_workers(config, workers)
+    for rank, worker in workers.items():
         around = RankSurroundings(
             emit=inbox.answer(rank),
             ring=ring,

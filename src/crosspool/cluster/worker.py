@@ -105,6 +105,18 @@ def make_worker(config: ClusterConfig, rank: str) -> RankWorker:
     return RankWorker(ffn_worker=module.ffn_worker(rank))
 
 
+def join_workers(config: ClusterConfig, workers: Mapping[str, RankWorker]) -> None:
+    """Let a host's workers know each other where the configuration joins halves; only GPUs gain anything by it."""
+    if config.backend != "cuda" or not config.joins_halves:
+        return
+    from crosspool.backends.cuda.workers import join_halves
+
+    for kv_rank, kv in workers.items():
+        for weights_rank, weights in workers.items():
+            if kv.is_kv and not weights.is_kv and config.device_of[kv_rank] == config.device_of[weights_rank]:
+                join_halves(kv.attention, weights.ffn, kv_rank, weights_rank)
+
+
 def _numpy_worker(config: ClusterConfig, rank: str) -> RankWorker:
     if rank in config.kv_ranks:
         from crosspool.backends.numpy.kv_worker import NumpyAttentionWorker
@@ -135,7 +147,13 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
         deadline_s=config.step_deadline_s * (DEVICE_DEADLINE if rank in config.kv_ranks else 2 * DEVICE_DEADLINE),
     )
     if rank in config.kv_ranks:
-        attention = workers.attention(config.num_frames, config.frame_bytes)
+        attention = workers.attention(
+            config.num_frames,
+            config.frame_bytes,
+            config.first_frame(rank) if len(config.kv_ranks) > 1 else None,
+            next((arena for arena in config.arenas if rank in arena), ()),
+            config.arena_token,
+        )
         return RankWorker(attention_worker=attention, links=attention)
     ffn = workers.ffn()
     return RankWorker(ffn_worker=ffn, links=ffn)

@@ -1,6 +1,7 @@
 """One pass of the attention half on fixed buffers: what is captured, and what a pass needs from the host."""
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
@@ -8,7 +9,19 @@ from crosspool.backends.cuda.attention_half import AttentionHalf
 from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.sampling import Sampler
-from crosspool.backends.cuda.transport import AttentionCrossing, begin_pass, end_pass
+from crosspool.backends.cuda.transport import begin_pass, end_pass
+
+
+class Crossing(Protocol):
+    """Where a layer's FFN is computed: behind channels (`transport.AttentionCrossing`), or on this stream."""
+
+    def norm_put(
+        self, layer: int, residual: torch.Tensor, norm_weight: torch.Tensor, normed: torch.Tensor, eps: float
+    ) -> None: ...
+
+    def wait_norm(
+        self, layer: int, residual: torch.Tensor, norm_weight: torch.Tensor, normed: torch.Tensor, eps: float
+    ) -> None: ...
 
 
 class AttentionPass:
@@ -23,7 +36,7 @@ class AttentionPass:
         kernels: Launcher,
         lane: LaneMemory,
         half: AttentionHalf,
-        crossing: AttentionCrossing,
+        crossing: Crossing,
         *,
         samples: bool,
         is_decode: bool = False,

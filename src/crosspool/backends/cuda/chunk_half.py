@@ -154,7 +154,7 @@ class ChunkHalf:
         spec = weights.spec
         assert isinstance(spec, GQASpec)
         part = slice(piece.start, piece.stop)
-        qkv = linear(self._padded(piece), attention.qkv, attention.qkv_bias)
+        qkv = linear(self.padded(piece), attention.qkv, attention.qkv_bias)
         inputs = gqa_input(
             spec,
             self._rope(spec, piece),
@@ -183,7 +183,7 @@ class ChunkHalf:
         spec = weights.spec
         assert isinstance(spec, MLASpec)
         part, tokens = slice(piece.start, piece.stop), piece.num_tokens
-        down = linear(self._padded(piece), attention.down, attention.down_bias)
+        down = linear(self.padded(piece), attention.down, attention.down_bias)
         first = down.shape[1] - spec.kv_elements_per_token
         q = down[:, :first]
         if attention.q_b is not None:
@@ -234,7 +234,7 @@ class ChunkHalf:
     def _library(self, spec: GQASpec | MLASpec) -> Library:
         return self._libraries.get(spec) or Library()
 
-    def _padded(self, piece: Piece) -> torch.Tensor:
+    def padded(self, piece: Piece) -> torch.Tensor:
         """A piece's normed rows, and what lies behind them."""
         return self._normed[piece.start : piece.start + padded_rows(piece.num_tokens)]
 

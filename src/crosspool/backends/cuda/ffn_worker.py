@@ -18,10 +18,11 @@ from crosspool.backends.cuda.ffn_chunk import ffn_chunk
 from crosspool.backends.cuda.ffn_half import FFNHalf
 from crosspool.backends.cuda.ffn_pass import FFNPass, SumsBy
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.joined import IdleInlet, JoinedLink
 from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish, prefill_streams
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
+from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, DeviceOutlet, Site
 from crosspool.backends.cuda.passes import PASS_TOKENS, passes
 from crosspool.backends.cuda.prepare import COMMON_BUCKETS, open_lanes
 from crosspool.backends.cuda.random_slices import draw_share, num_bytes
@@ -54,6 +55,11 @@ class CudaFFNWorker:
         self._resident = ResidentFFN(site, kernels) if is_resident else None
         self._models: dict[str, FFNModel] = {}
         self._lanes: dict[int, WorkerLane] = {}
+        self._joined: set[str] = set()  # KV ranks that run this worker's layers themselves
+
+    def join(self, kv_rank: str) -> None:
+        """Leave the steps of this KV rank to it (`half_of`, `chunks_of`): it shares this process and GPU."""
+        self._joined.add(kv_rank)
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
         rank = self._site.rank
@@ -87,7 +93,7 @@ class CudaFFNWorker:
                 self._chunk_ffn(model, number)
             finish(self._site.device)
             warm_up_ffn(self._kernels, model.layers, model.routers, prefill_streams(self._lanes, self._site))
-        for number, lane in sorted(self._lanes.items()):
+        for number, lane in sorted(self._lanes.items()):  # none where a KV rank beside this one runs the passes
             for _, links in open_lanes([lane], [placement.kv_rank]):
                 for bucket in COMMON_BUCKETS:
                     self._pass(placement.name, number, model, lane, links, bucket)
@@ -97,6 +103,8 @@ class CudaFFNWorker:
         self, lane: int, peer: str, region: memoryview, capacity: int, ring: Callable[[], None]
     ) -> tuple[Outlet, Inlet]:
         """This rank's ends of the lane's channels with a KV rank."""
+        if peer in self._joined:
+            return DeviceOutlet(JoinedLink(), ring), IdleInlet()
         return self._lane(lane).open_link(peer, region, capacity, False, ring)
 
     def close_links(self, peer: str) -> None:
@@ -113,6 +121,8 @@ class CudaFFNWorker:
         model = self._models.get(header.model)
         if model is None:
             raise ValueError(f"model {header.model!r} is not on rank {self._site.rank}; it has {sorted(self._models)}")
+        if header.kv_rank in self._joined:
+            return
         lane = self._lane(header.lane)
         (inlet,) = device_inlets(links.inlets.values())
         if runs_in_pieces(header, model.spec):
@@ -171,6 +181,21 @@ class CudaFFNWorker:
             finish(self._site.device)
         return found
 
+    def has(self, model: str) -> bool:
+        return model in self._models
+
+    def half_of(self, model: str, lane: int) -> FFNHalf:
+        """The model's layers for passes of a lane; a KV rank beside this one runs them."""
+        held = self._models[model]
+        half = held.halves.get(lane)
+        if half is None:
+            half = held.halves[lane] = FFNHalf(self._kernels, held.layers, PASS_TOKENS)
+        return half
+
+    def chunks_of(self, model: str, lane: int) -> ChunkFFN:
+        """The same for its chunks."""
+        return self._chunk_ffn(self._models[model], lane)
+
     def _decodes_beside(self, lane: WorkerLane) -> bool:
         now_s = time.monotonic()
         return any(other.decodes(now_s) for other in self._lanes.values() if other is not lane)
@@ -204,9 +229,7 @@ class CudaFFNWorker:
 
     def _pass(self, name: str, number: int, model: FFNModel, lane: WorkerLane, links: Links, bucket: int) -> FFNPass:
         def make() -> FFNPass:
-            half = model.halves.get(number)
-            if half is None:
-                half = model.halves[number] = FFNHalf(self._kernels, model.layers, PASS_TOKENS)
+            half = self.half_of(name, number)
             crossing = FFNCrossing(self._kernels, lane.memory, links[0].map())
             hidden = model.spec.hidden_size
             # emulated kernels run in turn, and the host sees flags alone

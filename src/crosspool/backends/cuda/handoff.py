@@ -56,17 +56,18 @@ def find(region: memoryview) -> Offer | None:
 class DescriptorServer:
     """Hands descriptors of this process to peers that show the key. One daemon thread, an abstract socket (Linux)."""
 
-    def __init__(self) -> None:
-        self.name = f"crosspool-{os.getpid()}-{secrets.token_hex(8)}"
+    def __init__(self, name: str | None = None) -> None:
+        """name: of the socket; None: one that only an offer tells."""
+        self.name = name or f"crosspool-{os.getpid()}-{secrets.token_hex(8)}"
         self._fds: dict[bytes, int] = {}
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind("\0" + self.name)
         self._socket.listen(16)
         threading.Thread(target=self._serve, name="crosspool-descriptors", daemon=True).start()
 
-    def offer(self, fd: int) -> bytes:
-        """Own `fd` and give it to whoever shows the returned key."""
-        key = secrets.token_bytes(16)
+    def offer(self, fd: int, key: bytes | None = None) -> bytes:
+        """Own `fd` and give it to whoever shows the returned key of 16 bytes, which is `key` if one is given."""
+        key = key or secrets.token_bytes(16)
         self._fds[key] = fd
         return key
 

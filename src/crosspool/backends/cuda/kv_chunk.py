@@ -40,10 +40,12 @@ def kv_chunk(
         half.add(last, piece, crossing.received(last, piece, torch.float32))
     crossing.clear_words()
     if batch.sampled:
-        _sample(kernels, half, batch, batch.sampled, outcome)
+        sample_rows(kernels, half, batch, batch.sampled, outcome)
 
 
-def _sample(kernels: Launcher, half: ChunkHalf, batch: Batch, sampled: Sequence[SampledRow], outcome: Outcome) -> None:
+def sample_rows(
+    kernels: Launcher, half: ChunkHalf, batch: Batch, sampled: Sequence[SampledRow], outcome: Outcome
+) -> None:
     """Logits of the rows that end here, their tokens, and both to where the host finds them after the chunk."""
     logits = half.logits([row.token for row in sampled])
     records = sampling_records(len(sampled))

@@ -7,11 +7,10 @@ import numpy.typing as npt
 import torch
 
 from crosspool.backends.cuda.attention_half import AttentionHalf
-from crosspool.backends.cuda.attention_pass import AttentionPass
+from crosspool.backends.cuda.attention_pass import AttentionPass, Crossing
 from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.transport import AttentionCrossing
 from crosspool.backends.cuda.weights import AttentionWeights
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import ModelSpec
@@ -70,13 +69,16 @@ class KVPass:
         kernels: Launcher,
         lane: LaneMemory,
         rows: KVRows,
-        crossing: AttentionCrossing,
+        crossing: Crossing,
         *,
         samples: bool,
         is_decode: bool,
+        prefetches: bool = True,
     ) -> None:
         self.rows = rows
-        self._pass = AttentionPass(kernels, lane, rows.half, crossing, samples=samples, is_decode=is_decode)
+        self._pass = AttentionPass(
+            kernels, lane, rows.half, crossing, samples=samples, is_decode=is_decode, prefetches=prefetches
+        )
 
     def kernels(self) -> Iterator[int]:
         return self._pass.kernels()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
+from crosspool.backends.cuda.attention_pass import Crossing
 from crosspool.backends.cuda.batch import Batch, SampledRow
 from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
 from crosspool.backends.cuda.chunk_half import ChunkHalf
@@ -18,23 +19,26 @@ from crosspool.backends.cuda.chunk_run import run_pieces
 from crosspool.backends.cuda.chunk_support import is_supported, runs_in_pieces
 from crosspool.backends.cuda.chunk_warm_up import capture_spans, warm_up_attention
 from crosspool.backends.cuda.device_memory import naming_consumers, remainder
+from crosspool.backends.cuda.joined import JoinedCrossing, JoinedFFN, JoinedInlet, JoinedLink, await_ffn, joined_chunk
 from crosspool.backends.cuda.kv_chunk import kv_chunk
 from crosspool.backends.cuda.kv_pass import KVPass, KVRows
 from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish, prefill_streams
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, Site
+from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, DeviceOutlet, Site
 from crosspool.backends.cuda.outcome import Outcome
 from crosspool.backends.cuda.passes import Pass, passes
 from crosspool.backends.cuda.prefill_attention import Library
 from crosspool.backends.cuda.prepare import COMMON_BUCKETS, open_lanes
 from crosspool.backends.cuda.random_slices import draw_share
 from crosspool.backends.cuda.sampling import fill_sampling, sampling_records
+from crosspool.backends.cuda.shared_arena import SharedArena
 from crosspool.backends.cuda.sm_partition import PrefillStreams
 from crosspool.backends.cuda.span_attention import SpanGraphs
 from crosspool.backends.cuda.streaming import stream_share
 from crosspool.backends.cuda.transport import AttentionCrossing
 from crosspool.backends.cuda.weights import AttentionWeights, pack_attention_weights
+from crosspool.backends.numpy.page_reader import PageReader
 from crosspool.backends.numpy.sequences import Sequence
 from crosspool.cluster.base import ModelPlacement
 from crosspool.core import SampledToken
@@ -61,15 +65,33 @@ class KVModel:
 class CudaAttentionWorker:
     """Implements `backends.base.AttentionWorker` on one device. One arena for all models; the cache holds bfloat16."""
 
-    def __init__(self, site: Site, kernels: Launcher, rule: WaitRule, num_frames: int, frame_bytes: int) -> None:
+    def __init__(
+        self,
+        site: Site,
+        kernels: Launcher,
+        rule: WaitRule,
+        num_frames: int,
+        frame_bytes: int,
+        *,
+        first_frame: int | None = None,
+        shared: SharedArena | None = None,
+    ) -> None:
+        """first_frame: number of this rank's frame 0 where there are several KV ranks. shared: the frames, where other
+        processes of this GPU use them too.
+        """
         self._site, self._kernels, self._rule = site, kernels, rule
+        self._first_frame, self._shared = first_frame, shared
         wanted = f"a KV cache of {num_frames * frame_bytes / GiB:.1f} GiB"
         with naming_consumers(site.rank, site.device, wanted, dict):
-            self._arena = torch.zeros((num_frames, frame_bytes), dtype=torch.uint8, device=site.device)
+            if shared is None:
+                self._arena = torch.zeros((num_frames, frame_bytes), dtype=torch.uint8, device=site.device)
+            else:
+                self._arena = shared.frames
         finish(site.device)
         self._models: dict[str, KVModel] = {}
         self._lanes: dict[int, WorkerLane] = {}
         self._sequences: dict[int, Sequence] = {}
+        self._joined: dict[str, JoinedFFN] = {}
         self._has_words = site.device.type == "cuda"  # emulated kernels run in turn, and the host sees flags alone
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
@@ -123,16 +145,27 @@ class CudaAttentionWorker:
             # Not on a lane's streams: what another thread enqueues there meanwhile would join the capture.
             own = PrefillStreams(self._site.driver, self._site.device, self._site.partition)
             model.spans = capture_spans(model.spec, self._site.device, own.by_share)
+        joined = self._joined_by(placement.weights_ranks)
+        if joined is not None:
+            await_ffn(joined, placement.name, lambda: progress(model.num_bytes, model.num_bytes))
         for number, lane in sorted(self._lanes.items()):
             for _, links in open_lanes([lane], placement.weights_ranks):
                 for bucket in COMMON_BUCKETS:
-                    self._pass(placement.name, model, number, links, PassKind(bucket, True, True))
+                    self._pass(placement.name, model, number, links, PassKind(bucket, True, True), joined)
                     progress(model.num_bytes, model.num_bytes)  # a load that was given up ends here
+
+    def join(self, rank: str, ffn: JoinedFFN) -> None:
+        """Run the whole of models whose only weights rank is `rank`, which shares this process and GPU."""
+        self._joined[rank] = ffn
 
     def open_link(
         self, lane: int, peer: str, region: memoryview, capacity: int, ring: Callable[[], None]
     ) -> tuple[Outlet, Inlet]:
         """This rank's ends of the lane's channels with a weights rank."""
+        if peer in self._joined:
+            joined = self._lane(lane)
+            link = joined.links[peer] = JoinedLink()
+            return DeviceOutlet(link, ring), JoinedInlet(joined.memory, link)
         return self._lane(lane).open_link(peer, region, capacity, True, ring)
 
     def close_links(self, peer: str) -> None:
@@ -145,14 +178,15 @@ class CudaAttentionWorker:
         if model is None:
             raise ValueError(f"model {name!r} is not on this KV rank; it has {sorted(self._models)}")
         for new in step.joining:
+            pages = self._pages(name, model.geometry.frames_per_page)
             self._sequences[new.sequence_id] = Sequence(
-                new, name, model.geometry.frames_per_page, model.spec.vocab_size
+                new, name, model.geometry.frames_per_page, model.spec.vocab_size, pages
             )
         batch = Batch(step, self._sequences, model.geometry.page_tokens)
         lane, num_layers = self._lane(number), model.spec.num_layers
         inlets = device_inlets(links.inlets.values())
         if runs_in_pieces(step.header, model.spec):
-            return (yield from self._run_chunk(step.header, model, lane, batch, inlets))
+            return (yield from self._run_chunk(step.header, model, lane, batch, inlets, self._joined_by(links)))
         plan = passes(step.header.num_tokens, step.header.step_seq, num_layers)
         yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
         last_epoch = plan[-1].base + num_layers
@@ -163,7 +197,7 @@ class CudaAttentionWorker:
                 sampled = [row for row in batch.sampled if part.start <= row.token < part.stop]
                 is_decode = batch.num_rows_of(part.start, part.stop) == part.num_tokens
                 kind = PassKind(part.bucket, bool(sampled), is_decode)
-                source = self._pass(name, model, number, links_of(inlets), kind)
+                source = self._pass(name, model, number, links_of(inlets), kind, self._joined_by(links))
                 slot = self._push(lane, source, batch, part, num_layers, sampled)
                 if lane.stream is not None:
                     lane.replay(name, links_of(inlets), kind)
@@ -181,14 +215,17 @@ class CudaAttentionWorker:
         return outcome.finish()
 
     def _run_chunk(
-        self, header: StepHeader, model: KVModel, lane: WorkerLane, batch: Batch, inlets: tuple[DeviceInlet, ...]
+        self,
+        header: StepHeader,
+        model: KVModel,
+        lane: WorkerLane,
+        batch: Batch,
+        inlets: tuple[DeviceInlet, ...],
+        joined: JoinedFFN | None,
     ) -> HalfStep[tuple[SampledToken, ...]]:
         plan = chunk_plan(header.num_tokens, header.step_seq, model.spec.num_layers)
         yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
         outcome = Outcome(batch, lane)
-        maps = [inlet.link.map() for inlet in inlets]
-        crossing = ChunkCrossing(self._kernels, lane.memory, maps, plan, model.spec.hidden_size)
-
         graphs = self._take_graphs(model)
         streams = lane.prefill_streams if graphs else None
 
@@ -205,7 +242,13 @@ class CudaAttentionWorker:
 
         has_ended = False
         try:
-            kernels = kv_chunk(self._kernels, make_half, crossing, plan, batch, outcome)
+            if joined is None:
+                maps = [inlet.link.map() for inlet in inlets]
+                crossing = ChunkCrossing(self._kernels, lane.memory, maps, plan, model.spec.hidden_size)
+                kernels = kv_chunk(self._kernels, make_half, crossing, plan, batch, outcome)
+            else:
+                ffn = joined.chunks_of(header.model, header.lane)
+                kernels = joined_chunk(self._kernels, make_half, ffn, plan, batch, outcome)
             yield from run_pieces(self._kernels, lane, inlets, plan, kernels, lambda: self._decodes_beside(lane))
             yield Wait(inlets, plan.last_epoch)
             if outcome.is_copying():
@@ -254,13 +297,37 @@ class CudaAttentionWorker:
         }
         return known | remainder(self._site.device, known)
 
+    def _pages(self, name: str, frames_per_page: int) -> PageReader | None:
+        """How frame numbers of the deployment are read here; None: this KV rank is the only one."""
+        if self._first_frame is None:
+            return None
+        return PageReader(
+            model=name,
+            frames_per_page=frames_per_page,
+            first_frame=self._first_frame,
+            num_frames=len(self._arena),
+        )
+
     def _lane(self, number: int) -> WorkerLane:
         lane = self._lanes.get(number)
         if lane is None:
             lane = self._lanes[number] = WorkerLane(self._site, self._rule)
         return lane
 
-    def _pass(self, name: str, model: KVModel, number: int, links: Links, kind: "PassKind") -> KVPass:
+    def _joined_by(self, peers: LaneLinks | SequenceOf[str]) -> JoinedFFN | None:
+        """The FFN worker that computes for this one, where the peers are but that."""
+        names = tuple(peers.inlets) if isinstance(peers, LaneLinks) else tuple(peers)
+        return self._joined.get(names[0]) if len(names) == 1 else None
+
+    def _pass(
+        self,
+        name: str,
+        model: KVModel,
+        number: int,
+        links: Links,
+        kind: "PassKind",
+        joined: JoinedFFN | None,
+    ) -> KVPass:
         lane = self._lane(number)
 
         def make() -> KVPass:
@@ -275,10 +342,22 @@ class CudaAttentionWorker:
                     kind.bucket,
                     model.max_pages,
                 )
-            crossing = AttentionCrossing(
-                self._kernels, lane.memory, [link.map() for link in links], takes_words=self._has_words
+            crossing: Crossing
+            if joined is None:
+                maps = [link.map() for link in links]
+                crossing = AttentionCrossing(self._kernels, lane.memory, maps, takes_words=self._has_words)
+            else:
+                ffn, hidden = joined.half_of(name, number), model.spec.hidden_size
+                crossing = JoinedCrossing(self._kernels, ffn, kind.bucket, hidden, self._site.device)
+            return KVPass(
+                self._kernels,
+                lane.memory,
+                rows,
+                crossing,
+                samples=kind.samples,
+                is_decode=kind.is_decode,
+                prefetches=joined is None,  # memory is busy where the FFN runs on this GPU
             )
-            return KVPass(self._kernels, lane.memory, rows, crossing, samples=kind.samples, is_decode=kind.is_decode)
 
         source = lane.find_pass(name, links, kind, make)
         assert isinstance(source, KVPass)

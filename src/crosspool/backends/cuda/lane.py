@@ -12,10 +12,10 @@ import torch
 from crosspool.backends.base import Inlet
 from crosspool.backends.cuda.graphs import Capturable, StepGraph, capture
 from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule
-from crosspool.backends.cuda.link import DeviceInlet, DeviceLink, DeviceOutlet, Site
+from crosspool.backends.cuda.link import DeviceInlet, DeviceLink, DeviceOutlet, Link, Site
 from crosspool.backends.cuda.sm_partition import PrefillStreams
 
-Links = tuple[DeviceLink, ...]
+Links = tuple[Link, ...]
 
 DECODE_PAUSE_S = 0.05
 """Steps of a decoding lane follow each other faster than this."""
@@ -38,7 +38,7 @@ class WorkerLane:
         self._replayed_s = -math.inf
         with on_device(site.device), torch.cuda.stream(self.stream):
             self.memory = LaneMemory(site.device, rule)
-        self.links: dict[str, DeviceLink] = {}
+        self.links: dict[str, Link] = {}
         self._lock = threading.Lock()
         self._passes: dict[tuple[str, Links, Hashable], Capturable] = {}
         self._graphs: dict[tuple[str, Links, Hashable], StepGraph] = {}

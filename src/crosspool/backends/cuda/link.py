@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -55,6 +55,22 @@ class Site:
             self.devices[peer],
         )
         return "host"
+
+
+class Link(Protocol):
+    """One lane's way to a peer, as a lane keeps it."""
+
+    @property
+    def inbox(self) -> ChannelMap: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def is_open(self) -> bool: ...
+
+    def map(self) -> LinkMap: ...
+
+    def close(self) -> None: ...
 
 
 class DeviceLink:
@@ -136,7 +152,7 @@ class DeviceInlet:
     index: the peer's place in the model that runs, set before each step.
     """
 
-    def __init__(self, lane: LaneMemory, link: DeviceLink) -> None:
+    def __init__(self, lane: LaneMemory, link: Link) -> None:
         self._lane = lane
         self.link = link
         self.index = 0
@@ -162,7 +178,7 @@ class DeviceInlet:
 class DeviceOutlet:
     """The producer's end. Kernels put; the host only keeps it."""
 
-    def __init__(self, link: DeviceLink, ring: Callable[[], None]) -> None:
+    def __init__(self, link: Link, ring: Callable[[], None]) -> None:
         self.link = link
         self.ring = ring
 

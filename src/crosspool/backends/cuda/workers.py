@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import torch
 
+from crosspool.backends.base import AttentionWorker, FFNWorker
 from crosspool.backends.cuda.driver import Driver
 from crosspool.backends.cuda.ffn_worker import CudaFFNWorker
 from crosspool.backends.cuda.handoff import DescriptorServer
@@ -12,6 +13,7 @@ from crosspool.backends.cuda.kv_worker import CudaAttentionWorker
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.link import Site
+from crosspool.backends.cuda.shared_arena import SharedArena
 from crosspool.backends.cuda.sm_partition import SmPartition
 from crosspool.backends.cuda.uploads import pin_ahead
 from crosspool.cluster.config import Control
@@ -22,6 +24,14 @@ holds up the other one, for which that peer may be waiting."""
 
 PREFILL_SHARE = 0.7
 """Of the multiprocessors, while decode runs beside a prompt: the rest is always free for decode's kernels."""
+
+
+def join_halves(attention: AttentionWorker, ffn: FFNWorker, kv_rank: str, weights_rank: str) -> None:
+    """Let the two workers, which share a process and a GPU, run their models undivided."""
+    assert isinstance(attention, CudaAttentionWorker)
+    assert isinstance(ffn, CudaFFNWorker)
+    attention.join(weights_rank, ffn)
+    ffn.join(kv_rank)
 
 
 class CudaWorkers:
@@ -50,8 +60,18 @@ class CudaWorkers:
         self._rule = WaitRule(deadline_s=deadline_s)
         self._control = control
 
-    def attention(self, num_frames: int, frame_bytes: int) -> CudaAttentionWorker:
-        return CudaAttentionWorker(self._site, self._kernels, self._rule, num_frames, frame_bytes)
+    def attention(
+        self,
+        num_frames: int,
+        frame_bytes: int,
+        first_frame: int | None = None,
+        sharing: tuple[str, ...] = (),
+        token: str = "",
+    ) -> CudaAttentionWorker:
+        """sharing: the KV ranks, this one among them, that share one arena under `token`; none: it has its own."""
+        site, shape = self._site, (num_frames, frame_bytes)
+        shared = SharedArena(site.driver, site.device, shape, sharing, token) if sharing else None
+        return CudaAttentionWorker(site, self._kernels, self._rule, *shape, first_frame=first_frame, shared=shared)
 
     def ffn(self) -> CudaFFNWorker:
         return CudaFFNWorker(self._site, self._kernels, self._rule, is_resident=self._control == "resident")
