@@ -134,6 +134,18 @@ def test_a_loss_is_told_in_time_and_the_rank_comes_back_alone(tmp_path, rank, ki
         assert sorted(children()) == sorted(after.values())
 
 
+def test_a_rank_that_hangs_tells_where_before_it_is_ended(tmp_path, capfd):
+    model = FakeModel(num_layers=50, max_delay_s=600.0)
+    with running(make_config("processes", 1, step_deadline_s=0.4)) as cluster:
+        add_models(cluster, {"m": model}, tmp_path, ("w0",))
+        cluster.submit(LaneDriver(0, "m", [Sequence_((1, 2), 1)]).next_step())
+        (lost,) = wait_for(cluster, RankLost)
+        assert "no sign of life" in lost.reason
+    said = capfd.readouterr().err
+    assert "Current thread" in said
+    assert "fake_backend.py" in said, "the stack does not reach what the rank was doing"
+
+
 def test_a_lane_on_other_ranks_runs_on_undisturbed(tmp_path):
     models = {"a": FakeModel(num_layers=3), "b": FakeModel(num_layers=3, salt=4, max_delay_s=1e-3)}
     with running(make_config("processes", 2)) as cluster:

@@ -27,6 +27,7 @@ class SteppedHost:
         self.is_alive = False
         self.is_frozen = False
         self.num_launches = 0
+        self.num_shown = 0
         self.dies_at_launch = False
         self._config = config
         self._host = host
@@ -98,6 +99,9 @@ class SteppedHost:
 
     def nudge(self) -> None:
         self._is_nudged = True
+
+    def show_stacks(self) -> None:
+        self.num_shown += 1
 
     def kill(self) -> bool:
         self.is_alive = False

@@ -46,6 +46,10 @@ class Host(Protocol):
         """Wake it, so that it beats if it can."""
         ...
 
+    def show_stacks(self) -> None:
+        """Before it is ended because it hangs: have it write to the log where its threads are, if it can."""
+        ...
+
     def kill(self) -> bool:
         """End it from outside if it has not ended by itself; False where that is impossible."""
         ...

@@ -1,5 +1,6 @@
 """Layout `inprocess` with a thread for each host; messages are plain objects, channels plain arrays."""
 
+import faulthandler
 import logging
 import threading
 import time
@@ -85,6 +86,9 @@ class ThreadHost:
 
     def nudge(self) -> None:
         self._doorbells[self._host].ring()
+
+    def show_stacks(self) -> None:
+        faulthandler.dump_traceback()
 
     def kill(self) -> bool:
         return False

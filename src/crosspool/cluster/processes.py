@@ -21,6 +21,12 @@ logger = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 10.0
 """How long the system may take to end a killed process."""
 
+STACKS_SIGNAL = signal.SIGUSR1
+"""Makes a host's process write the stacks of its threads to its standard error."""
+
+STACKS_S = 0.05
+"""What a process that hangs gets to do so."""
+
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 
@@ -105,6 +111,11 @@ class ProcessHost:
 
     def nudge(self) -> None:
         self._doorbells[self._host].ring()
+
+    def show_stacks(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(STACKS_SIGNAL)  # a stopped process does not hear it
+            time.sleep(STACKS_S)
 
     def kill(self) -> bool:
         if self._process is not None and self._process.returncode is None:

@@ -387,6 +387,8 @@ class RankCluster:
         """A host has ended, or hangs for the given reason and is ended here."""
         host = self._hosts[number]
         self._watch_s = 0.0
+        if reason is not None:
+            host.show_stacks()
         can_restart = host.kill()
         if reason is not None and not can_restart:
             return  # a thread that hangs: its steps end by their deadlines

@@ -1,6 +1,7 @@
 """The child process of one host: `python -m crosspool.cluster.rank_process CONTROL_FD RANK...`."""
 
 import ctypes
+import faulthandler
 import logging
 import os
 import select
@@ -15,6 +16,7 @@ from crosspool.cluster.doorbell import Board, ringer
 from crosspool.cluster.host import make_host_loop
 from crosspool.cluster.loading import LoadThreads, one_line
 from crosspool.cluster.messages import Boot, Ending, FromRank, ToRank
+from crosspool.cluster.processes import STACKS_SIGNAL
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ def main(control_fd: int) -> int:
     # Ctrl-C and a supervisor's SIGTERM reach the whole process group: the parent decides when its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(STACKS_SIGNAL)
     _die_with_parent()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:

@@ -72,6 +72,9 @@ class TurnedHost:
     def nudge(self) -> None:
         """Its caller turns it anyway."""
 
+    def show_stacks(self) -> None:
+        """It hangs in this thread, and nobody is left to ask."""
+
     def kill(self) -> bool:
         return False
 

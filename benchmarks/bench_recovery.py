@@ -1,0 +1,306 @@
+"""Do accepted requests survive when a rank is killed or stopped on GPUs, and how soon is every model served again?
+
+    python -m benchmarks.bench_recovery [--models a,b] [--layers N] [--gpus 1|2] [--faults w0:SIGKILL,kv0:SIGSTOP]
+        [--requests 18] [--max-tokens 24] [--quiet-s 3] [--minutes 0] [--parent DIRECTORY_WITH_CHECKPOINTS]
+
+Engine, cluster and CUDA workers without HTTP; random weights of the models' true shapes, or checkpoints. First every
+request runs undisturbed, greedy, then a third of them again (other batches, no fault: the control), then all of them
+over and over while ranks are lost. A token that differs is a tie if the model, asked undisturbed at that place, gives
+both tokens nearly the same log-probability; kernels of other batch sizes round differently, so ties fall either way.
+With one GPU both pools share it, which shows failures and not speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.full_models import CONFIGS, write_model_dir
+from benchmarks.report import RESULTS, Report
+from crosspool.cluster.rank_cluster import RankCluster
+from crosspool.cluster.start import start_cluster
+from crosspool.cluster.supervisor import RankState
+from crosspool.config import PREFILL_TOKENS, DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
+from crosspool.core import SamplingParams
+from crosspool.engine.async_engine import AsyncEngine
+from crosspool.engine.engine import Engine
+from crosspool.engine.request import GenerationRequest
+from crosspool.launch import cluster_config, engine_config, load_models, prepare_models
+from crosspool.units import GiB
+
+TIE_NATS = 0.05
+"""Log-probabilities this close count as a tie: bfloat16 hidden states move logits by about that much."""
+
+PROMPTS = "20,700,30,3000,28,1500"
+FAULTS = "w0:SIGKILL,kv0:SIGKILL,w0:SIGSTOP,kv0:SIGSTOP"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One greedy request."""
+
+    model: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass
+class Answer:
+    """Tokens, and when each came (time.perf_counter)."""
+
+    plan: Plan
+    token_ids: list[int] = field(default_factory=list)
+    moments: list[float] = field(default_factory=list)
+    error: str = ""
+
+
+class Traffic:
+    """Runs plans through the engine, and remembers when each model last gave a token."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine, self._count = engine, 0
+        self.last_token: dict[str, float] = {}
+
+    async def ask(self, plan: Plan, logprobs: int | None = None) -> tuple[Answer, dict[int, float]]:
+        """The answer, and the likeliest tokens' log-probabilities at its first place where asked for."""
+        self._count += 1
+        answer, likely = Answer(plan), dict[int, float]()
+        sampling = SamplingParams(max_tokens=plan.max_tokens, temperature=0.0, ignore_eos=True, num_logprobs=logprobs)
+        request = GenerationRequest(
+            request_id=str(self._count), model=plan.model, prompt_token_ids=plan.prompt, sampling=sampling, seed=0
+        )
+        try:
+            async for output in self.engine.generate(request):
+                now = time.perf_counter()
+                answer.token_ids += output.token_ids
+                answer.moments += [now] * len(output.token_ids)
+                if output.token_ids:
+                    self.last_token[plan.model] = now
+                if output.error is not None:
+                    answer.error = str(output.error)
+                if output.logprobs and not likely:
+                    likely = {each.token_id: each.logprob for each in output.logprobs[0].top}
+        except Exception as failure:  # a refusal is an outcome here, and is counted
+            answer.error = f"{type(failure).__name__}: {failure}"
+        return answer, likely
+
+    async def ask_all(self, plans: Sequence[Plan], at_once: int) -> list[Answer]:
+        limit = asyncio.Semaphore(at_once)
+
+        async def one(plan: Plan) -> Answer:
+            async with limit:
+                return (await self.ask(plan))[0]
+
+        return await asyncio.gather(*(one(plan) for plan in plans))
+
+    async def is_tie(self, expected: Answer, found: Answer) -> bool:
+        """Whether the first token that differs was nearly as likely as the expected one."""
+        pairs = zip(expected.token_ids, found.token_ids, strict=False)
+        place = next(index for index, (a, b) in enumerate(pairs) if a != b)
+        prompt = expected.plan.prompt + tuple(expected.token_ids[:place])
+        _, likely = await self.ask(Plan(expected.plan.model, prompt, 1), logprobs=8)
+        first, second = (likely.get(each.token_ids[place]) for each in (expected, found))
+        return first is not None and second is not None and abs(first - second) <= TIE_NATS
+
+
+@dataclass
+class Verdict:
+    """How many answers were whole, the same, and different by ties alone."""
+
+    num: int
+    whole: int = 0
+    same: int = 0
+    ties: int = 0
+
+
+async def judge(traffic: Traffic, pairs: Sequence[tuple[Answer, Answer]]) -> Verdict:
+    """(undisturbed, found) each."""
+    verdict = Verdict(len(pairs))
+    for expected, found in pairs:
+        is_whole = not found.error and len(found.token_ids) == found.plan.max_tokens
+        verdict.whole += is_whole
+        is_same = found.token_ids == expected.token_ids
+        verdict.same += is_same
+        if is_whole and not is_same:
+            verdict.ties += await traffic.is_tie(expected, found)
+    return verdict
+
+
+def plans(names: Sequence[str], sizes: Sequence[int], vocab: int, count: int, max_tokens: int) -> list[Plan]:
+    """Models in turn, and prompt lengths in turn for each model."""
+    rng = np.random.default_rng(7)
+    lengths = [sizes[(number // len(names)) % len(sizes)] for number in range(count)]
+    return [
+        Plan(names[number % len(names)], tuple(rng.integers(1, vocab, size=length).tolist()), max_tokens)
+        for number, length in enumerate(lengths)
+    ]
+
+
+async def break_rank(
+    cluster: RankCluster, traffic: Traffic, rank: str, kind: str, bound_s: float
+) -> tuple[float, float]:
+    """Signal the rank's process; (seconds until it is noticed, until every model has given a token again)."""
+    begin, noticed = time.perf_counter(), 0.0
+    os.kill(cluster.pids()[rank], getattr(signal, kind))
+    names = set(traffic.last_token)
+    while time.perf_counter() - begin < bound_s:
+        await asyncio.sleep(0.02)
+        state = cluster.states()[rank]
+        if not noticed and state is not RankState.READY:
+            noticed = time.perf_counter()
+        if noticed and state is RankState.READY:
+            break
+    ready = time.perf_counter()
+    while time.perf_counter() - begin < bound_s and not all(traffic.last_token[name] > ready for name in names):
+        await asyncio.sleep(0.02)
+    return noticed - begin if noticed else float("nan"), time.perf_counter() - begin
+
+
+async def with_faults(
+    cluster: RankCluster, traffic: Traffic, expected: Sequence[Answer], report: Report, options: argparse.Namespace
+) -> None:
+    found: list[tuple[int, Answer]] = []
+    is_over, number = False, 0
+
+    async def worker() -> None:
+        nonlocal number
+        while not is_over:
+            index, number = number % len(expected), number + 1
+            found.append((index, (await traffic.ask(expected[index].plan))[0]))
+            if found[-1][1].error:
+                await asyncio.sleep(0.2)
+
+    workers = [asyncio.create_task(worker()) for _ in range(options.at_once)]
+    times: dict[str, list[float]] = {}
+    until = time.perf_counter() + 60 * options.minutes
+    faults = [tuple(fault.split(":")) for fault in options.faults.split(",") if fault]
+    while True:
+        for rank, kind in faults:
+            await asyncio.sleep(options.quiet_s)
+            noticed_s, seconds = await break_rank(cluster, traffic, rank, kind, options.bound_s)
+            times.setdefault(f"{rank}.{kind.lower()}", []).append(seconds)
+            print(f"  {kind} of {rank}: noticed after {noticed_s:.2f} s, all served after {seconds:.1f} s", flush=True)
+        if time.perf_counter() >= until:
+            break
+    await asyncio.sleep(options.quiet_s)
+    is_over = True
+    await asyncio.gather(*workers)
+    for name, seconds_of in times.items():
+        worst, note = max(seconds_of), f"the worst of {len(seconds_of)}; the target"
+        report.metric(f"recovery_s.{name}", worst, limit=options.target_s, note=note)
+    verdict = await judge(traffic, [(expected[index], answer) for index, answer in found])
+    tell("faults", verdict, report)
+    errors = {answer.error[:160] for _, answer in found if answer.error}
+    print(f"with faults: {verdict}; errors {sorted(errors)[:5]}", flush=True)
+    stats = traffic.engine.stats()
+    left = {pool.kv_rank: (pool.frames_used, pool.frames_reserved) for pool in stats.pools}
+    print(f"replays {stats.num_replays}, ranks lost {stats.num_ranks_lost}, frames left {left}", flush=True)
+    report.metric("replays", stats.num_replays)
+    report.metric("ranks_lost", stats.num_ranks_lost, limit=sum(map(len, times.values())), note="faults made")
+    report.metric("frames_left", sum(sum(each) for each in left.values()), limit=0, note="used or promised at the end")
+
+
+def tell(name: str, verdict: Verdict, report: Report) -> None:
+    report.metric(f"{name}_requests", verdict.num)
+    report.metric(f"{name}_whole", verdict.whole, limit=verdict.num, note="no error, every token")
+    report.metric(f"{name}_same_tokens", verdict.same, limit=verdict.num, note="as the undisturbed run's")
+    report.metric(f"{name}_same_but_ties", verdict.same + verdict.ties, limit=verdict.num, note=f"{TIE_NATS} nats")
+
+
+async def run(options: argparse.Namespace) -> None:
+    names = options.models.split(",")
+    config = DeploymentConfig(
+        models=tuple(ModelConfig(source=str(path)) for path in model_dirs(names, options)),
+        pools=PoolsConfig(
+            backend=options.backend,
+            weights="random" if options.parent is None else "checkpoint",
+            kv_pool_bytes=int(options.kv_gib * GiB),
+        ),
+        scheduling=SchedulingConfig(
+            max_num_batched_tokens=PREFILL_TOKENS[options.backend], enable_prefix_caching=False
+        ),
+    )
+    clustered = cluster_config(config)
+    if options.gpus == 1:
+        clustered = replace(clustered, devices=tuple((rank, 0) for rank in clustered.ranks))
+    layout = "one GPU for both pools" if options.gpus == 1 else "one GPU for each pool"
+    hardware = "h200" if options.gpus == 1 else f"h200-x{options.gpus}"
+    report = Report("recovery", hardware=hardware, config={"models": names, "layers": options.layers}, seed=7)
+    report.summary = f"Ranks lost under traffic, {layout}; " + (
+        "random weights, made anew on the device." if options.parent is None else "checkpoints in the page cache."
+    )
+    cluster = start_cluster(clustered)
+    engine = AsyncEngine(Engine(engine_config(config), cluster).start())
+    try:
+        begin = time.perf_counter()
+        await load_models(engine, prepare_models(config))
+        report.metric("ready_s", time.perf_counter() - begin, note="processes, GPUs, weights, captures")
+        print(f"ready after {time.perf_counter() - begin:.1f} s; {cluster.memory_bytes()}", flush=True)
+        traffic, requests = (
+            Traffic(engine),
+            plans(
+                names,
+                [int(size) for size in options.prompts.split(",")],
+                options.vocab,
+                options.requests,
+                options.max_tokens,
+            ),
+        )
+        begin = time.perf_counter()
+        expected = await traffic.ask_all(requests, options.at_once)
+        print(f"undisturbed: {len(expected)} in {time.perf_counter() - begin:.1f} s, errors "
+              f"{[answer.error for answer in expected if answer.error][:3]}", flush=True)  # fmt: skip
+        again = await traffic.ask_all(requests[: max(1, len(requests) // 3)], options.at_once)
+        control = await judge(traffic, list(zip(expected, again, strict=False)))
+        tell("control", control, report)
+        print(f"control: {control}", flush=True)
+        await with_faults(cluster, traffic, expected, report, options)
+    finally:
+        await engine.close()
+        if len(report.metrics) > 1:
+            report.write(options.out)
+
+
+def model_dirs(names: Sequence[str], options: argparse.Namespace) -> list[Path]:
+    if options.parent is not None:
+        return [options.parent / name for name in names]
+    for name in names:
+        if options.layers:
+            CONFIGS[name]["num_hidden_layers"] = options.layers
+    directory = Path(tempfile.mkdtemp())
+    return [write_model_dir(directory, name) for name in names]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(CONFIGS))
+    parser.add_argument("--parent", type=Path, help="directory that holds the models' directories, with weights")
+    parser.add_argument("--layers", type=int, default=0, help="of every model; 0: all")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--kv-gib", type=float, default=20)
+    parser.add_argument("--faults", default=FAULTS)
+    parser.add_argument("--minutes", type=float, default=0.0, help="repeat the faults this long")
+    parser.add_argument("--requests", type=int, default=18)
+    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--at-once", type=int, default=9)
+    parser.add_argument("--prompts", default=PROMPTS, help="tokens")
+    parser.add_argument("--vocab", type=int, default=100_000, help="ids of prompts are below")
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--quiet-s", type=float, default=3.0, help="between a recovery and the next fault")
+    parser.add_argument("--bound-s", type=float, default=75.0)
+    parser.add_argument("--target-s", type=float, default=60.0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
