@@ -123,3 +123,26 @@ def test_the_published_schema_is_the_settings() -> None:
 
 def test_every_setting_is_described() -> None:
     assert [name for name, field in Settings.model_fields.items() if not field.description] == []
+
+
+def test_a_pipeline_that_is_off_has_one_decode_lane() -> None:
+    models = (ModelConfig(source="demo"),)
+    lanes = {
+        str(flags): load_deployment(flags, default_models=models).scheduling.num_decode_lanes
+        for flags in ({}, {"pipeline": "off"}, {"decode_lanes": 3}, {"pipeline": "off", "decode_lanes": 1})
+    }
+    assert list(lanes.values()) == [2, 1, 3, 1]
+    with pytest.raises(ValueError, match="decode_lanes is 3 with pipeline off, which has one"):
+        load_deployment({"pipeline": "off", "decode_lanes": 3}, default_models=models)
+
+
+@pytest.mark.parametrize("control", ["graphs", "resident"])
+def test_on_cpus_the_host_drives_and_nothing_else_is_taken(control: str) -> None:
+    models = (ModelConfig(source="demo"),)
+    assert load_deployment({}, default_models=models).pools.driven_by == "host"
+    assert load_deployment({"control": "host"}, default_models=models).pools.driven_by == "host"
+    with pytest.raises(ValueError, match=f"control is {control} with backend numpy, where it means nothing"):
+        load_deployment({"control": control}, default_models=models)
+    cuda = {"backend": "cuda"}
+    assert load_deployment(cuda, default_models=models).pools.driven_by == "graphs"
+    assert load_deployment({**cuda, "control": control}, default_models=models).pools.driven_by == control

@@ -74,7 +74,13 @@ def serve(
         str | None, typer.Option(help="checkpoint, or random ones of the same shapes (cuda)  [checkpoint]")
     ] = None,
     control: Annotated[
-        str | None, typer.Option(help="decode with cuda: graphs, or a resident FFN server  [graphs]")
+        str | None, typer.Option(help="what drives decode with cuda: host, graphs or resident  [graphs]")
+    ] = None,
+    pipeline: Annotated[
+        str | None, typer.Option(help="off: one decode batch in flight, the pools take turns  [on]")
+    ] = None,
+    order: Annotated[
+        str | None, typer.Option(help="of lanes' ready segments: none, ticket or priority  [priority]")
     ] = None,
     layout: Annotated[str | None, typer.Option(help="processes (one a rank) or inprocess  [processes]")] = None,
     baseline: Annotated[

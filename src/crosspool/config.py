@@ -12,7 +12,9 @@ from crosspool.units import GiB, KiB, MiB
 Layout = Literal["inprocess", "processes"]
 Backend = Literal["numpy", "cuda"]
 Baseline = Literal["static", "elastic"]
-Control = Literal["graphs", "resident"]
+Control = Literal["host", "graphs", "resident"]
+Pipeline = Literal["on", "off"]
+Order = Literal["none", "ticket", "priority"]
 WeightsSource = Literal["checkpoint", "random"]
 KVBacking = Literal["arena", "vmm"]
 AdmissionPolicy = Literal["reserve", "forecast"]
@@ -21,6 +23,12 @@ DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 LogFormat = Literal["auto", "text", "json"]
 MetricsCompat = Literal["vllm"]
+
+CONTROLS: dict[Backend, tuple[Control, ...]] = {"numpy": ("host",), "cuda": ("graphs", "host", "resident")}
+"""What may drive the layers of a decode step, the default first. NumPy ranks are driven by their hosts."""
+
+DECODE_LANES = 2
+"""Decode batches in flight at once, unless the deployment says otherwise or the pipeline is off."""
 
 PREFILL_TOKENS: dict[Backend, int] = {"numpy": 512, "cuda": 8192}
 """Tokens of a prefill step unless the deployment says otherwise: on GPUs large products want many rows."""
@@ -81,7 +89,8 @@ class PoolsConfig:
 
     backend: Backend = "numpy"  # cuda: a GPU for the KV rank and one for each weights rank
     weights: WeightsSource = "checkpoint"  # random: drawn on the GPUs at the models' shapes
-    control: Control = "graphs"  # of decode with backend cuda
+    control: Control | None = None  # what drives the layers of decode; None: the backend's default
+    order: Order | None = None  # of ready segments on a rank; None: priority, and ticket in a baseline
     layout: Layout = "processes"
     baseline: Baseline | None = None  # None: two pools; else another layout of the same memory, to measure against
     kv_pool_bytes: int = 256 * MiB  # of each KV rank: one budget over all models, cut into frames
@@ -96,9 +105,10 @@ class PoolsConfig:
             raise ValueError(
                 f"weights is random with backend {self.backend}; only the CUDA backend draws weights itself"
             )
-        if self.control == "resident" and self.backend != "cuda":
+        if self.control is not None and self.control not in CONTROLS[self.backend]:
             raise ValueError(
-                f"control is resident with backend {self.backend}; only the CUDA backend has a resident FFN server"
+                f"control is {self.control} with backend {self.backend}, where it means nothing: the host runs every "
+                "layer; leave it out, or use host"
             )
         if self.frame_bytes < 4 * KiB:
             raise ValueError(f"frame_bytes is {self.frame_bytes}; it must be at least 4 KiB")
@@ -113,6 +123,11 @@ class PoolsConfig:
         if self.num_weights_ranks < 1:
             raise ValueError(f"weights_ranks is {self.num_weights_ranks}; it must be at least 1")
 
+    @property
+    def driven_by(self) -> Control:
+        """What drives the layers of decode, also where nothing was asked for."""
+        return self.control or CONTROLS[self.backend][0]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulingConfig:
@@ -122,7 +137,7 @@ class SchedulingConfig:
     max_num_batched_tokens: int = 512  # tokens of one prefill chunk
     max_queue: int = 64  # waiting sequences per model; one more is refused with 429
     max_queue_per_key: int | None = None  # waiting sequences of one API key per model; None: up to max_queue
-    num_decode_lanes: int = 2
+    num_decode_lanes: int = DECODE_LANES
     num_prefill_lanes: int = 1
     admission: AdmissionPolicy = "reserve"
     enable_prefix_caching: bool = True  # prompts that begin alike share pages, and ended ones leave theirs for reuse

@@ -126,7 +126,7 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         return replace(cluster, hosts=(cluster.ranks,))  # in threads they would take the interpreter from each other
     if backend == "cuda":
         cluster = replace(
-            cluster, control=config.pools.control, spin_us=CUDA_SPIN_US, start_timeout_s=CUDA_START_TIMEOUT_S
+            cluster, control=config.pools.driven_by, spin_us=CUDA_SPIN_US, start_timeout_s=CUDA_START_TIMEOUT_S
         )
         return cluster if config.pools.baseline is None else _whole_on_gpus(cluster, config)
     return cluster
@@ -134,10 +134,10 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
 
 def _whole_on_gpus(cluster: ClusterConfig, config: DeploymentConfig) -> ClusterConfig:
     """A baseline's models lie whole on one GPU each, where both halves run on one stream."""
-    if config.pools.control != "graphs":
+    if config.pools.driven_by != "graphs":
         raise CrossPoolError(
-            f"control is {config.pools.control} with baseline {config.pools.baseline}; "
-            "a resident FFN server needs a GPU of its own, so use graphs"
+            f"control is {config.pools.driven_by} with baseline {config.pools.baseline}; "
+            "its models are undivided and have no crossings to drive or to serve, so use graphs"
         )
     if config.pools.layout != "processes":
         raise CrossPoolError(

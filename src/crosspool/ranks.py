@@ -135,6 +135,8 @@ def num_lanes(config: DeploymentConfig) -> tuple[int, int]:
 
 def order(config: DeploymentConfig) -> str:
     """Which ready segment a rank runs next."""
+    if config.pools.order is not None:
+        return config.pools.order
     return "priority" if config.pools.baseline is None else "ticket"
 
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from crosspool.config import (
+    DECODE_LANES,
     PREFILL_TOKENS,
     AdmissionPolicy,
     Backend,
@@ -30,6 +31,8 @@ from crosspool.config import (
     LogLevel,
     MetricsCompat,
     ModelConfig,
+    Order,
+    Pipeline,
     PoolsConfig,
     SchedulingConfig,
     ServerConfig,
@@ -95,8 +98,17 @@ class Settings(BaseSettings):
     weights: WeightsSource = Field(
         "checkpoint", description="random: seeded weights of the models' shapes, without checkpoints; for measurements"
     )
-    control: Control = Field(
-        "graphs", description="decode on GPUs: a graph for each step, or an FFN server resident on the weights ranks"
+    control: Control | None = Field(
+        None,
+        description="what drives decode on GPUs: host (each half of a layer), graphs (of steps), or resident: graphs "
+        "and an FFN server that stays on the weights ranks; default: graphs. On CPUs it is the host",
+    )
+    pipeline: Pipeline = Field(
+        "on",
+        description="off: one decode batch in flight, so that the pools take turns instead of working side by side",
+    )
+    order: Order | None = Field(
+        None, description="which lane's ready segment a rank runs next: none, ticket, or priority, the default"
     )
     layout: Layout = Field("processes", description="a process for each rank, or all in this one")
     baseline: Baseline | None = Field(
@@ -114,7 +126,9 @@ class Settings(BaseSettings):
     )
     max_queue: int = Field(64, description="sequences of a model that may wait; one more is a 429")
     max_queue_per_key: int | None = Field(None, description="sequences of one API key that may wait for a model")
-    decode_lanes: int = Field(2, description="decode batches in flight at once")
+    decode_lanes: int | None = Field(
+        None, description="decode batches in flight at once; default: 2, and 1 with pipeline off"
+    )
     prefill_lanes: int = Field(1, description="prefill chunks in flight at once")
     admission: AdmissionPolicy = Field("reserve", description="reserve pages for the whole answer, or forecast them")
     enable_prefix_caching: bool = Field(True, description="keep full pages for later prompts that begin alike")
@@ -252,6 +266,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             backend=settings.backend,
             weights=settings.weights,
             control=settings.control,
+            order=settings.order,
             layout=settings.layout,
             baseline=settings.baseline,
             kv_pool_bytes=parse_size(settings.kv_pool_bytes),
@@ -266,7 +281,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             max_num_batched_tokens=settings.max_num_batched_tokens or PREFILL_TOKENS[settings.backend],
             max_queue=settings.max_queue,
             max_queue_per_key=settings.max_queue_per_key,
-            num_decode_lanes=settings.decode_lanes,
+            num_decode_lanes=_decode_lanes(settings),
             num_prefill_lanes=settings.prefill_lanes,
             admission=settings.admission,
             enable_prefix_caching=settings.enable_prefix_caching,
@@ -296,6 +311,16 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
         dtype=settings.dtype,
         download_dir=settings.download_dir,
     )
+
+
+def _decode_lanes(settings: Settings) -> int:
+    if settings.pipeline == "off":
+        if settings.decode_lanes not in (None, 1):
+            raise ValueError(
+                f"decode_lanes is {settings.decode_lanes} with pipeline off, which has one; leave one of them out"
+            )
+        return 1
+    return DECODE_LANES if settings.decode_lanes is None else settings.decode_lanes
 
 
 def _with_common(model: ModelConfig, settings: Settings) -> ModelConfig:

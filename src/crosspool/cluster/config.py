@@ -7,8 +7,9 @@ from crosspool.kv_pool.backing.base import BackingKind
 from crosspool.scheduler.order import ORDER_POLICIES
 
 Layout = Literal["inprocess", "processes"]
-Control = Literal["graphs", "resident"]
-"""What drives decode on GPUs: a graph replayed for each step, or a server that stays on the weights ranks' GPUs."""
+Control = Literal["host", "graphs", "resident"]
+"""What drives decode on GPUs: the host, with a graph for each half of a layer; graphs of whole steps; or such graphs
+and a server that stays on the weights ranks' GPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +30,7 @@ class ClusterConfig:
     step_deadline_s: float = 5.0  # how long one wait for a peer may take
     spin_us: float = 200.0  # how long a process looks at its flags before it sleeps; threads of `numpy` do at once
     threads_per_rank: int = 1  # of the linear algebra library
-    control: Control = "graphs"  # of decode on the weights ranks' GPUs
+    control: Control = "graphs"  # of decode on GPUs
     devices: tuple[tuple[str, int], ...] = ()  # (rank, GPU); a rank not named takes its place among the ranks
     joins_halves: bool = False  # a model whose KV rank and only weights rank share a host and a GPU runs undivided
     arenas: tuple[tuple[str, ...], ...] = ()  # KV ranks that share one arena's frames; those not named have one each

@@ -10,6 +10,7 @@ from crosspool.backends.cuda.driver import Driver  # noqa: E402
 from crosspool.backends.cuda.lane import WorkerLane  # noqa: E402
 from crosspool.backends.cuda.lane_memory import ABORT, WaitRule  # noqa: E402
 from crosspool.backends.cuda.link import Site  # noqa: E402
+from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
 
 pytestmark = pytest.mark.judge
 
@@ -25,7 +26,7 @@ class Stream:
 
 
 def lane(failure):
-    made = WorkerLane(Site("w0", torch.device("cpu"), Driver("w0"), {"w0": 0}, None), WaitRule())
+    made = WorkerLane(Site("w0", torch.device("cpu"), Driver("w0"), {"w0": 0}, None), WaitRule(), EmulatedKernels())
     made.stream = Stream(failure)
     return made
 

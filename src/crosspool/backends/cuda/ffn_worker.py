@@ -31,6 +31,7 @@ from crosspool.backends.cuda.streaming import stream_share
 from crosspool.backends.cuda.transport import FFNCrossing
 from crosspool.backends.cuda.weights import pack_ffn_weights
 from crosspool.cluster.base import ModelPlacement
+from crosspool.cluster.config import Control
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
 from crosspool.scheduler.step import StepHeader
@@ -50,9 +51,9 @@ class FFNModel:
 class CudaFFNWorker:
     """Implements `backends.base.FFNWorker` on one device. `rank` tells this worker its slice of each model."""
 
-    def __init__(self, site: Site, kernels: Launcher, rule: WaitRule, *, is_resident: bool = False) -> None:
-        self._site, self._kernels, self._rule = site, kernels, rule
-        self._resident = ResidentFFN(site, kernels) if is_resident else None
+    def __init__(self, site: Site, kernels: Launcher, rule: WaitRule, *, control: Control = "graphs") -> None:
+        self._site, self._kernels, self._rule, self._control = site, kernels, rule, control
+        self._resident = ResidentFFN(site, kernels) if control == "resident" else None
         self._models: dict[str, FFNModel] = {}
         self._lanes: dict[int, WorkerLane] = {}
         self._joined: set[str] = set()  # KV ranks that run this worker's layers themselves
@@ -145,7 +146,7 @@ class CudaFFNWorker:
                 source = self._pass(header.model, header.lane, model, lane, (inlet.link,), part.bucket)
                 lane.memory.push(part.base, model.spec.num_layers)
                 if lane.stream is not None:
-                    lane.replay(header.model, (inlet.link,), part.bucket)
+                    yield from lane.run_pass(header.model, (inlet.link,), part.bucket, (inlet,), part.base)
                     continue
                 for layer in source.kernels():
                     yield Wait((inlet,), part.base + layer + 1)
@@ -224,7 +225,9 @@ class CudaFFNWorker:
     def _lane(self, number: int) -> WorkerLane:
         lane = self._lanes.get(number)
         if lane is None:
-            lane = self._lanes[number] = WorkerLane(self._site, self._rule)
+            lane = self._lanes[number] = WorkerLane(
+                self._site, self._rule, self._kernels, is_host_driven=self._control == "host"
+            )
         return lane
 
     def _pass(self, name: str, number: int, model: FFNModel, lane: WorkerLane, links: Links, bucket: int) -> FFNPass:
@@ -233,7 +236,8 @@ class CudaFFNWorker:
             crossing = FFNCrossing(self._kernels, lane.memory, links[0].map())
             hidden = model.spec.hidden_size
             # emulated kernels run in turn, and the host sees flags alone
-            sums_by: SumsBy = "words" if self._site.device.type == "cuda" else "direct"
+            has_words = self._site.device.type == "cuda" and self._control != "host"
+            sums_by: SumsBy = "words" if has_words else "direct"
             return FFNPass(self._kernels, lane.memory, half, crossing, bucket, hidden, sums_by=sums_by)
 
         source = lane.find_pass(name, links, bucket, make)

@@ -75,11 +75,12 @@ class CudaAttentionWorker:
         *,
         first_frame: int | None = None,
         shared: SharedArena | None = None,
+        is_host_driven: bool = False,
     ) -> None:
         """first_frame: number of this rank's frame 0 where there are several KV ranks. shared: the frames, where other
         processes of this GPU use them too.
         """
-        self._site, self._kernels, self._rule = site, kernels, rule
+        self._site, self._kernels, self._rule, self._is_host_driven = site, kernels, rule, is_host_driven
         self._first_frame, self._shared = first_frame, shared
         wanted = f"a KV cache of {num_frames * frame_bytes / GiB:.1f} GiB"
         with naming_consumers(site.rank, site.device, wanted, dict):
@@ -92,7 +93,8 @@ class CudaAttentionWorker:
         self._lanes: dict[int, WorkerLane] = {}
         self._sequences: dict[int, Sequence] = {}
         self._joined: dict[str, JoinedFFN] = {}
-        self._has_words = site.device.type == "cuda"  # emulated kernels run in turn, and the host sees flags alone
+        # emulated kernels run in turn, and the host sees flags alone
+        self._has_words = site.device.type == "cuda" and not is_host_driven
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
         enter(self._site.device)
@@ -200,7 +202,7 @@ class CudaAttentionWorker:
                 source = self._pass(name, model, number, links_of(inlets), kind, self._joined_by(links))
                 slot = self._push(lane, source, batch, part, num_layers, sampled)
                 if lane.stream is not None:
-                    lane.replay(name, links_of(inlets), kind)
+                    yield from lane.run_pass(name, links_of(inlets), kind, inlets, part.base)
                 else:
                     for layer in source.kernels():
                         yield Wait(inlets, part.base + layer + 1)
@@ -311,7 +313,9 @@ class CudaAttentionWorker:
     def _lane(self, number: int) -> WorkerLane:
         lane = self._lanes.get(number)
         if lane is None:
-            lane = self._lanes[number] = WorkerLane(self._site, self._rule)
+            lane = self._lanes[number] = WorkerLane(
+                self._site, self._rule, self._kernels, is_host_driven=self._is_host_driven
+            )
         return lane
 
     def _joined_by(self, peers: LaneLinks | SequenceOf[str]) -> JoinedFFN | None:

@@ -3,16 +3,18 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from crosspool.backends.base import Inlet
+from crosspool.backends.base import Inlet, Wait
 from crosspool.backends.cuda.graphs import Capturable, StepGraph, capture
 from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule
+from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import DeviceInlet, DeviceLink, DeviceOutlet, Link, Site
+from crosspool.backends.cuda.segments import SegmentGraphs, capture_segments
 from crosspool.backends.cuda.sm_partition import PrefillStreams
 
 Links = tuple[Link, ...]
@@ -27,8 +29,9 @@ class WorkerLane:
     `find_pass` may be called from a thread that loads a model while the rank's loop runs steps.
     """
 
-    def __init__(self, site: Site, rule: WaitRule) -> None:
-        self.site = site
+    def __init__(self, site: Site, rule: WaitRule, kernels: Launcher, *, is_host_driven: bool = False) -> None:
+        """is_host_driven: passes are cut at every crossing, after which the host launches the next part."""
+        self.site, self._kernels, self._is_host_driven = site, kernels, is_host_driven
         is_cuda = site.device.type == "cuda"
         # Graphs keep the priority of the stream that they were captured on; chunks of prompts run on lower ones.
         self.stream: Any = torch.cuda.Stream(site.device, priority=-1) if is_cuda else None
@@ -41,7 +44,7 @@ class WorkerLane:
         self.links: dict[str, Link] = {}
         self._lock = threading.Lock()
         self._passes: dict[tuple[str, Links, Hashable], Capturable] = {}
-        self._graphs: dict[tuple[str, Links, Hashable], StepGraph] = {}
+        self._graphs: dict[tuple[str, Links, Hashable], StepGraph | SegmentGraphs] = {}
 
     def open_link(
         self, peer: str, region: memoryview, capacity: int, is_kv: bool, ring: Callable[[], None]
@@ -96,15 +99,27 @@ class WorkerLane:
                     source = make()
                 if self.stream is not None:
                     name = f"{self.site.rank} {model} {key}"
-                    self._graphs[model, links, key] = capture(source, self._capture_stream, name)
+                    self._graphs[model, links, key] = self._capture(source, links, name)
                 self._passes[model, links, key] = source
             return source
 
-    def replay(self, model: str, links: Links, key: Hashable) -> None:
-        """Enqueue the captured pass on the lane's stream."""
+    def _capture(self, source: Capturable, links: Links, name: str) -> StepGraph | SegmentGraphs:
+        if not self._is_host_driven:
+            return capture(source, self._capture_stream, name)
+        flags = [link.map().inbox.flag for link in links]
+        return capture_segments(source, self._capture_stream, self._kernels, self.memory, flags, name)
+
+    def run_pass(
+        self, model: str, links: Links, key: Hashable, inlets: Sequence[DeviceInlet], base: int
+    ) -> Iterator[Wait]:
+        """Enqueue the captured pass on the lane's stream, whole or, where the host drives it, half by half."""
         self._replayed_s = time.monotonic()
+        graph = self._graphs[model, links, key]
+        if isinstance(graph, SegmentGraphs):
+            yield from graph.drive(self.stream, self.memory, inlets, base)
+            return
         with torch.cuda.stream(self.stream):
-            self._graphs[model, links, key].replay()
+            graph.replay()
 
     def give_up(self, last_epoch: int) -> None:
         """End a step's waits on the device; end the process, to be replaced, where the device no longer answers.

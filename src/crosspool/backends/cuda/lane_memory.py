@@ -21,6 +21,7 @@ RECORD_WORDS = 2 + (3 + SAMPLING_WORDS) * PASS_TOKENS
 
 DONE, ABORT, LATE = 0, 1, 2
 POSTED = LATE + MAX_PEERS
+SEEN = POSTED + 1
 """Host words; LATE is one for each peer."""
 
 
@@ -54,7 +55,7 @@ class LaneMemory:
         self.rule = rule
         self.words = torch.zeros(16, dtype=torch.int64, device=device)
         self.last_tokens = torch.zeros(PASS_TOKENS, dtype=torch.int32, device=device)
-        self._host = pinned((POSTED + 1,), torch.int64, device)
+        self._host = pinned((SEEN + 1,), torch.int64, device)
         self.ring = pinned((RING_SLOTS, RECORD_WORDS), torch.int32, device)
         self.host_tokens = pinned((RING_SLOTS * PASS_TOKENS,), torch.int32, device)
         self._host_words: npt.NDArray[np.int64] = self._host.numpy()
@@ -67,6 +68,11 @@ class LaneMemory:
     def done_epoch(self) -> int:
         """The last epoch of the newest pass that has ended."""
         return int(self._host_words[DONE])
+
+    @property
+    def seen_epoch(self) -> int:
+        """The newest crossing that has arrived, as far as the host is told of crossings."""
+        return int(self._host_words[SEEN])
 
     def late_epoch(self, peer: int) -> int:
         """The newest epoch that the peer (by its place in the placement) did not deliver in time; 0: none."""

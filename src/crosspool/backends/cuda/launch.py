@@ -21,6 +21,7 @@ SOURCES = (
     "ffn_client",
     "prefetch",
     "transport",
+    "lane_steps",
     "sample",
     "chunk_ffn",
     "chunk_attention",

@@ -54,6 +54,10 @@ class CrossParams(ctypes.Structure):
     ]
 
 
+class SeeParams(ctypes.Structure):
+    _fields_ = [("view", LaneView), ("flags", Flags), ("layer", _I)]
+
+
 class BeginParams(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("lane", "ring", "last_tokens", "token_ids", "positions", "lengths", "sampling")),

@@ -71,7 +71,15 @@ class CudaWorkers:
         """sharing: the KV ranks, this one among them, that share one arena under `token`; none: it has its own."""
         site, shape = self._site, (num_frames, frame_bytes)
         shared = SharedArena(site.driver, site.device, shape, sharing, token) if sharing else None
-        return CudaAttentionWorker(site, self._kernels, self._rule, *shape, first_frame=first_frame, shared=shared)
+        return CudaAttentionWorker(
+            site,
+            self._kernels,
+            self._rule,
+            *shape,
+            first_frame=first_frame,
+            shared=shared,
+            is_host_driven=self._control == "host",
+        )
 
     def ffn(self) -> CudaFFNWorker:
-        return CudaFFNWorker(self._site, self._kernels, self._rule, is_resident=self._control == "resident")
+        return CudaFFNWorker(self._site, self._kernels, self._rule, control=self._control)
