@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from crosspool.commands.serve import deployment
@@ -132,6 +134,28 @@ def test_flags_variables_and_yaml_stand_above_the_plan(tmp_path, monkeypatch):
     assert (config.scheduling.num_prefill_lanes, config.scheduling.max_num_seqs) == (3, 5)
     assert config.models[0].max_model_len == 48
     assert (config.scheduling.num_decode_lanes, config.pools.num_weights_ranks) == (3, 2)  # the plan's still
+
+
+def test_a_prefill_step_is_the_backends_own_unless_the_plan_was_asked_for_one(tmp_path):
+    plan = tiny_plan(tmp_path)
+    path = saved(plan, tmp_path)
+    for backend, tokens in (("numpy", 512), ("cuda", 8192)):
+        config = deployment([], [], None, {"backend": backend}, path)
+        assert config.scheduling.max_num_batched_tokens == tokens
+    asked = saved(replace(plan, max_num_batched_tokens=96), tmp_path)
+    assert deployment([], [], None, {"backend": "cuda"}, asked).scheduling.max_num_batched_tokens == 96
+
+
+def test_a_plan_counts_the_memory_of_the_prefill_steps_that_gpus_take():
+    given = {"gpus": {"kind": "h200", "count": 2}, "models": ["qwen3-30b-a3b"]}
+
+    def activations(engine):
+        plan = plan_deployment(parse_plan_input(given | {"engine": engine})).plan
+        return plan.groups[0].gpus[0].parts["activations"]
+
+    assert (
+        activations({}) == activations({"max_num_batched_tokens": 8192}) > activations({"max_num_batched_tokens": 512})
+    )
 
 
 def test_one_group_of_several_is_served(tmp_path):

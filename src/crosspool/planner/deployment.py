@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from crosspool.config import parse_size
+from crosspool.config import PREFILL_TOKENS, parse_size
 from crosspool.planner.gpus import gpu_kind
 from crosspool.planner.group import GPUSet
 from crosspool.planner.memory import MemoryFigures, StepBounds
@@ -154,10 +154,15 @@ class Engine(_Section):
     """The largest steps, as `crosspool serve` takes them."""
 
     max_num_seqs: Count = 32
-    max_num_batched_tokens: Count = 512
+    max_num_batched_tokens: Count | None = None  # none: what GPUs take by themselves
     decode_lanes: Count = 2
     prefill_lanes: Count = 1
     frame_bytes: Bytes = 2 * MiB
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a prefill step as a plan for GPUs takes it."""
+        return self.max_num_batched_tokens or PREFILL_TOKENS["cuda"]
 
 
 class Memory(_Section):
@@ -187,7 +192,7 @@ class PlanInput(_Section):
     def bounds(self) -> StepBounds:
         return StepBounds(
             max_num_seqs=self.engine.max_num_seqs,
-            max_num_batched_tokens=self.engine.max_num_batched_tokens,
+            max_num_batched_tokens=self.engine.chunk_tokens,
             num_decode_lanes=self.engine.decode_lanes,
             num_prefill_lanes=self.engine.prefill_lanes,
             frame_bytes=self.engine.frame_bytes,

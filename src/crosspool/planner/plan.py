@@ -126,7 +126,7 @@ class Plan:
     gpu_memory_bytes: int
     frame_bytes: int
     max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_batched_tokens: int | None  # none: not asked for, so the backend's own
     num_decode_lanes: int
     num_prefill_lanes: int
     groups: tuple[GroupPlan, ...]

@@ -14,6 +14,7 @@ def serve_settings(plan: Plan, group: GroupPlan) -> dict[str, Any]:
     """Settings that serve one group as planned. Raises ValueError, with the remedy, for what serve cannot run."""
     if unknown := [model.name for model in group.models if not model.servable]:
         raise ValueError(f"{group.name}: {unknown[0]} is planned by numbers, no family here serves it; plan without it")
+    chunk = {} if plan.max_num_batched_tokens is None else {"max_num_batched_tokens": plan.max_num_batched_tokens}
     return {
         "models": [
             {
@@ -32,7 +33,7 @@ def serve_settings(plan: Plan, group: GroupPlan) -> dict[str, Any]:
         "kv_ranks": len(group.kv_ranks),
         "weights_ranks": len(group.weights_ranks),
         "max_num_seqs": plan.max_num_seqs,
-        "max_num_batched_tokens": plan.max_num_batched_tokens,
+        **chunk,
         "decode_lanes": plan.num_decode_lanes,
         "prefill_lanes": plan.num_prefill_lanes,
         "admission": plan.admission,

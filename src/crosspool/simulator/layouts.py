@@ -64,7 +64,7 @@ def _config(plan_input: PlanInput, num_frames: int, max_queue: int, num_decode: 
         num_decode_lanes=num_decode,
         num_prefill_lanes=num_prefill,
         max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_num_batched_tokens=engine.chunk_tokens,
         max_queue=max_queue,
         admission=plan_input.admission,
         prefix_caching=False,  # a workload has lengths, not tokens: all its prompts would look alike

@@ -27,13 +27,14 @@ def report_json(results: Sequence[GroupResult]) -> str:
 
 def show_report(results: Sequence[GroupResult], console: Console) -> None:
     """One table a group, and a line on its stations and memory."""
+    wide = Console(file=console.file, width=max(TABLE_WIDTH, console.width))
     for result in results:
         console.print(
             f"{result.name} ({result.layout}): {result.duration_s:,.1f} s, {result.num_steps:,} steps, "
             f"{result.num_events:,} events, {result.num_unfinished} requests unfinished",
             highlight=False,
         )
-        console.print(_table(result), width=max(TABLE_WIDTH, console.width), crop=False)
+        wide.print(_table(result))
         for index, station in enumerate(result.stations):
             console.print(f"- {station}: idle for {result.bubble_share(index):.1%} of the time with work in flight")
         for rank, average in result.occupancy.items():
