@@ -16,7 +16,7 @@ from crosspool.kv_pool.geometry import PageGeometry
 COPY_BYTES = 4 << 30
 
 
-def replay_us(work: Callable[[], None], *, units: int, replays: int = 60) -> list[float]:
+def replay_us(work: Callable[[], None], *, units: int, replays: int = 60, warm_up_s: float = 0.2) -> list[float]:
     """Microseconds a unit took in each of `replays` replays of a graph of `work`, which does `units` of them.
 
     The caller rotates buffers, so that a unit's data has left L2 before it is used again.
@@ -30,7 +30,7 @@ def replay_us(work: Callable[[], None], *, units: int, replays: int = 60) -> lis
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         work()
-    _warm_up(graph)
+    _warm_up(graph, warm_up_s)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
     for begin, end in events:
         begin.record()
@@ -40,7 +40,7 @@ def replay_us(work: Callable[[], None], *, units: int, replays: int = 60) -> lis
     return [begin.elapsed_time(end) * 1e3 / units for begin, end in events]
 
 
-def _warm_up(graph: torch.cuda.CUDAGraph, seconds: float = 0.2) -> None:
+def _warm_up(graph: torch.cuda.CUDAGraph, seconds: float) -> None:
     """Keep the GPU busy until its clocks are up: an idle one runs at a fraction of them, and so do short bursts."""
     matrix = torch.randn(4096, 4096, device="cuda").bfloat16()
     begin = time.perf_counter()

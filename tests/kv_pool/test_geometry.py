@@ -37,16 +37,27 @@ def model(attention: GQASpec | MLASpec, num_layers: int, max_positions: int = 40
 
 
 @pytest.mark.parametrize(
-    ("attention", "num_layers", "layers_per_frame", "frames_per_page"),
-    [(QWEN3, 48, 4, 12), (LATENT, 47, 7, 7), (LATENT, 27, 7, 4)],
+    ("attention", "num_layers", "page_tokens", "layers_per_frame", "frames_per_page"),
+    [(QWEN3, 48, 256, 4, 12), (LATENT, 47, 224, 8, 6), (LATENT, 27, 200, 9, 3)],
     ids=["qwen3-30b-a3b", "glm-4.7-flash", "deepseek-v2-lite"],
 )
-def test_pages_of_the_three_paper_models(attention, num_layers, layers_per_frame, frames_per_page):
+def test_pages_of_the_three_paper_models(attention, num_layers, page_tokens, layers_per_frame, frames_per_page):
     spec = model(attention, num_layers)
-    geometry = page_geometry(spec, page_tokens=256, frame_bytes=2 * MiB)
+    assert choose_page_tokens(spec, 2 * MiB) == page_tokens
+    geometry = page_geometry(spec, page_tokens=page_tokens, frame_bytes=2 * MiB)
     assert (geometry.layers_per_frame, geometry.frames_per_page) == (layers_per_frame, frames_per_page)
-    assert geometry.fill >= 0.94
-    assert choose_page_tokens(spec, 2 * MiB) == 256
+    assert geometry.fill >= 0.95
+
+
+@given(num_layers=st.integers(1, 96), attention=st.sampled_from([QWEN3, LATENT]))
+def test_a_size_that_is_no_power_of_two_fills_its_frames_at_full_speed(num_layers, attention):
+    spec = model(attention, num_layers)
+    tokens = choose_page_tokens(spec, 2 * MiB)
+    geometry = page_geometry(spec, page_tokens=tokens, frame_bytes=2 * MiB)
+    if tokens & (tokens - 1):
+        assert geometry.fill >= 0.95
+        assert 192 <= tokens <= 1024
+        assert tokens % (64 if attention is QWEN3 else 8) == 0
 
 
 def test_a_layer_that_does_not_fit_names_the_sizes_and_the_remedy():

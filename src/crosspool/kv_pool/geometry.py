@@ -2,13 +2,20 @@
 
 from dataclasses import dataclass
 
-from crosspool.models.spec import DTYPE_BYTES, DType, ModelSpec
+from crosspool.models.spec import DTYPE_BYTES, DType, MLASpec, ModelSpec
 from crosspool.units import ceil_div, format_bytes
 
 MIN_PAGE_TOKENS = 16
 MAX_PAGE_TOKENS = 2048
 PREFERRED_PAGE_TOKENS = 256
-"""Enough consecutive slots for attention to run at full speed (docs: KV layout)."""
+WANTED_FILL = 0.95
+FULL_SPEED_TOKENS = (192, 1024)
+"""Pages of so many tokens let decode attention run within a few percent of its best at any context, GQA and MLA.
+Source: benchmarks/results/page_tokens_h200_2026-11-30.md."""
+
+PAGE_TOKENS_STEP = {"gqa": 64, "mla": 8}
+"""Sizes looked at beside powers of two. Prefill reads GQA keys in frames, in blocks of 64 that should lie in one page;
+latents (MLA) are gathered slot by slot in any case."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,17 +104,33 @@ def page_geometry(
 def choose_page_tokens(spec: ModelSpec, frame_bytes: int, kv_dtype: DType | None = None) -> int:
     """The power of two that costs a typical request the fewest frames; among equals the one nearest to 256.
 
-    Typical: 2,048 tokens, or the model's whole context if that is shorter. Raises ValueError where not even 16 tokens
-    of a layer fit a frame.
+    Typical: 2,048 tokens, or the model's whole context if that is shorter. Where such pages leave more than 5 % of
+    their frames empty, another size of full speed that fills them is taken, if there is one: 224 tokens for the 47
+    layers of GLM-4.7-Flash, 200 for the 27 of DeepSeek-V2-Lite. Raises ValueError where not even 16 tokens of a layer
+    fit a frame.
     """
     reference_tokens = min(MAX_PAGE_TOKENS, spec.max_position_embeddings)
 
+    def geometry(page_tokens: int) -> PageGeometry:
+        return page_geometry(spec, page_tokens=page_tokens, frame_bytes=frame_bytes, kv_dtype=kv_dtype)
+
     def cost(page_tokens: int) -> tuple[int, int]:
-        geometry = page_geometry(spec, page_tokens=page_tokens, frame_bytes=frame_bytes, kv_dtype=kv_dtype)
-        frames = geometry.num_pages(reference_tokens) * geometry.frames_per_page
+        found = geometry(page_tokens)
+        frames = found.num_pages(reference_tokens) * found.frames_per_page
         return frames, abs(page_tokens.bit_length() - PREFERRED_PAGE_TOKENS.bit_length())
 
-    smallest = page_geometry(spec, page_tokens=MIN_PAGE_TOKENS, frame_bytes=frame_bytes, kv_dtype=kv_dtype)
-    fitting = frame_bytes // smallest.token_layer_bytes
-    candidates = [MIN_PAGE_TOKENS << shift for shift in range(8) if MIN_PAGE_TOKENS << shift <= fitting]
-    return min(candidates, key=cost)
+    fitting = frame_bytes // geometry(MIN_PAGE_TOKENS).token_layer_bytes
+    best = min((MIN_PAGE_TOKENS << shift for shift in range(8) if MIN_PAGE_TOKENS << shift <= fitting), key=cost)
+    smallest, largest = FULL_SPEED_TOKENS
+    if geometry(best).fill >= WANTED_FILL or reference_tokens < largest:
+        return best
+    step = PAGE_TOKENS_STEP["mla" if any(isinstance(layer.attention, MLASpec) for layer in spec.layers) else "gqa"]
+    filled = [
+        found for found in map(geometry, range(smallest, min(largest, fitting) + 1, step)) if found.fill >= WANTED_FILL
+    ]
+    if not filled:
+        return best
+    # The last page of a request is half empty on average.
+    return min(
+        filled, key=lambda found: (reference_tokens / found.page_tokens + 0.5) * found.frames_per_page
+    ).page_tokens
