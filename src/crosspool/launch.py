@@ -104,8 +104,6 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
     if config.dtype not in ("auto", dtype):
         name = BACKEND_NAMES[backend]
         raise CrossPoolError(f"dtype is {config.dtype}; the {name} backend computes in {dtype}, so use auto or {dtype}")
-    if backend == "cuda" and config.pools.kv_backing == "vmm":
-        raise CrossPoolError("kv_backing is vmm; the CUDA backend serves from an arena, so use that")
     if backend == "cuda" and config.pools.num_kv_ranks > 1:
         raise CrossPoolError(f"kv_ranks is {config.pools.num_kv_ranks}; the CUDA backend runs one, so use 1")
     engine = engine_config(config)

@@ -1,6 +1,7 @@
 """RankWorker: the one worker that a rank runs, made by the backend inside the rank's own thread or process."""
 
 import importlib
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -12,7 +13,7 @@ from crosspool.kv_pool.ahead import MappingHint
 from crosspool.kv_pool.backing.base import BackingCounts
 
 if TYPE_CHECKING:
-    from crosspool.backends.numpy.mapped_frames import MappedFrames
+    from crosspool.kv_pool.backing.mapped_frames import MappedFrames
 
 DEVICE_DEADLINE = 0.8
 """Part of a step's deadline after which a wait on a device gives up, so that the device is free when the host does."""
@@ -131,9 +132,10 @@ def _numpy_worker(config: ClusterConfig, rank: str) -> RankWorker:
 
 
 def _mapped_frames(num_frames: int, frame_bytes: int) -> "MappedFrames":
-    from crosspool.backends.numpy.mapped_frames import MappedFrames
+    from crosspool.backends.numpy.host_vmm import HostVmmDriver
+    from crosspool.kv_pool.backing.mapped_frames import MappedFrames
 
-    return MappedFrames(num_frames, frame_bytes)
+    return MappedFrames(HostVmmDriver(), num_frames, frame_bytes, mmap.PAGESIZE)
 
 
 def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
@@ -147,13 +149,14 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
         deadline_s=config.step_deadline_s * (DEVICE_DEADLINE if rank in config.kv_ranks else 2 * DEVICE_DEADLINE),
     )
     if rank in config.kv_ranks:
-        attention = workers.attention(
+        attention, mapping = workers.attention(
             config.num_frames,
             config.frame_bytes,
+            config.kv_backing,
             config.first_frame(rank) if len(config.kv_ranks) > 1 else None,
             next((arena for arena in config.arenas if rank in arena), ()),
             config.arena_token,
         )
-        return RankWorker(attention_worker=attention, links=attention)
+        return RankWorker(attention_worker=attention, links=attention, mapping=mapping)
     ffn = workers.ffn()
     return RankWorker(ffn_worker=ffn, links=ffn)

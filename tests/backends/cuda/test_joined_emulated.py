@@ -14,11 +14,11 @@ from crosspool.backends.cuda.kv_worker import CudaAttentionWorker  # noqa: E402
 from crosspool.backends.cuda.lane_memory import WaitRule  # noqa: E402
 from crosspool.backends.cuda.workers import join_halves  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
-from tests.backends.cuda.decoding import FRAME_BYTES  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
 from tests.backends.cuda.test_workers_emulated import (  # noqa: E402
     NUM_FRAMES,
     Pair,
+    arena,
     decode_step,
     generate,
     greedy,
@@ -38,9 +38,7 @@ class JoinedPair(Pair):
         super().__init__(directory)
         devices, rule = {"kv0": 0, "w0": 0}, WaitRule()
         self.kernels = EmulatedKernels()
-        self.kv = CudaAttentionWorker(
-            site("kv0", devices), self.kernels, rule, NUM_FRAMES, FRAME_BYTES, first_frame=first_frame
-        )
+        self.kv = CudaAttentionWorker(site("kv0", devices), self.kernels, rule, arena(), first_frame=first_frame)
         self.ffn = {"w0": CudaFFNWorker(site("w0", devices), self.kernels, rule)}
         join_halves(self.kv, self.ffn["w0"], "kv0", "w0")
         region = memoryview(bytearray(64))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -15,14 +16,18 @@ from crosspool.backends.base import LaneLinks  # noqa: E402
 from crosspool.backends.cuda import chunk_plan  # noqa: E402
 from crosspool.backends.cuda.driver import Driver  # noqa: E402
 from crosspool.backends.cuda.ffn_worker import CudaFFNWorker  # noqa: E402
+from crosspool.backends.cuda.frames import ArenaFrames, DeviceFrames  # noqa: E402
 from crosspool.backends.cuda.kv_worker import CudaAttentionWorker  # noqa: E402
 from crosspool.backends.cuda.lane_memory import WaitRule  # noqa: E402
 from crosspool.backends.cuda.link import Site  # noqa: E402
 from crosspool.backends.cuda.passes import passes  # noqa: E402
+from crosspool.backends.numpy.host_vmm import HostVmmDriver  # noqa: E402
 from crosspool.cluster.base import ModelPlacement  # noqa: E402
 from crosspool.cluster.channel import link_bytes  # noqa: E402
 from crosspool.cluster.region import ArrayRegion  # noqa: E402
 from crosspool.core import SamplingParams  # noqa: E402
+from crosspool.kv_pool.ahead import MappingHint  # noqa: E402
+from crosspool.kv_pool.backing.mapped_frames import MappedFrames  # noqa: E402
 from crosspool.kv_pool.geometry import page_geometry  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow  # noqa: E402
@@ -40,7 +45,7 @@ NUM_FRAMES = 64
 class Pair:
     """One KV worker and some FFN workers in one thread; links are opened as a cluster opens them."""
 
-    def __init__(self, directory, num_weights: int = 1, max_tokens: int = 64, shares=()) -> None:
+    def __init__(self, directory, num_weights: int = 1, max_tokens: int = 64, shares=(), frames=None) -> None:
         ranks = tuple(f"w{idx}" for idx in range(num_weights))
         devices = {"kv0": 0} | {rank: idx + 1 for idx, rank in enumerate(ranks)}
         kernels, rule = EmulatedKernels(), WaitRule()
@@ -57,7 +62,7 @@ class Pair:
             kv_dtype="bfloat16",
             weights_shares=shares,
         )
-        self.kv = CudaAttentionWorker(site("kv0", devices), kernels, rule, NUM_FRAMES, FRAME_BYTES)
+        self.kv = CudaAttentionWorker(site("kv0", devices), kernels, rule, frames or arena())
         self.ffn = {rank: CudaFFNWorker(site(rank, devices), kernels, rule) for rank in ranks}
         self.inlets, self.outlets, self.ends = {}, {}, {}
         capacity = spec.hidden_size * max_tokens
@@ -89,6 +94,10 @@ class Pair:
                     result = stop.value if rank == "kv0" else result
                     del halves[rank]
         return result
+
+
+def arena():
+    return ArenaFrames(torch.zeros((NUM_FRAMES, FRAME_BYTES), dtype=torch.uint8))
 
 
 def site(rank, devices):
@@ -288,3 +297,66 @@ def test_a_chunk_that_was_given_up_half_way_can_be_replayed(directory, segments)
         assert worker_lane.memory.is_drained
     (found,) = pair.run(prefill_step(directory, prompt, 2, greedy()))
     assert found.token_id == expected.token_id
+
+
+class Mapped:
+    """A pair on frames that are mapped for each model."""
+
+    def __init__(self, directory) -> None:
+        self.mapped = MappedFrames(HostVmmDriver(), NUM_FRAMES, FRAME_BYTES, 4096)
+        self.frames = DeviceFrames(self.mapped, FRAME_BYTES, CPU)
+        self.pair = Pair(directory, frames=self.frames)
+
+
+def test_mapped_frames_give_the_tokens_of_an_arena(directory):
+    """Also once pages lie where others lay before."""
+    prompts = [prompt_of(directory, 21, seed) for seed in range(2)]
+    expected = [generate(Pair(directory), directory, prompt, 4, greedy()) for prompt in prompts]
+    mapped = Mapped(directory)
+    assert generate(mapped.pair, directory, prompts[0], 4, greedy()) == expected[0]
+    held = mapped.frames.counts().mapped_frames
+    mapped.pair.kv.forget([1])
+    mapped.frames.hint([MappingHint(model="tiny", given_back=pages(directory, 8))])
+    assert wait_for(lambda: mapped.frames.counts().mapped_frames == 0)
+    step = prefill_step(directory, prompts[1], 5, greedy(), 2)
+    (row,) = step.rows
+    flipped = tuple(reversed(row.new_pages))
+    found = [mapped.pair.run(replace(step, rows=(replace(row, new_pages=flipped),)))[0].token_id]
+    for idx in range(3):
+        found += [token.token_id for token in mapped.pair.run(decode_step({2: 21 + idx}, idx + 6))]
+    assert found == expected[1]
+    counts = mapped.frames.counts()
+    assert counts.unmaps == 8
+    assert counts.mapped_frames == held
+    mapped.pair.kv.remove_model("tiny")
+    mapped.mapped.close()
+
+
+def test_pages_of_a_step_that_was_given_up_stay_until_its_lane_is_drained(directory):
+    prompt = prompt_of(directory, 5)
+    mapped = Mapped(directory)
+    mapped.pair.run(prefill_step(directory, prompt, 1, greedy(), num_pages=1))
+    held = mapped.frames.counts().mapped_frames
+    assert mapped.pair.run(decode_step({1: len(prompt)}, 2), max_segments=5) is None
+    mapped.pair.kv.forget([1])
+    mapped.frames.hint([MappingHint(model="tiny", given_back=pages(directory, 1))])
+    time.sleep(0.05)
+    assert mapped.frames.counts().mapped_frames == held
+    for worker_lane in (mapped.pair.kv._lanes[0], mapped.pair.ffn["w0"]._lanes[0]):
+        worker_lane.memory._last_epoch = 0  # now the device has ended it
+    mapped.frames.hint([])
+    assert wait_for(lambda: mapped.frames.counts().mapped_frames == 0)
+    mapped.pair.kv.remove_model("tiny")
+    mapped.mapped.close()
+
+
+def wait_for(condition, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return condition()
+
+
+def test_frames_that_cannot_be_mapped_name_the_size():
+    with pytest.raises(ValueError, match="frame_bytes is 6000; with kv_backing vmm it must be a multiple of 4096"):
+        MappedFrames(HostVmmDriver(), 4, 6000, 4096)

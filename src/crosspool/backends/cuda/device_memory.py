@@ -11,16 +11,17 @@ Consumers = Mapping[str, int]
 """Bytes by what they are for."""
 
 
-def remainder(device: torch.device, known: Consumers) -> dict[str, int]:
+def remainder(device: torch.device, known: Consumers, num_mapped_bytes: int = 0) -> dict[str, int]:
     """The GPU's other bytes in use: `workspace`, torch's beyond what is known; `other`, contexts and other processes.
 
-    With `known` they add up to what the device reports as used.
+    With `known` they add up to what the device reports as used. num_mapped_bytes: of the KV cache, where the driver
+    maps it and torch does not know of it.
     """
     if device.type != "cuda":
         return {"workspace": 0, "other": 0}
     free, total = torch.cuda.mem_get_info(device)
-    graphs = known.get("graphs", 0) + known.get("channels", 0)  # not torch's
-    workspace = max(0, torch.cuda.memory_reserved(device) - sum(known.values()) + graphs)
+    outside = known.get("graphs", 0) + known.get("channels", 0) + num_mapped_bytes  # not torch's
+    workspace = max(0, torch.cuda.memory_reserved(device) - sum(known.values()) + outside)
     return {"workspace": workspace, "other": max(0, total - free - sum(known.values()) - workspace)}
 
 

@@ -19,6 +19,7 @@ from crosspool.backends.cuda.chunk_run import run_pieces
 from crosspool.backends.cuda.chunk_support import is_supported, runs_in_pieces
 from crosspool.backends.cuda.chunk_warm_up import capture_spans, warm_up_attention
 from crosspool.backends.cuda.device_memory import naming_consumers, remainder
+from crosspool.backends.cuda.frames import KVFrames
 from crosspool.backends.cuda.joined import JoinedCrossing, JoinedFFN, JoinedInlet, JoinedLink, await_ffn, joined_chunk
 from crosspool.backends.cuda.kv_chunk import kv_chunk
 from crosspool.backends.cuda.kv_pass import KVPass, KVRows
@@ -32,7 +33,6 @@ from crosspool.backends.cuda.prefill_attention import Library
 from crosspool.backends.cuda.prepare import COMMON_BUCKETS, open_lanes
 from crosspool.backends.cuda.random_slices import draw_share
 from crosspool.backends.cuda.sampling import fill_sampling, sampling_records
-from crosspool.backends.cuda.shared_arena import SharedArena
 from crosspool.backends.cuda.sm_partition import PrefillStreams
 from crosspool.backends.cuda.span_attention import SpanGraphs
 from crosspool.backends.cuda.streaming import stream_share
@@ -46,7 +46,7 @@ from crosspool.kv_pool.geometry import PageGeometry, page_geometry
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 from crosspool.scheduler.step import StepDescriptor, StepHeader
-from crosspool.units import GiB, ceil_div
+from crosspool.units import ceil_div
 
 
 @dataclass
@@ -57,37 +57,28 @@ class KVModel:
     weights: AttentionWeights
     num_bytes: int
     geometry: PageGeometry
+    frames: torch.Tensor  # where the frame numbers of its pages lie
     max_pages: int
     rows: dict[tuple[int, int], KVRows] = field(default_factory=dict)
     spans: dict[GQASpec | MLASpec, SpanGraphs] = field(default_factory=dict)
 
 
 class CudaAttentionWorker:
-    """Implements `backends.base.AttentionWorker` on one device. One arena for all models; the cache holds bfloat16."""
+    """Implements `backends.base.AttentionWorker` on one device, for all models; the cache holds bfloat16."""
 
     def __init__(
         self,
         site: Site,
         kernels: Launcher,
         rule: WaitRule,
-        num_frames: int,
-        frame_bytes: int,
+        frames: KVFrames,
         *,
         first_frame: int | None = None,
-        shared: SharedArena | None = None,
         is_host_driven: bool = False,
     ) -> None:
-        """first_frame: number of this rank's frame 0 where there are several KV ranks. shared: the frames, where other
-        processes of this GPU use them too.
-        """
+        """first_frame: number of this rank's frame 0 where there are several KV ranks."""
         self._site, self._kernels, self._rule, self._is_host_driven = site, kernels, rule, is_host_driven
-        self._first_frame, self._shared = first_frame, shared
-        wanted = f"a KV cache of {num_frames * frame_bytes / GiB:.1f} GiB"
-        with naming_consumers(site.rank, site.device, wanted, dict):
-            if shared is None:
-                self._arena = torch.zeros((num_frames, frame_bytes), dtype=torch.uint8, device=site.device)
-            else:
-                self._arena = shared.frames
+        self._first_frame, self._frames = first_frame, frames
         finish(site.device)
         self._models: dict[str, KVModel] = {}
         self._lanes: dict[int, WorkerLane] = {}
@@ -111,7 +102,11 @@ class CudaAttentionWorker:
         num_bytes = sum(tensor.nbytes for tensors in (model, *layers) for tensor in tensors.values())
         self.add_weights(placement, directory.spec, weights, num_bytes)
         if self._site.device.type == "cuda":
-            self.prepare(placement, progress)
+            try:
+                self.prepare(placement, progress)
+            except BaseException:
+                self._drop(placement.name)
+                raise
 
     def check(self, placement: ModelPlacement) -> None:
         """Raises ValueError for a cache dtype that the kernels do not read."""
@@ -124,26 +119,26 @@ class CudaAttentionWorker:
         self, placement: ModelPlacement, spec: ModelSpec, weights: AttentionWeights, num_bytes: int
     ) -> None:
         """The same with weights that are on the device already."""
-        num_frames, frame_bytes = self._arena.shape
         geometry = page_geometry(
             spec,
             page_tokens=placement.page_tokens,
-            frame_bytes=frame_bytes,
+            frame_bytes=self._frames.frame_bytes,
             kv_dtype="bfloat16",
             model=placement.name,
         )
+        frames = self._frames.add_model(placement.name, geometry.frames_per_page)
         most = min(
-            ceil_div(spec.max_position_embeddings, placement.page_tokens), num_frames // geometry.frames_per_page
+            ceil_div(spec.max_position_embeddings, placement.page_tokens), len(frames) // geometry.frames_per_page
         )
         finish(self._site.device)
-        self._models[placement.name] = KVModel(spec, weights, num_bytes, geometry, max(1, most))
+        self._models[placement.name] = KVModel(spec, weights, num_bytes, geometry, frames, max(1, most))
 
     def prepare(self, placement: ModelPlacement, progress: Progress) -> None:
         """Load what chunks need, and capture the model's common passes for every lane that is open."""
         model = self._models[placement.name]
         if is_supported(model.spec):
             streams = prefill_streams(self._lanes, self._site)
-            warm_up_attention(self._kernels, model.spec, model.weights, self._arena, model.geometry, streams)
+            warm_up_attention(self._kernels, model.spec, model.weights, model.frames, model.geometry, streams)
             # Not on a lane's streams: what another thread enqueues there meanwhile would join the capture.
             own = PrefillStreams(self._site.driver, self._site.device, self._site.partition)
             model.spans = capture_spans(model.spec, self._site.device, own.by_share)
@@ -175,6 +170,13 @@ class CudaAttentionWorker:
             lane.close_link(peer)
 
     def run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
+        placed = self._frames.begin(step)
+        try:
+            return (yield from self._run(placed, links))
+        finally:
+            self._frames.end(step, self._lane(step.header.lane).memory)
+
+    def _run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
         name, number = step.header.model, step.header.lane
         model = self._models.get(name)
         if model is None:
@@ -239,7 +241,7 @@ class CudaAttentionWorker:
         def make_half() -> ChunkHalf:
             rows = ChunkRows(batch.token_ids, batch.positions, batch.row_of_token, batch.tables)
             return ChunkHalf(
-                self._kernels, model.spec, model.weights, self._arena, model.geometry, rows, plan, None, libraries
+                self._kernels, model.spec, model.weights, model.frames, model.geometry, rows, plan, None, libraries
             )
 
         has_ended = False
@@ -277,27 +279,33 @@ class CudaAttentionWorker:
     def forget(self, sequence_ids: SequenceOf[int]) -> None:
         for sequence_id in sequence_ids:
             self._sequences.pop(sequence_id, None)
+        self._frames.forget(sequence_ids)
 
     def remove_model(self, model: str) -> None:
-        for lane in self._lanes.values():
-            lane.drop(model)
-        self._models.pop(model, None)
+        self._drop(model)
         self._sequences = {key: sequence for key, sequence in self._sequences.items() if sequence.model != model}
+
+    def _drop(self, model: str) -> None:
+        for lane in tuple(self._lanes.values()):
+            lane.drop(model)
+        if self._models.pop(model, None) is not None:
+            self._frames.remove_model(model)
 
     def _consumers(self) -> dict[str, int]:
         """Bytes by what they are for, each model's weights apart."""
         models = {f"attention weights of {name}": model.num_bytes for name, model in tuple(self._models.items())}
-        return {"KV cache": int(self._arena.nbytes), **models}
+        return {"KV cache": self._frames.num_bytes, **models}
 
     def memory_bytes(self) -> Mapping[str, int]:
         known = {
             "attention_weights": sum(model.num_bytes for model in tuple(self._models.values())),
-            "kv_cache": int(self._arena.nbytes),
+            "kv_cache": self._frames.num_bytes,
             "ffn_weights": 0,
             "graphs": sum(lane.graph_bytes for lane in self._lanes.values()),
             "channels": sum(lane.channel_bytes for lane in self._lanes.values()),
         }
-        return known | remainder(self._site.device, known)
+        mapped = 0 if self._frames.is_torch_memory else self._frames.num_bytes
+        return known | remainder(self._site.device, known, mapped)
 
     def _pages(self, name: str, frames_per_page: int) -> PageReader | None:
         """How frame numbers of the deployment are read here; None: this KV rank is the only one."""
@@ -307,7 +315,7 @@ class CudaAttentionWorker:
             model=name,
             frames_per_page=frames_per_page,
             first_frame=self._first_frame,
-            num_frames=len(self._arena),
+            num_frames=self._frames.num_bytes // self._frames.frame_bytes,
         )
 
     def _lane(self, number: int) -> WorkerLane:
@@ -341,7 +349,7 @@ class CudaAttentionWorker:
                     self._kernels,
                     model.spec,
                     model.weights,
-                    self._arena,
+                    model.frames,
                     model.geometry,
                     kind.bucket,
                     model.max_pages,

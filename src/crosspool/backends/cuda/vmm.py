@@ -1,10 +1,16 @@
 """CudaVmmDriver: CUDA's virtual memory calls as `kv_pool/backing` makes them, on one device."""
 
+import ctypes
 from typing import Any
 
 import numpy as np
+import torch
 
 from crosspool.kv_pool.backing.base import FrameRange
+from crosspool.units import MiB
+
+GRANULARITY = 2 * MiB
+"""What sizes of physical memory are multiples of, on every GPU that these kernels run on."""
 
 
 class CudaVmmDriver:
@@ -69,3 +75,13 @@ class RangeMemory:
             "data": (frames.base, False),
             "version": 3,
         }
+
+
+def range_memory(found: FrameRange, device: torch.device) -> torch.Tensor:
+    """The range as a tensor of `device`: on a GPU what `RangeMemory` says, on a CPU the same of host memory."""
+    if device.type != "cuda":
+        view = (ctypes.c_uint8 * found.num_bytes).from_address(found.base)
+        return torch.frombuffer(view, dtype=torch.uint8).view(found.num_frames, found.frame_bytes)
+    memory: torch.Tensor = torch.as_tensor(RangeMemory(found), device=device)
+    assert memory.data_ptr() == found.base, "the range was copied"
+    return memory

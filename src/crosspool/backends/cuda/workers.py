@@ -8,6 +8,7 @@ import torch
 from crosspool.backends.base import AttentionWorker, FFNWorker
 from crosspool.backends.cuda.driver import Driver
 from crosspool.backends.cuda.ffn_worker import CudaFFNWorker
+from crosspool.backends.cuda.frames import DeviceFrames, make_frames
 from crosspool.backends.cuda.handoff import DescriptorServer
 from crosspool.backends.cuda.kv_worker import CudaAttentionWorker
 from crosspool.backends.cuda.lane_memory import WaitRule
@@ -17,6 +18,7 @@ from crosspool.backends.cuda.shared_arena import SharedArena
 from crosspool.backends.cuda.sm_partition import SmPartition
 from crosspool.backends.cuda.uploads import pin_ahead
 from crosspool.cluster.config import Control
+from crosspool.kv_pool.backing.base import BackingKind
 
 MAX_CONNECTIONS = 32
 """Queues of the device. With fewer than streams, two lanes share one, and a lane whose kernel waits for its peer there
@@ -64,22 +66,22 @@ class CudaWorkers:
         self,
         num_frames: int,
         frame_bytes: int,
+        backing: BackingKind = "arena",
         first_frame: int | None = None,
         sharing: tuple[str, ...] = (),
         token: str = "",
-    ) -> CudaAttentionWorker:
-        """sharing: the KV ranks, this one among them, that share one arena under `token`; none: it has its own."""
+    ) -> tuple[CudaAttentionWorker, DeviceFrames | None]:
+        """The worker, and its frames where they are mapped ahead of need.
+
+        sharing: the KV ranks, this one among them, that share one arena under `token`; none: it has its own.
+        """
         site, shape = self._site, (num_frames, frame_bytes)
         shared = SharedArena(site.driver, site.device, shape, sharing, token) if sharing else None
-        return CudaAttentionWorker(
-            site,
-            self._kernels,
-            self._rule,
-            *shape,
-            first_frame=first_frame,
-            shared=shared,
-            is_host_driven=self._control == "host",
+        frames = make_frames(site, shape, backing, shared)
+        worker = CudaAttentionWorker(
+            site, self._kernels, self._rule, frames, first_frame=first_frame, is_host_driven=self._control == "host"
         )
+        return worker, frames if isinstance(frames, DeviceFrames) else None
 
     def ffn(self) -> CudaFFNWorker:
         return CudaFFNWorker(self._site, self._kernels, self._rule, control=self._control)

@@ -10,6 +10,11 @@ import os
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
+
+from crosspool.backends.numpy.kv_cache import Arena
+from crosspool.kv_pool.backing.base import FrameRange
+
 PROT_NONE = 0
 MAP_FIXED = 0x10
 MAP_NORESERVE = 0x4000
@@ -99,3 +104,9 @@ class HostVmmDriver:
             return HostStatus.CUDA_SUCCESS
         is_full = ctypes.get_errno() == 12  # ENOMEM
         return HostStatus.CUDA_ERROR_OUT_OF_MEMORY if is_full else HostStatus.CUDA_ERROR_INVALID_VALUE
+
+
+def arena_at(found: FrameRange) -> Arena:
+    """(num_frames, frame_bytes) uint8: a model's range as NumPy sees it. Touching what is not mapped is a fault."""
+    memory = (ctypes.c_uint8 * found.num_bytes).from_address(found.base)
+    return np.ctypeslib.as_array(memory).reshape(found.num_frames, found.frame_bytes)

@@ -7,14 +7,15 @@ from dataclasses import replace
 from crosspool.backends.base import FloatArray, HalfStep, LaneLinks, Progress, Wait
 from crosspool.backends.numpy.attention_half import AttentionHalf
 from crosspool.backends.numpy.attention_step import AttentionStep, Model
+from crosspool.backends.numpy.host_vmm import arena_at
 from crosspool.backends.numpy.kv_cache import new_arena
-from crosspool.backends.numpy.mapped_frames import MappedFrames
 from crosspool.backends.numpy.page_reader import PageReader
 from crosspool.backends.numpy.placed_model import Share, Site, placed_model
 from crosspool.backends.numpy.sequences import Sequence
 from crosspool.backends.numpy.step_rows import StepRows
 from crosspool.cluster.base import ModelPlacement
 from crosspool.core import SampledToken
+from crosspool.kv_pool.backing.mapped_frames import MappedFrames
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
@@ -75,7 +76,7 @@ class NumpyAttentionWorker:
             kv_dtype="float32",
             model=placement.name,
         )
-        return replace(self._site, arena=self._mapped.arena_of(placement.name, geometry.frames_per_page))
+        return replace(self._site, arena=arena_at(self._mapped.add_model(placement.name, geometry.frames_per_page)))
 
     def add_weights(
         self,

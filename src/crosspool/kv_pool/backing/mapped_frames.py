@@ -1,16 +1,11 @@
-"""MappedFrames: the KV frames of a NumPy rank as host memory that is mapped into a range for each model."""
+"""MappedFrames: between a KV worker, whose steps name frames of the pool, and the backing, which has their places."""
 
-import ctypes
-import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from crosspool.backends.numpy.host_vmm import HostVmmDriver
-from crosspool.backends.numpy.kv_cache import Arena
 from crosspool.kv_pool.ahead import MappingHint
-from crosspool.kv_pool.backing.base import BackingCounts
+from crosspool.kv_pool.backing.base import BackingCounts, FrameRange
+from crosspool.kv_pool.backing.driver import VmmDriver
 from crosspool.kv_pool.backing.vmm import VmmBacking
 from crosspool.scheduler.step import StepDescriptor
 
@@ -18,21 +13,21 @@ StepKey = tuple[int, int]
 
 
 class MappedFrames:
-    """Between a worker, whose steps name frames of the pool, and the backing, which knows where they lie."""
+    """The KV frames of one rank, mapped into a range of addresses for each model."""
 
-    def __init__(self, num_frames: int, frame_bytes: int) -> None:
-        if frame_bytes % mmap.PAGESIZE:
+    def __init__(self, driver: VmmDriver, num_frames: int, frame_bytes: int, granularity: int) -> None:
+        """granularity: what the driver's sizes are multiples of. Raises ValueError for frames that are not, and
+        DriverError where the memory cannot be created."""
+        if frame_bytes % granularity:
             raise ValueError(
-                f"frame_bytes is {frame_bytes}; with kv_backing vmm it must be a multiple of {mmap.PAGESIZE}"
+                f"frame_bytes is {frame_bytes}; with kv_backing vmm it must be a multiple of {granularity}"
             )
-        self._backing = VmmBacking(HostVmmDriver(), num_frames, frame_bytes)
+        self._backing = VmmBacking(driver, num_frames, frame_bytes)
         self.num_bytes = num_frames * frame_bytes
 
-    def arena_of(self, model: str, frames_per_page: int) -> Arena:
-        """(frames of the model's range, frame_bytes): its view of the pool. Most of it is not mapped at any time."""
-        found = self._backing.add_model(model, frames_per_page)
-        memory = (ctypes.c_uint8 * found.num_bytes).from_address(found.base)
-        return np.ctypeslib.as_array(memory).reshape(found.num_frames, found.frame_bytes)
+    def add_model(self, model: str, frames_per_page: int) -> FrameRange:
+        """The model's view of the pool. Most of it is not mapped at any time."""
+        return self._backing.add_model(model, frames_per_page)
 
     def remove_model(self, model: str) -> None:
         """Nothing may hold a view of its range when its pages go."""
@@ -44,6 +39,7 @@ class MappedFrames:
         return key
 
     def end(self, key: StepKey) -> None:
+        """Nothing touches pages for this step any more, on a device either."""
         self._backing.end_step(key)
 
     def placed(self, step: StepDescriptor) -> StepDescriptor:
@@ -69,3 +65,7 @@ class MappedFrames:
 
     def counts(self) -> BackingCounts:
         return self._backing.counts()
+
+    def close(self) -> None:
+        """Free everything. No step may be in flight."""
+        self._backing.close()
