@@ -1,0 +1,145 @@
+"""Two pools beside a static partition and an elastic pool on two GPUs: three full-size models, one trace, over HTTP.
+
+    python -m benchmarks.bench_layouts_gpu --trace-dir TRACES --runs FOLDER LAYOUT:RATE[:SECONDS] ...
+    python -m benchmarks.bench_layouts_gpu --trace-dir TRACES --runs FOLDER \\
+        crosspool-1+1:0.8 crosspool-1+1:2.0 static-2:0.8 elastic-2:0.8
+
+`crosspool serve --backend cuda --weights random` in each layout in turn gets the requests of sharegpt_<rate>.jsonl of
+the folder TRACES (JSON lines: t, model, in, out) from the client of `crosspool bench`, temperature 1. Loads of one
+layout that follow each other share a server. What has been measured is kept in the folder of runs and found again, so
+that several calls, or one that was broken off, make one report. LAYOUT.VARIANT (see VARIANTS): the same, otherwise set.
+
+Metrics are those of `bench_layouts`, and sent_rps.<layout>.<model>.<rate>; alone_tbt_ms.<layout>.<model>.4k.p50: one
+request, nothing else being served; gpu_used_gib.<layout>.<gpu>; one_request_tokens.<model>.<layout>: what the memory
+beside weights and all else would hold of one request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from benchmarks.full_models import write_model_dir
+from benchmarks.layout_memory import held_memory
+from benchmarks.layout_report import layouts_report
+from benchmarks.layout_runs import Runs, alone_ms, loaded, warm_up_together
+from benchmarks.layout_server import layout_server
+from benchmarks.report import RESULTS
+from crosspool.bench.settings import BenchSettings
+
+MODELS = ("glm-4.7-flash", "qwen3-30b-a3b", "deepseek-v2-lite")
+"""In turn over the places of a baseline: the two that fit together share one, as in the peers' static layout."""
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "resident": ("--control", "resident"),
+    "lanes3": ("--decode-lanes", "3"),
+    "chunk2k": ("--max-num-batched-tokens", "2048"),
+}
+PROMPT_TOKENS, ANSWER_TOKENS = 4096, 160
+VOCABULARY = 100_000
+SEED = 2026
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One run: a layout, maybe of a variant, and the trace of a rate as far as `seconds`."""
+
+    layout: str
+    rate: str
+    seconds: float | None
+
+    @classmethod
+    def parse(cls, text: str) -> Load:
+        """Raises ValueError for what is no LAYOUT:RATE[:SECONDS]."""
+        layout, _, rest = text.partition(":")
+        rate, _, seconds = rest.partition(":")
+        variant = layout.partition(".")[2]
+        if not rate or (variant and variant not in VARIANTS):
+            raise ValueError(f"a load is {text!r}; give LAYOUT:RATE or LAYOUT:RATE:SECONDS, as crosspool-1+1:0.8")
+        return cls(layout, rate, float(seconds) if seconds else None)
+
+    @property
+    def name(self) -> str:
+        return f"load_{self.layout}_{self.rate}" + (f"_{self.seconds:g}s" if self.seconds else "")
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        variant = self.layout.partition(".")[2]
+        return VARIANTS[variant] if variant else ()
+
+    def settings(self, url: str, trace_dir: Path, models: Sequence[str]) -> BenchSettings:
+        return BenchSettings(
+            base_url=(url,),
+            models=tuple(models),
+            trace=trace_dir / f"sharegpt_{self.rate}.jsonl",
+            duration_s=self.seconds,
+            temperature=1.0,
+            vocab_size=VOCABULARY,
+            seed=SEED,
+            num_warmups=1,
+            detailed=True,
+        )
+
+
+def measure(
+    args: argparse.Namespace, runs: Runs, layout: str, loads: Sequence[Load], directories: Sequence[Path]
+) -> None:
+    """Everything of one layout that is not there yet, behind one server."""
+    names = [directory.name for directory in directories]
+    wanted = [load for load in loads if runs.find(load.name) is None]
+    if not wanted:
+        return
+    log = args.runs / f"server_{layout}.log"
+    flags = ["--backend", "cuda", "--weights", "random", "--kv-pool-bytes", args.kv_pool_bytes]
+    flags += ["--no-enable-prefix-caching", "--log-level", "warning", *wanted[0].flags]
+    try:
+        with layout_server(layout.partition(".")[0], directories, args.port, flags, log) as url:
+            runs.get(f"memory_{layout}", lambda: held_memory(url))
+            for name in names:
+                gaps = runs.get(f"alone_{layout}_{name}", partial(_alone, url, name))["gaps_ms"]
+                print(f"{layout}: {name} alone {sorted(gaps)[len(gaps) // 2]:.2f} ms", flush=True)
+            warm_up_together(url, names, SEED)
+            for load in wanted:
+                settings = load.settings(url, args.trace_dir, names)
+                label = f"{layout}, {load.rate} requests/s of each model"
+                runs.get(load.name, partial(loaded, settings, label))
+    finally:
+        print(f"{layout}: the server's last words\n{log.read_text(errors='replace')[-args.log_tail :]}", flush=True)
+
+
+def _alone(url: str, name: str) -> dict[str, Any]:
+    alone_ms(url, name, PROMPT_TOKENS, 8)
+    return {"gaps_ms": alone_ms(url, name, PROMPT_TOKENS, ANSWER_TOKENS)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("loads", nargs="*", type=Load.parse, metavar="LAYOUT:RATE[:SECONDS]")
+    parser.add_argument("--trace-dir", type=Path, required=True, help="folder of sharegpt_<rate>.jsonl")
+    parser.add_argument("--runs", type=Path, required=True, help="where measurements are kept and found")
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--kv-pool-bytes", default="60GiB", help="of all layouts alike")
+    parser.add_argument("--port", type=int, default=8437)
+    parser.add_argument("--log-tail", type=int, default=1500)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    runs = Runs(args.runs)
+    with tempfile.TemporaryDirectory() as folder:
+        directories = [write_model_dir(Path(folder), name) for name in args.models]
+        for layout, loads in groupby(args.loads, lambda load: load.layout):
+            measure(args, runs, layout, list(loads), directories)
+    report = layouts_report(runs, args.models, args.kv_pool_bytes)
+    for path in report.write(args.out):
+        print(path)
+    print(report.as_markdown())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
