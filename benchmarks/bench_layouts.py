@@ -79,13 +79,22 @@ def add_load(report: Report, layout: str, rate: str, result: dict[str, Any]) -> 
     report.metric(f"client_loop_lag_ms.{layout}.{rate}.p99", result["client"]["loop_lag_p99_ms"])
 
 
-def add_ratios(report: Report, models: Sequence[str], rates: Sequence[str]) -> None:
+def add_ratios(
+    report: Report,
+    models: Sequence[str],
+    rates: Sequence[str],
+    ours: str = "crosspool-1+1",
+    theirs: Sequence[str] = ("elastic-2",),
+) -> None:
+    """<kind>_over_crosspool.<model>.<rate> of each of `theirs`."""
     for model in models:
         for rate in rates:
-            ours = report.metrics.get(f"tbt_ms.crosspool-1+1.{model}.{rate}.p99")
-            elastic = report.metrics.get(f"tbt_ms.elastic-2.{model}.{rate}.p99")
-            if ours and elastic:
-                report.metric(f"elastic_over_crosspool.{model}.{rate}", elastic / ours, note="P99 of TBT")
+            base = report.metrics.get(f"tbt_ms.{ours}.{model}.{rate}.p99")
+            for layout in theirs:
+                other = report.metrics.get(f"tbt_ms.{layout}.{model}.{rate}.p99")
+                if base and other:
+                    kind = layout.partition("-")[0]
+                    report.metric(f"{kind}_over_crosspool.{model}.{rate}", other / base, note="P99 of TBT")
 
 
 def measure(args: argparse.Namespace, report: Report, directories: Sequence[Path], log: Path) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +29,8 @@ from typing import Any
 from benchmarks.full_models import write_model_dir
 from benchmarks.layout_memory import held_memory
 from benchmarks.layout_report import layouts_report
-from benchmarks.layout_runs import Runs, alone_ms, loaded, warm_up_together
-from benchmarks.layout_server import layout_server
+from benchmarks.layout_runs import Runs, alone_ms, greedy_words, loaded, warm_up_together
+from benchmarks.layout_server import GPU_LAYOUTS, layout_server
 from benchmarks.report import RESULTS
 from crosspool.bench.settings import BenchSettings
 
@@ -38,7 +39,6 @@ MODELS = ("glm-4.7-flash", "qwen3-30b-a3b", "deepseek-v2-lite")
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "resident": ("--control", "resident"),
-    "lanes3": ("--decode-lanes", "3"),
     "chunk2k": ("--max-num-batched-tokens", "2048"),
 }
 PROMPT_TOKENS, ANSWER_TOKENS = 4096, 160
@@ -59,8 +59,8 @@ class Load:
         """Raises ValueError for what is no LAYOUT:RATE[:SECONDS]."""
         layout, _, rest = text.partition(":")
         rate, _, seconds = rest.partition(":")
-        variant = layout.partition(".")[2]
-        if not rate or (variant and variant not in VARIANTS):
+        kind, _, variant = layout.partition(".")
+        if not rate or kind not in GPU_LAYOUTS or (variant and variant not in VARIANTS):
             raise ValueError(f"a load is {text!r}; give LAYOUT:RATE or LAYOUT:RATE:SECONDS, as crosspool-1+1:0.8")
         return cls(layout, rate, float(seconds) if seconds else None)
 
@@ -82,7 +82,7 @@ class Load:
             temperature=1.0,
             vocab_size=VOCABULARY,
             seed=SEED,
-            num_warmups=1,
+            num_warmups=0,  # `warm_up_together` has been
             detailed=True,
         )
 
@@ -98,10 +98,13 @@ def measure(
     log = args.runs / f"server_{layout}.log"
     flags = ["--backend", "cuda", "--weights", "random", "--kv-pool-bytes", args.kv_pool_bytes]
     flags += ["--no-enable-prefix-caching", "--log-level", "warning", *wanted[0].flags]
+    begin = time.monotonic()
     try:
-        with layout_server(layout.partition(".")[0], directories, args.port, flags, log) as url:
+        with layout_server(layout.partition(".")[0], directories, args.port, flags, log, GPU_LAYOUTS) as url:
             runs.get(f"memory_{layout}", lambda: held_memory(url))
+            print(f"{layout}: ready after {time.monotonic() - begin:.1f} s", flush=True)
             for name in names:
+                runs.get(f"answers_{layout}_{name}", partial(_answers, url, name))
                 gaps = runs.get(f"alone_{layout}_{name}", partial(_alone, url, name))["gaps_ms"]
                 print(f"{layout}: {name} alone {sorted(gaps)[len(gaps) // 2]:.2f} ms", flush=True)
             warm_up_together(url, names, SEED)
@@ -111,6 +114,10 @@ def measure(
                 runs.get(load.name, partial(loaded, settings, label))
     finally:
         print(f"{layout}: the server's last words\n{log.read_text(errors='replace')[-args.log_tail :]}", flush=True)
+
+
+def _answers(url: str, name: str) -> dict[str, Any]:
+    return {"words": greedy_words(url, name)}
 
 
 def _alone(url: str, name: str) -> dict[str, Any]:
@@ -134,7 +141,7 @@ def main() -> int:
         directories = [write_model_dir(Path(folder), name) for name in args.models]
         for layout, loads in groupby(args.loads, lambda load: load.layout):
             measure(args, runs, layout, list(loads), directories)
-    report = layouts_report(runs, args.models, args.kv_pool_bytes)
+    report = layouts_report(runs, args.models, {"kv_pool_bytes": args.kv_pool_bytes})
     for path in report.write(args.out):
         print(path)
     print(report.as_markdown())

@@ -42,6 +42,12 @@ class Runs:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
+    def machines(self) -> list[dict[str, Any]]:
+        """Where each measurement was taken, the newest last."""
+        paths = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
+        found = [json.loads(path.read_text(encoding="utf-8")).get("machine") for path in paths]
+        return [machine for machine in found if machine is not None]
+
     def get(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What was measured under the name, now or before."""
         found = self.find(name)
@@ -113,6 +119,20 @@ def watching(url: str) -> Iterator[list[dict[str, Any]]]:
     finally:
         is_over.set()
         thread.join(10)
+
+
+def greedy_words(url: str, model: str, vocabulary: int = 90_000) -> list[list[str]]:
+    """Answers to a short prompt and to one that runs in pieces."""
+    answers = []
+    for tokens in (20, 600):
+        prompt = [10 + 11 * number % (vocabulary - 10) for number in range(tokens)]
+        body = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            answers.append(json.load(answer)["choices"][0]["text"].split())
+    return answers
 
 
 def alone_ms(url: str, model: str, prompt_tokens: int, tokens: int, vocabulary: int = 90_000) -> list[float]:

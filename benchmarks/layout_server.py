@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,17 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 """The number behind a baseline is that of its places; the two pools of the same flags have as many ranks."""
 
+GPU_LAYOUTS: dict[str, tuple[str, ...]] = {
+    **{
+        name: (*flags, "--gpus", name[-1] if "+" not in name else str(1 + int(name[-1])))
+        for name, flags in LAYOUTS.items()
+    },
+    "crosspool-1": ("--kv-ranks", "1", "--weights-ranks", "1", "--gpus", "1"),
+    "static-1": ("--baseline", "static", "--gpus", "1"),
+    "elastic-1": ("--baseline", "elastic", "--gpus", "1"),
+}
+"""The same on GPUs, a place each; and both pools, or the only place, on one GPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -39,11 +50,18 @@ class Asked:
 
 
 @contextmanager
-def layout_server(layout: str, models: Sequence[Path], port: int, flags: Sequence[str], log: Path) -> Iterator[str]:
+def layout_server(
+    layout: str,
+    models: Sequence[Path],
+    port: int,
+    flags: Sequence[str],
+    log: Path,
+    layouts: Mapping[str, Sequence[str]] = LAYOUTS,
+) -> Iterator[str]:
     """`crosspool serve` in `layout`, ready; gives its address. Raises RuntimeError with its last words otherwise."""
     command = [sys.executable, "-m", "crosspool", "serve", *map(str, models), "--port", str(port)]
     with log.open("w") as output:
-        process = subprocess.Popen([*command, *LAYOUTS[layout], *flags], stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([*command, *layouts[layout], *flags], stdout=output, stderr=subprocess.STDOUT)
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(url, process, log)

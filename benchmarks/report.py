@@ -45,6 +45,7 @@ class Report:
     config: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     summary: str = ""  # what was measured and what the numbers say, losses included
+    origin: Mapping[str, Any] = field(default_factory=dict)  # hardware, commit, versions where measured elsewhere
     date: datetime.date = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).date())
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     limits: dict[str, float] = field(default_factory=dict, init=False)
@@ -78,13 +79,13 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         return {
             "what": self.what,
-            "hardware": {"name": self.hardware, **describe_hardware()},
+            "hardware": {"name": self.hardware, **self.origin.get("hardware", describe_hardware())},
             "date": self.date.isoformat(),
-            "commit": describe_commit(),
+            "commit": self.origin.get("commit", describe_commit()),
             "command": describe_command(),
             "config": dict(self.config),
             "seed": self.seed,
-            "versions": installed_versions(),
+            "versions": self.origin.get("versions", installed_versions()),
             "summary": self.summary,
             "metrics": dict(self.metrics),
             "limits": dict(self.limits),

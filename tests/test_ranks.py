@@ -71,6 +71,28 @@ def test_what_cannot_be_is_refused_in_one_line():
         cluster_config(deployment("elastic", backend="cuda", layout="inprocess"))
 
 
+def test_pools_may_share_gpus_and_then_processes():
+    config = deployment(backend="cuda", num_weights_ranks=3, num_gpus=2)
+    cluster = cluster_config(config)
+    assert cluster.all_hosts == (("kv0", "w1"), ("w0", "w2"))
+    assert cluster.device_of == {"kv0": 0, "w1": 0, "w0": 1, "w2": 1}
+    assert not cluster.joins_halves, "two pools stay two on one GPU"
+    assert cluster_config(deployment(backend="cuda", num_gpus=2)).all_hosts == (("kv0",), ("w0",))
+    with pytest.raises(CrossPoolError, match=r"control is resident with gpus 1; .* use graphs, or a GPU for each"):
+        cluster_config(deployment(backend="cuda", num_gpus=1, control="resident"))
+    with pytest.raises(ValueError, match="gpus is 2 with backend numpy, which uses none"):
+        deployment(num_gpus=2)
+
+
+def test_a_baseline_has_as_many_places_as_gpus():
+    config = deployment("elastic", backend="cuda", num_gpus=1)
+    assert kv_ranks(config) == ("kv0",)
+    assert cluster_config(config).all_hosts == (("kv0.0", "w0.0"), ("kv0.1", "w0.1"), ("kv0.2", "w0.2"))
+    assert cluster_config(deployment("static", backend="cuda", num_gpus=1)).all_hosts == (
+        ("kv0", "w0", "kv1", "w1", "kv2", "w2"),
+    )
+
+
 def test_static_models_on_gpus_run_undivided_on_the_gpu_of_their_place():
     cluster = cluster_config(deployment("static", backend="cuda", frame_bytes=64 * KiB))
     assert cluster.joins_halves

@@ -69,6 +69,7 @@ def serve(
         str | None, typer.Option(help="a model's KV over KV ranks: heads, tokens, one or auto  [auto]")
     ] = None,
     weights_ranks: Annotated[int | None, typer.Option(help="ranks that every FFN is sliced over  [1]")] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs that the ranks share in turn (cuda)  [one a rank]")] = None,
     backend: Annotated[str | None, typer.Option(help="numpy, or cuda with a GPU for each rank  [numpy]")] = None,
     weights: Annotated[
         str | None, typer.Option(help="checkpoint, or random ones of the same shapes (cuda)  [checkpoint]")

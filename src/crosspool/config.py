@@ -99,8 +99,13 @@ class PoolsConfig:
     kv_split: KVSplit = "auto"  # of models that say nothing else
     frame_bytes: int = 2 * MiB
     num_weights_ranks: int = 1
+    num_gpus: int | None = None  # that the ranks share, in turn; None: one for each
 
     def __post_init__(self) -> None:
+        if self.num_gpus is not None and self.backend != "cuda":
+            raise ValueError(f"gpus is {self.num_gpus} with backend {self.backend}, which uses none; leave it out")
+        if self.num_gpus is not None and self.num_gpus < 1:
+            raise ValueError(f"gpus is {self.num_gpus}; it must be at least 1")
         if self.weights == "random" and self.backend != "cuda":
             raise ValueError(
                 f"weights is random with backend {self.backend}; only the CUDA backend draws weights itself"

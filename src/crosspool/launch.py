@@ -126,8 +126,18 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         cluster = replace(
             cluster, control=config.pools.driven_by, spin_us=CUDA_SPIN_US, start_timeout_s=CUDA_START_TIMEOUT_S
         )
-        return cluster if config.pools.baseline is None else _whole_on_gpus(cluster, config)
+        return _shared_gpus(cluster, config) if config.pools.baseline is None else _whole_on_gpus(cluster, config)
     return cluster
+
+
+def _shared_gpus(cluster: ClusterConfig, config: DeploymentConfig) -> ClusterConfig:
+    """Two pools: ranks that share a GPU share a process, since two processes of a GPU only take turns on it."""
+    if hosts(config) and config.pools.driven_by == "resident":
+        raise CrossPoolError(
+            f"control is resident with gpus {config.pools.num_gpus}; a resident FFN server needs a GPU of its own, "
+            "so use graphs, or a GPU for each rank"
+        )
+    return replace(cluster, devices=devices(config))
 
 
 def _whole_on_gpus(cluster: ClusterConfig, config: DeploymentConfig) -> ClusterConfig:

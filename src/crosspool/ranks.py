@@ -32,7 +32,8 @@ def weights_ranks(config: DeploymentConfig) -> tuple[str, ...]:
 def hosts(config: DeploymentConfig) -> tuple[tuple[str, ...], ...]:
     """Ranks that share a process; none where each has one of its own."""
     if config.pools.baseline is None:
-        return ()
+        ranks, gpus = (*kv_ranks(config), *weights_ranks(config)), _num_places(config)
+        return () if gpus >= len(ranks) else tuple(ranks[gpu::gpus] for gpu in range(gpus))
     if are_apart(config):
         return tuple(
             (own_rank(kv, slot), own_rank(w, slot))
@@ -65,10 +66,10 @@ def arenas(config: DeploymentConfig) -> tuple[tuple[str, ...], ...]:
 
 
 def devices(config: DeploymentConfig) -> tuple[tuple[str, int], ...]:
-    """(rank, GPU) of a baseline's ranks, whose place is a GPU; none for two pools, where each rank has one in order."""
-    if config.pools.baseline is None:
-        return ()
+    """(rank, GPU) of the ranks that do not simply have one each, in order. A baseline's place is a GPU."""
     places = _num_places(config)
+    if config.pools.baseline is None:
+        return tuple((rank, gpu) for gpu, group in enumerate(hosts(config)) for rank in group)
     if are_apart(config):
         slots = num_slots(config)
         ranks = [
@@ -141,7 +142,8 @@ def order(config: DeploymentConfig) -> str:
 
 
 def _num_places(config: DeploymentConfig) -> int:
-    return config.pools.num_kv_ranks + config.pools.num_weights_ranks
+    """GPUs, or processes on CPUs: of two pools one for each rank, if they are not to share."""
+    return config.pools.num_gpus or config.pools.num_kv_ranks + config.pools.num_weights_ranks
 
 
 def _num_kv_ranks(config: DeploymentConfig) -> int:

@@ -120,6 +120,7 @@ class Settings(BaseSettings):
     kv_backing: KVBacking = Field("arena", description="one allocation, or vmm: frames mapped into a range a model")
     kv_split: KVSplit = Field("auto", description="how a model's KV lies over KV ranks: heads, tokens, one or auto")
     weights_ranks: int = Field(1, description="ranks that every FFN is sliced over")
+    gpus: int | None = Field(None, description="GPUs that the ranks share in turn, with cuda; default: one for each")
     max_num_seqs: int = Field(32, description="sequences of a model that run at once")
     max_num_batched_tokens: int | None = Field(
         None, description="prompt tokens of one prefill step; default: 512 on CPUs, 8192 with cuda"
@@ -275,6 +276,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             kv_backing=settings.kv_backing,
             kv_split=settings.kv_split,
             num_weights_ranks=settings.weights_ranks,
+            num_gpus=settings.gpus,
         ),
         scheduling=SchedulingConfig(
             max_num_seqs=settings.max_num_seqs,
