@@ -80,6 +80,9 @@ def serve(
     pipeline: Annotated[
         str | None, typer.Option(help="off: one decode batch in flight, the pools take turns  [on]")
     ] = None,
+    decode_steps: Annotated[
+        int | None, typer.Option(help="decode steps that a batch may take without the engine  [1]")
+    ] = None,
     order: Annotated[
         str | None, typer.Option(help="of lanes' ready segments: none, ticket or priority  [priority]")
     ] = None,

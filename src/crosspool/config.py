@@ -144,6 +144,7 @@ class SchedulingConfig:
     max_queue_per_key: int | None = None  # waiting sequences of one API key per model; None: up to max_queue
     num_decode_lanes: int = DECODE_LANES
     num_prefill_lanes: int = 1
+    decode_steps: int = 1  # that a decode batch may take by itself before the engine hands out more
     admission: AdmissionPolicy = "reserve"
     enable_prefix_caching: bool = True  # prompts that begin alike share pages, and ended ones leave theirs for reuse
     queue_timeout_s: float | None = None  # longest time in the queue, after which a request ends with 408
@@ -151,7 +152,8 @@ class SchedulingConfig:
     seed: int | None = None  # of requests without one; None: a fresh one for each
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_queue", "num_decode_lanes", "num_prefill_lanes"):
+        counts = ("max_num_seqs", "max_num_batched_tokens", "max_queue")
+        for name in (*counts, "num_decode_lanes", "num_prefill_lanes", "decode_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.queue_timeout_s is not None and not self.queue_timeout_s > 0:

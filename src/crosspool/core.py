@@ -101,3 +101,4 @@ class Request:
     cache_salt: str | None = None  # requests share cached prefixes only with those of the same salt
     output_token_ids: list[int] = field(default_factory=list)
     constraint: TokenConstraint | None = None
+    has_stop_strings: bool = False  # the caller's side wants to see each token before the next is run

@@ -86,6 +86,7 @@ def engine_config(config: DeploymentConfig) -> EngineConfig:
         kv_ranks=kv_ranks(config),
         num_decode_lanes=num_decode_lanes,
         num_prefill_lanes=num_prefill_lanes,
+        decode_steps=scheduling.decode_steps,
         max_num_seqs=scheduling.max_num_seqs,
         max_num_batched_tokens=scheduling.max_num_batched_tokens,
         max_queue=scheduling.max_queue,

@@ -131,6 +131,7 @@ class Settings(BaseSettings):
         None, description="decode batches in flight at once; default: 2, and 1 with pipeline off"
     )
     prefill_lanes: int = Field(1, description="prefill chunks in flight at once")
+    decode_steps: int = Field(1, description="decode steps that a batch may take by itself, without the engine")
     admission: AdmissionPolicy = Field("reserve", description="reserve pages for the whole answer, or forecast them")
     enable_prefix_caching: bool = Field(True, description="keep full pages for later prompts that begin alike")
     queue_timeout: float | None = Field(None, description="seconds a request may wait; then it is a 408")
@@ -285,6 +286,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             max_queue_per_key=settings.max_queue_per_key,
             num_decode_lanes=_decode_lanes(settings),
             num_prefill_lanes=settings.prefill_lanes,
+            decode_steps=settings.decode_steps,
             admission=settings.admission,
             enable_prefix_caching=settings.enable_prefix_caching,
             queue_timeout_s=settings.queue_timeout,

@@ -5,11 +5,13 @@ import dataclasses
 import pytest
 
 from crosspool.cluster import wire
-from crosspool.cluster.messages import Forget, Step, StepEnded, StepFinished
+from crosspool.cluster.messages import Forget, Step, StepEnded, StepFinished, StepTold
 from crosspool.core import SampledToken, SamplingParams, TokenLogprob
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepResult, StepRow
 
-HEADER = StepHeader(lane=3, model="m", step_seq=9, phase="prefill", num_tokens=4, priority=1, kv_rank="kv1")
+HEADER = StepHeader(
+    lane=3, model="m", step_seq=9, phase="prefill", num_tokens=4, priority=1, kv_rank="kv1", num_steps=2
+)
 ROW = StepRow(
     sequence_id=5,
     token_ids=(1, 2, 3),
@@ -35,6 +37,8 @@ TOKEN = SampledToken(5, 77, -0.5, (TokenLogprob(77, -0.5), TokenLogprob(1, -9999
         ),
         Step(StepDescriptor(header=HEADER, rows=(ROW, dataclasses.replace(ROW, token_ids=None)), joining=(NEW,))),
         StepFinished(StepResult(lane=3, step_seq=9, sampled=(TOKEN, SampledToken(6, 1)), attention_s=0.5, wait_s=0.1)),
+        StepTold(1, 2, (SampledToken(6, 1), SampledToken(5, 3))),
+        StepTold(1, 2, (TOKEN,)),
         StepEnded(1, 2, ("w0",), "w0: late", fatal=True),
         Forget((1, 2)),
     ],

@@ -61,6 +61,7 @@ class SplitModel:
             worker.add_model(placement, ignore_progress)
         self.a2f = {rank: DirectChannel() for rank in ranks}
         self.f2a = {rank: DirectChannel() for rank in ranks}
+        self.told: list[tuple[SampledToken, ...]] = []  # of the last step, if it was a run: tokens of all but its last
 
     def run(
         self, step: StepDescriptor, rng: np.random.Generator | None = None, max_segments: int | None = None
@@ -74,7 +75,7 @@ class SplitModel:
             halves[rank] = worker.run(step.header, own)
         waits = dict.fromkeys(halves)
         result = None
-        num_segments = 0
+        num_segments, self.told = 0, []
         while halves:
             ready = [rank for rank in halves if waits[rank] is None or waits[rank].satisfied()]
             assert ready, f"a step that nobody can go on with: {waits}"
@@ -86,6 +87,7 @@ class SplitModel:
             num_segments += 1
             try:
                 waits[rank] = next(halves[rank])
+                self.told += [waits[rank].told] if waits[rank].told else []
             except StopIteration as stop:
                 result = stop.value if rank == "kv0" else result
                 del halves[rank]

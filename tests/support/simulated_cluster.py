@@ -9,9 +9,9 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from crosspool.cluster.base import Event, RankLost, RankReady, StepDone, StepFailed
+from crosspool.cluster.base import Event, RankLost, RankReady, StepDone, StepFailed, StepTokens
 from crosspool.core import SampledToken
 from crosspool.engine.served_model import ServedModel
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepResult, StepRow
@@ -79,6 +79,7 @@ class SimulatedCluster:
         self.rng = random.Random(seed)
         self.down: set[str] = set()
         self.running: dict[int, StepDescriptor] = {}
+        self.told: dict[int, int] = {}  # by lane: steps of the running one's run that have been told
         self.behind: dict[int, StepDescriptor] = {}  # handed out behind the running one of the lane
         self.dead: set[int] = set()  # lanes whose step's KV rank was lost: its end is still to be told
         self.dead_behind: set[int] = set()  # the same of the step behind, where that alone needs the rank
@@ -123,9 +124,27 @@ class SimulatedCluster:
             fatal = StepFailed(lane=header.lane, step_seq=header.step_seq, waiting_on=(), error=error, fatal=True)
             self._after(duration_s, now, fatal)
         elif down or self.rng.random() < self.fail_rate:
-            self._after(duration_s, now, _failed(step, down or (needs[-1],), "no flag came"))
+            ended = 0 if step.num_steps == 1 else self.rng.randrange(step.num_steps)
+            ended = min(ended, self._tell(step, duration_s, now, ended))
+            self._after((ended + 1) * duration_s, now, _failed(step, down or (needs[-1],), "no flag came"))
         else:
-            self._after(duration_s, now, StepDone(result=self._result(step)))
+            ended = self._tell(step, duration_s, now, step.num_steps - 1)
+            self._after((ended + 1) * duration_s, now, StepDone(result=self._result(step.part(ended))))
+
+    def _tell(self, step: StepDescriptor, duration_s: float, now: float, most: int) -> int:
+        """Up to `most` steps of a run are told one by one, none after all rows drew a stop token; how many."""
+        known, ended = self.known[step.header.kv_rank], set()
+        for idx in range(most):
+            sampled = self._result(step.part(idx)).sampled
+            rows = zip(step.part(idx).rows, sampled, strict=True)
+            ended |= {
+                row.sequence_id for row, token in rows if _is_end(known[row.sequence_id].new, row, token.token_id)
+            }
+            if len(ended) == len(step.rows):
+                return idx
+            told = StepTokens(lane=step.header.lane, step_seq=step.header.step_seq, sampled=sampled)
+            self._after((idx + 1) * duration_s, now, told)
+        return most
 
     def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None:
         for sequence_id in sequence_ids:
@@ -173,9 +192,12 @@ class SimulatedCluster:
             event = heapq.heappop(self._events)[2]
             if isinstance(event, RankReady):
                 self.down.discard(event.rank)
+            if isinstance(event, StepTokens):
+                self._commit(self.running[event.lane].part(self.told.get(event.lane, 0)))
+                self.told[event.lane] = self.told.get(event.lane, 0) + 1
             if isinstance(event, StepDone):
                 step = self.running.pop(event.result.lane)
-                self._commit(step, event.result)
+                self._commit(step.part(self.told.pop(event.result.lane, 0)))
                 self._promote(step.header.lane, now)
             if isinstance(event, StepFailed):
                 events += self._take_out(event)
@@ -202,6 +224,7 @@ class SimulatedCluster:
         if behind is not None and behind.header.step_seq == event.step_seq:
             return [event]
         self.running.pop(lane)
+        self.told.pop(lane, None)
         self.dead.discard(lane)
         self._events = [entry for entry in self._events if not _ends(entry[2], lane)]
         heapq.heapify(self._events)
@@ -224,7 +247,9 @@ class SimulatedCluster:
         assert len({row.sequence_id for row in step.rows}) == len(step.rows)
         before = {}  # rows of the step that this one comes behind
         if header.lane in self.running:
-            before = {row.sequence_id: row for row in self.running[header.lane].rows}
+            running, told_steps = self.running[header.lane], self.told.get(header.lane, 0)
+            before = {row.sequence_id: row for row in running.rows}
+            num_ahead = running.num_steps - told_steps
         busy = {row.sequence_id for other in self._alive() for row in other.rows} - before.keys()
         known = self.known.setdefault(header.kv_rank, {})
         joining = {new.sequence_id: new for new in step.joining}
@@ -235,7 +260,7 @@ class SimulatedCluster:
                 known[row.sequence_id].num_cached = row.num_cached_tokens  # in pages that others have filled
             sequence = known[row.sequence_id]
             ahead = before.get(row.sequence_id)
-            start = sequence.num_cached + (ahead.num_new_tokens if ahead is not None else 0)
+            start = sequence.num_cached + (ahead.num_new_tokens * num_ahead if ahead is not None else 0)
             assert row.num_cached_tokens == start, "a step starts where the last one did not end"
             assert (row.token_ids is None) == (header.phase == "decode")
             if row.token_ids is None:
@@ -248,15 +273,16 @@ class SimulatedCluster:
                 assert row.sample == (end == len(tokens))
             told = sequence.num_pages if ahead is None else max(sequence.num_pages, _num_pages(ahead))
             assert row.first_new_page <= told, "pages are missing that only a step that failed had"
-            assert max(told, _num_pages(row)) * model.page_tokens >= row.num_cached_tokens + row.num_new_tokens
+            needed = row.num_cached_tokens + row.num_new_tokens * step.num_steps
+            assert max(told, _num_pages(row)) * model.page_tokens >= needed
             sequence.pages[row.first_new_page :] = row.new_pages
-            needed = row.num_cached_tokens + row.num_new_tokens
             assert len(sequence.pages) * model.page_tokens >= needed, "a step without its pages"
             self._check_places(step, sequence.pages)
             self._check_contents(step, row, sequence, all_pages=row.sequence_id in joining)
         self.check_frames(header.kv_rank)
         for row in step.rows:
-            self._spoil(step, row, known[row.sequence_id])
+            whole = replace(row, num_new_tokens=row.num_new_tokens * step.num_steps)
+            self._spoil(step, whole, known[row.sequence_id])
 
     def _check_contents(self, step: StepDescriptor, row: StepRow, sequence: _Known, *, all_pages: bool) -> None:
         """Slots that the row attends to hold its sequence's tokens: on all its pages, or on one of them in turns."""
@@ -332,7 +358,7 @@ class SimulatedCluster:
                 sampled.append(SampledToken(row.sequence_id, token_at(seed, position)))
         return StepResult(lane=step.header.lane, step_seq=step.header.step_seq, sampled=tuple(sampled))
 
-    def _commit(self, step: StepDescriptor, result: StepResult) -> None:
+    def _commit(self, step: StepDescriptor) -> None:
         """State of sequences changes only when a step ends well."""
         known = self.known.get(step.header.kv_rank, {})
         for row in step.rows:
@@ -356,7 +382,14 @@ def _failed(step: StepDescriptor, waiting_on: tuple[str, ...], error: str) -> St
     return StepFailed(lane=header.lane, step_seq=header.step_seq, waiting_on=waiting_on, error=error)
 
 
+def _is_end(new: NewSequence, row: StepRow, token_id: int) -> bool:
+    """Whether the engine ends the sequence with the token that the row drew."""
+    num_output = row.num_cached_tokens + row.num_new_tokens - len(new.prompt_token_ids) + 1
+    return num_output >= new.sampling.min_tokens and token_id in new.sampling.stop_token_ids
+
+
 def _ends(event: Event, lane: int) -> bool:
+    """Whether the event is of the lane's running step."""
     return (isinstance(event, StepDone) and event.result.lane == lane) or (
-        isinstance(event, StepFailed) and event.lane == lane
+        isinstance(event, StepFailed | StepTokens) and event.lane == lane
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from crosspool.core import SampledToken
 from crosspool.kv_pool.ahead import MappingHint
 from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.kv_pool.split import KVSplit
@@ -92,6 +93,15 @@ class LoadProgress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StepTokens:
+    """One step of a run has ended on its KV rank, which goes on with the next: its tokens, in row order."""
+
+    lane: int
+    step_seq: int
+    sampled: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
     """A step ended on its KV rank."""
 
@@ -101,6 +111,8 @@ class StepDone:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFailed:
     """A step ended without tokens; nothing it did is visible, so it can be replayed under a new step_seq.
+
+    Of a run: the steps that were told stay, the rest can be replayed.
 
     waiting_on: the ranks whose flags did not arrive. `error` names rank and cause in one line. `fatal`: the step
     itself raised (a bug or bad input), so a replay would fail again: the engine runs its rows one by one, and those
@@ -138,7 +150,7 @@ class RankFailed:
     error: str
 
 
-Event = ModelReady | ModelFailed | LoadProgress | StepDone | StepFailed | RankLost | RankReady | RankFailed
+Event = ModelReady | ModelFailed | LoadProgress | StepTokens | StepDone | StepFailed | RankLost | RankReady | RankFailed
 
 
 class Cluster(Protocol):

@@ -29,6 +29,7 @@ class LaneRun:
         "compute_s",
         "has_waited",
         "header",
+        "told",
         "wait_s",
     )
 
@@ -44,6 +45,7 @@ class LaneRun:
         self._links = links
         self._deadline_s = deadline_s
         self._wait: Wait | None = None  # nothing yet: the first segment needs no peer
+        self.told: tuple[SampledToken, ...] = ()  # of a run's step that ended with the last segment
         self._ticket: int | None = None
         self._since_s = now_s  # when it began to wait, or became ready
         self._ready_s = now_s
@@ -84,6 +86,12 @@ class LaneRun:
         """Run the segment up to its next wait. Raises StopIteration with the half's result at its end."""
         self._ticket = None
         self._wait = next(self._half)
+        self.told = self._wait.told
+
+    @property
+    def nap_s(self) -> float:
+        """How late a look at it may come without anything standing still."""
+        return 0.0 if self._wait is None else self._wait.nap_s
 
     def waits_since(self, now_s: float) -> None:
         """Start the clock of the wait that the last segment ended in."""

@@ -11,6 +11,7 @@ from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Doorbell
 from crosspool.cluster.region import FileRegion, Region
+from crosspool.core import SampledToken
 from crosspool.kv_pool.ahead import MappingHint
 from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.scheduler.step import StepDescriptor, StepHeader, StepResult
@@ -145,6 +146,15 @@ class LoadFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTold:
+    """A KV rank's half ended a step of a run that goes on, with these tokens."""
+
+    lane: int
+    step_seq: int
+    sampled: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepFinished:
     """A KV rank's half ended with tokens."""
 
@@ -176,4 +186,6 @@ class BackingReport:
     counts: BackingCounts
 
 
-FromRank = Hello | Ending | Loading | Loaded | LoadFailed | StepFinished | StepEnded | MemoryReport | BackingReport
+FromRank = (
+    Hello | Ending | Loading | Loaded | LoadFailed | StepTold | StepFinished | StepEnded | MemoryReport | BackingReport
+)

@@ -21,6 +21,7 @@ from crosspool.cluster.base import (
     RankReady,
     StepDone,
     StepFailed,
+    StepTokens,
 )
 from crosspool.cluster.channel import link_bytes
 from crosspool.cluster.channel_book import ChannelBook
@@ -290,6 +291,9 @@ class RankCluster:
             case messages.StepFinished(result):
                 if self._flights.end(result.lane, result.step_seq) is not None:
                     self._events.append(StepDone(result=result))
+            case messages.StepTold(lane, step_seq, sampled):
+                if self._flights.is_led_by(rank, lane, step_seq):
+                    self._events.append(StepTokens(lane=lane, step_seq=step_seq, sampled=sampled))
             case messages.StepEnded():
                 self._step_ended(rank, message)
             case messages.Hello():

@@ -14,7 +14,7 @@ from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, a2f_part, f2a_part
 from crosspool.cluster.lane_run import LaneRun, Outcome
 from crosspool.cluster.loading import Loader, Start, one_line
-from crosspool.cluster.messages import FromRank, StepEnded, StepFinished, ToRank
+from crosspool.cluster.messages import FromRank, StepEnded, StepFinished, StepTold, ToRank
 from crosspool.cluster.work_clock import WorkClock
 from crosspool.cluster.worker import MapsPages, RankWorker
 from crosspool.core import SampledToken
@@ -23,6 +23,9 @@ from crosspool.scheduler.order import OrderPolicy
 from crosspool.scheduler.step import StepDescriptor, StepHeader, StepResult
 
 logger = logging.getLogger(__name__)
+
+NO_NAP_NEEDED_S = 60.0
+"""Said by a rank without steps: it asks for no look at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,12 @@ class RankLoop:
     def looks(self) -> list[Callable[[], bool]]:
         """Functions of which one gives True when `advance` would find something to do; until then they stay as good."""
         return [self._loader.has_outcomes, *(run.is_ready for run in self._runs.values())]
+
+    def nap_s(self) -> float:
+        """How long a host may look away from this rank: 0 unless all it waits for goes on by itself."""
+        if self._loader.is_busy:
+            return 0.0
+        return min((run.nap_s for run in self._runs.values()), default=NO_NAP_NEEDED_S)
 
     def next_deadline_s(self) -> float | None:
         """When the first wait runs out, on the loop's clock."""
@@ -238,6 +247,8 @@ class RankLoop:
             del self._runs[lane]
             self._fail(run.header, failure)
             return
+        if run.told and self._leads(run.header):
+            self._around.emit(StepTold(lane, run.header.step_seq, run.told))
         ended_s = self._around.clock()
         self._computed(run, ended_s - now_s)
         run.waits_since(ended_s)

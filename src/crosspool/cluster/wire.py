@@ -14,14 +14,14 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from crosspool.cluster.messages import Step, StepFinished
+from crosspool.cluster.messages import Step, StepFinished, StepTold
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepResult, StepRow
 
 _CLASSES: tuple[type[Any], ...] = (StepDescriptor, StepHeader, StepRow, NewSequence, StepResult, SampledToken)
 _set = object.__setattr__
 
-_PICKLED, _FLAT_HEADER, _FLAT_STEP, _FLAT_RESULT = range(4)
+_PICKLED, _FLAT_HEADER, _FLAT_STEP, _FLAT_RESULT, _FLAT_TOLD = range(5)
 """First byte of a message: how the rest is to be read."""
 
 
@@ -53,6 +53,9 @@ def loads(data: bytes | memoryview) -> Any:
         step = StepDescriptor(header=_header(*header), rows=tuple([_row(*row) for row in rows]))
         return rank, Step(step, behind)
     sampled = tuple([SampledToken(*token) for token in rows])
+    if kind == _FLAT_TOLD:
+        lane, step_seq = header
+        return rank, StepTold(lane, step_seq, sampled)
     return rank, StepFinished(_result(sampled, *header))
 
 
@@ -68,6 +71,9 @@ def _flat(rank: str, message: object) -> tuple[int, tuple[Any, ...]] | None:
     elif isinstance(message, StepFinished):
         sampled, *header = _result_values(message.result)
         return _FLAT_RESULT, (rank, 0, header, tuple(map(_token_values, sampled)))
+    elif isinstance(message, StepTold):
+        tokens = tuple(map(_token_values, message.sampled))
+        return _FLAT_TOLD, (rank, 0, (message.lane, message.step_seq), tokens)
     return None
 
 

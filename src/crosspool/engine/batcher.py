@@ -90,7 +90,7 @@ def prefill_row(chunk: Chunk) -> StepRow:
 def decode_row(sequence: Sequence, num_ahead: int = 0) -> StepRow:
     """The row of a sequence whose newest token the KV worker has sampled itself.
 
-    num_ahead: steps in flight that come before this one, each of which gives the sequence a token.
+    num_ahead: tokens that steps in flight, which come before this one, will give the sequence.
     """
     first_new_page, new_pages = sequence.table.take_unsent()
     return StepRow(
@@ -113,6 +113,7 @@ def make_step(
     phase: Phase,
     rows: Items[StepRow],
     joining: Items[NewSequence],
+    num_steps: int = 1,
 ) -> StepDescriptor:
     header = StepHeader(
         lane=lane,
@@ -122,5 +123,6 @@ def make_step(
         num_tokens=sum(row.num_new_tokens for row in rows),
         priority=DECODE_PRIORITY if phase == "decode" else PREFILL_PRIORITY,
         kv_rank=kv_rank,
+        num_steps=num_steps,
     )
     return StepDescriptor(header=header, rows=tuple(rows), joining=tuple(joining))

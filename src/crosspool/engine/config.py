@@ -21,6 +21,7 @@ class EngineConfig:
     kv_ranks: tuple[str, ...] = ("kv0",)  # in the order in which their frames are numbered, as the cluster has them
     num_decode_lanes: int = 2
     num_prefill_lanes: int = 1
+    decode_steps: int = 1  # that a batch may take by itself before the engine hands out more
     max_num_seqs: int = 32  # admitted sequences of one model: the largest decode batch
     max_num_batched_tokens: int = 512  # tokens of one prefill chunk, over all its sequences
     max_queue: int = 64  # queued sequences of one model; beyond it QueueFullError
@@ -36,7 +37,14 @@ class EngineConfig:
     seed: int | None = None  # of requests without one; None: a fresh one for each
 
     def __post_init__(self) -> None:
-        for name in ("num_decode_lanes", "num_prefill_lanes", "max_num_seqs", "max_num_batched_tokens", "max_queue"):
+        for name in (
+            "num_decode_lanes",
+            "num_prefill_lanes",
+            "decode_steps",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_queue",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_queue_per_key is not None and self.max_queue_per_key < 1:

@@ -16,7 +16,7 @@ from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.ranks import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
 from crosspool.engine.shared_prefill import shared_chunks
-from crosspool.scheduler.step import NewSequence, Phase, StepDescriptor, StepRow
+from crosspool.scheduler.step import LAYERS_PER_STEP, MAX_RUN_ROWS, NewSequence, Phase, StepDescriptor, StepRow
 
 
 class Dispatcher:
@@ -36,6 +36,8 @@ class Dispatcher:
         self.num_replays = 0
         self.num_stalls = 0
         self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._longest_run = config.decode_steps
+        self._num_decode_lanes = config.num_decode_lanes
         self._loads = loads
         self._kv = kv
         self._ranks = ranks
@@ -96,6 +98,14 @@ class Dispatcher:
         self.lanes[lane].finish(now)
         return None if found.is_abandoned else found
 
+    def told(self, lane: int, step_seq: int) -> Flight | None:
+        """The lane's running step, if it has that number, and a step of its run has ended. None as in `ended`."""
+        found = self.lanes[lane].present
+        if found is None or found.step.header.step_seq != step_seq or found.is_abandoned:
+            return None
+        found.tell()
+        return found
+
     def failed(self, lane: int, step_seq: int, now: float) -> tuple[Flight | None, tuple[Sequence, ...]]:
         """`ended` for a step that failed, and the sequences of the step behind it, which does not run either.
 
@@ -131,7 +141,7 @@ class Dispatcher:
         part, members = rows_of(step, sequences, kept)
         self.parked.append(ParkedStep(part, members, self._ranks_of(step), trouble, not_before_s))
         for sequence in members:
-            sequence.num_steps += 1
+            sequence.take_step(part.num_steps)
 
     def _ranks_of(self, step: StepDescriptor) -> frozenset[str]:
         return frozenset(self._loads[step.header.model].needs[step.header.kv_rank])
@@ -191,7 +201,8 @@ class Dispatcher:
         self.num_stalls += len(decoding) - len(batch)
         if not batch:
             return None
-        return self._start(lane, load, home, batch, [decode_row(sequence) for sequence in batch], now)
+        num_steps = self._num_steps(load, batch)
+        return self._start(lane, load, home, batch, [decode_row(sequence) for sequence in batch], now, num_steps)
 
     def _same_again(self, lane: Lane, now: float) -> StepDescriptor | None:
         """The decode step after the running one of the same model: one token further for every sequence in that.
@@ -211,15 +222,39 @@ class Dispatcher:
             if sequence.in_step:
                 if sequence.request.constraint is not None:
                     return None
-                if sequence.num_generated_tokens + 1 >= sequence.request.sampling.max_tokens:
+                if sequence.num_generated_tokens + sequence.num_ahead >= sequence.request.sampling.max_tokens:
                     continue  # the running step gives its last token
             if not self._kv.of(sequence).ensure_slot_ahead(sequence):
                 return None
             batch.append(sequence)
         if not batch:
             return None
-        rows = [decode_row(sequence, sequence.num_steps) for sequence in batch]
-        return self._start(lane, load, home, batch, rows, now)
+        num_steps = self._num_steps(load, batch)
+        rows = [decode_row(sequence, sequence.num_ahead) for sequence in batch]
+        return self._start(lane, load, home, batch, rows, now, num_steps)
+
+    def _num_steps(self, load: ModelLoad, batch: Items[Sequence]) -> int:
+        """How many steps the batch may take by itself: one, unless nobody would wait longer for that.
+
+        None of its sequences reaches `max_tokens` or lacks a page within them, and none ends in a way that only the
+        engine sees. Others of the model that wait to join, and other models that wait for a lane, come in after each
+        step.
+        """
+        most = min(self._longest_run, (LAYERS_PER_STEP - 1) // load.model.spec.num_layers)
+        if most == 1 or len(batch) > MAX_RUN_ROWS or load.model.kv_split != "one":
+            return 1
+        loads = [other for other in self._loads.values() if other.decoding]
+        num_batches = sum(len(self._homes(other, other.decoding.values())) for other in loads)
+        waiting = load.prefilling or not load.queue.is_empty or self._kv.has_stalled
+        if waiting or num_batches > self._num_decode_lanes:
+            return 1
+        for sequence in batch:
+            request = sequence.request
+            if request.constraint is not None or request.has_stop_strings:
+                return 1
+            most = min(most, request.sampling.max_tokens - sequence.num_generated_tokens - sequence.num_ahead)
+        has_pages = all(self._kv.of(sequence).ensure_slot_ahead(sequence, most) for sequence in batch)
+        return max(1, most) if has_pages else 1
 
     def _next_turn(self, lane: Lane, now: float) -> StepDescriptor | None:
         """The decode step of the model whose turn comes next, behind another model's step.
@@ -269,7 +304,14 @@ class Dispatcher:
         return shared_chunks(prefix, waiting, running, self._max_num_batched_tokens)
 
     def _start(
-        self, lane: Lane, load: ModelLoad, home: str, batch: Items[Sequence], rows: Items[StepRow], now: float
+        self,
+        lane: Lane,
+        load: ModelLoad,
+        home: str,
+        batch: Items[Sequence],
+        rows: Items[StepRow],
+        now: float,
+        num_steps: int = 1,
     ) -> StepDescriptor:
         self.take_turn(load.model.name, lane.phase)
         joining: list[NewSequence] = []
@@ -288,6 +330,7 @@ class Dispatcher:
             phase=lane.phase,
             rows=rows,
             joining=joining,
+            num_steps=num_steps,
         )
         lane.start(step, tuple(batch), now)
         return step

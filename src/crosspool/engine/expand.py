@@ -38,6 +38,7 @@ def sequences(
             deadline_s=deadline_s,
             cache_salt=request.cache_salt,
             constraint=None if request.constraint is None else request.constraint.fork(),
+            has_stop_strings=bool(request.stop),
         )
         for index in range(request.n)
     ]

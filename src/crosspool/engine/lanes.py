@@ -42,6 +42,18 @@ class Flight:
     started_s: float
     trouble: Trouble | None = None
     is_abandoned: bool = False
+    num_told: int = 0  # steps of its run that have ended
+
+    @property
+    def num_left(self) -> int:
+        """Steps of its run that have not ended."""
+        return self.step.num_steps - self.num_told
+
+    def tell(self) -> None:
+        """A step of its run has ended, and it goes on with the next."""
+        self.num_told += 1
+        for sequence in self.sequences:
+            sequence.num_ahead -= 1
 
     def abandon(self) -> None:
         """Let the sequences go; what the step does is of no interest any more."""
@@ -57,7 +69,7 @@ class Flight:
 
     def leave(self) -> None:
         for sequence in self.sequences:
-            sequence.num_steps -= 1
+            sequence.leave_step(self.num_left)
 
 
 @dataclass(slots=True)
@@ -103,7 +115,7 @@ class Lane:
         else:
             self.queued = flight
         for sequence in sequences:
-            sequence.num_steps += 1
+            sequence.take_step(step.num_steps)
         return flight
 
     def finish(self, now: float) -> Flight:
@@ -162,13 +174,13 @@ class ParkedStep:
     def drop(self, sequence: Sequence) -> None:
         """Leave one sequence's row out of the replay."""
         self.step, self.sequences = rows_of(self.step, self.sequences, [s for s in self.sequences if s is not sequence])
-        sequence.num_steps -= 1
+        sequence.leave_step(self.step.num_steps)
 
     def replay_in(self, lane: Lane, now: float) -> StepDescriptor:
         """Start the same rows in an idle lane."""
         moved = replace(self.step, header=replace(self.step.header, lane=lane.index)).replayed(lane.next_seq())
         for sequence in self.sequences:
-            sequence.num_steps -= 1
+            sequence.leave_step(self.step.num_steps)
         lane.start(moved, self.sequences, now).trouble = self.trouble
         return moved
 

@@ -139,9 +139,9 @@ class KVRankPages:
         self.stalled.discard(sequence.sequence_id)
         return True
 
-    def ensure_slot_ahead(self, sequence: Sequence) -> bool:
-        """As `ensure_slot` with one slot more for each step in flight; a sequence that lacks a page then waits not."""
-        num_tokens = sequence.num_cached_tokens + sequence.num_steps + 1
+    def ensure_slot_ahead(self, sequence: Sequence, count: int = 1) -> bool:
+        """As `ensure_slot`, of `count` slots behind those that steps in flight write; without them it waits not."""
+        num_tokens = sequence.num_cached_tokens + sequence.num_ahead + count
         return sequence.table.num_missing(num_tokens) == 0 or self._grow(sequence, num_tokens)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:

@@ -13,14 +13,14 @@ Time is an argument. The engine thread and the simulator drive it the same way:
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-from crosspool.cluster.base import Event, RankFailed, RankLost, RankReady, StepDone, StepFailed
+from crosspool.cluster.base import Event, RankFailed, RankLost, RankReady, StepDone, StepFailed, StepTokens
 from crosspool.core import FinishReason, Request, SampledToken
 from crosspool.engine.admission import check_length, context_limit
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.dispatcher import Dispatcher
 from crosspool.engine.forecast import output_estimate
 from crosspool.engine.kv_pages import KVPages
-from crosspool.engine.lanes import Trouble
+from crosspool.engine.lanes import Flight, Trouble
 from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.pages import KVRankPages
@@ -236,6 +236,8 @@ class EngineCore:
     def on_event(self, event: Event, now: float) -> list[SequenceUpdate]:
         """What an outcome from the cluster means for sequences. Outcomes of steps given up before are ignored."""
         match event:
+            case StepTokens(lane=lane, step_seq=step_seq, sampled=sampled):
+                return self._step_told(lane, step_seq, sampled, now)
             case StepDone(result=result):
                 return self._step_done(result, now)
             case StepFailed():
@@ -292,15 +294,26 @@ class EngineCore:
         flight = self.dispatcher.ended(result.lane, result.step_seq, now)
         if flight is None:
             return []
-        step, sequences = flight.step, flight.sequences
-        self.num_steps += 1
+        self.num_steps += 1 + flight.num_told
         self.last_step_s = now
-        self.log.add(step.header, flight.started_s, now, result)
-        sampled = {token.sequence_id: token for token in result.sampled}
-        updates = []
-        for row, sequence in zip(step.rows, sequences, strict=True):
+        self.log.add(flight.step.header, flight.started_s, now, result, 1 + flight.num_told)
+        for sequence in flight.sequences:
             if sequence.state is SequenceState.ENDED:
                 self._release_unused(sequence)
+        return self._take_in(flight, result.sampled, now)
+
+    def _step_told(
+        self, lane: int, step_seq: int, sampled: tuple[SampledToken, ...], now: float
+    ) -> list[SequenceUpdate]:
+        flight = self.dispatcher.told(lane, step_seq)
+        return [] if flight is None else self._take_in(flight, sampled, now)
+
+    def _take_in(self, flight: Flight, tokens: tuple[SampledToken, ...], now: float) -> list[SequenceUpdate]:
+        """What a step, or a step of a run, did for those of its sequences that have not ended."""
+        sampled = {token.sequence_id: token for token in tokens}
+        updates = []
+        for row, sequence in zip(flight.step.rows, flight.sequences, strict=True):
+            if sequence.state is SequenceState.ENDED:
                 continue
             sequence.num_cached_tokens += row.num_new_tokens
             self.kv.of(sequence).step_ended(sequence)
@@ -336,7 +349,7 @@ class EngineCore:
         trouble = flight.trouble or Trouble(now, 0, event.error)
         trouble.num_failures += 1
         trouble.error = event.error
-        step, sequences = flight.step, flight.sequences
+        step, sequences = flight.step.advanced(flight.num_told), flight.sequences
         alive = [sequence for sequence in sequences if sequence.state is not SequenceState.ENDED]
         if event.fatal:
             if len(sequences) == 1:

@@ -24,6 +24,7 @@ class Sequence:
     """One sequence. Owned and changed by the engine's core alone.
 
     num_cached_tokens: slots written. num_steps: steps that are in flight or parked and have a row of it.
+    num_ahead: tokens that these will give it.
     kv_rank: the home of its steps, once admitted. joined: the KV worker knows it. num_losses: KV ranks lost under it
     since its last token.
     num_reused_tokens: of its prompt, those that pages of others held when it started. prefix: its part in the cache.
@@ -36,6 +37,7 @@ class Sequence:
     state: SequenceState = SequenceState.QUEUED
     num_cached_tokens: int = 0
     num_steps: int = 0
+    num_ahead: int = 0
     joined: bool = False
     blocked_since_s: float | None = None  # since when it is the first of its queue and lacks pages
     scheduled_s: float | None = None
@@ -97,11 +99,22 @@ class Sequence:
             sampling=self.request.sampling,
         )
 
+    def take_step(self, num_tokens: int) -> None:
+        """A step that gives it so many tokens has a row of it."""
+        self.num_steps += 1
+        self.num_ahead += num_tokens
+
+    def leave_step(self, num_tokens: int) -> None:
+        """The step is over for it; so many tokens of it never came, or have just been taken in."""
+        self.num_steps -= 1
+        self.num_ahead -= num_tokens
+
     def rewind(self) -> None:
         """Back to its queue: its KV is lost, its tokens stay."""
         self.state = SequenceState.QUEUED
         self.num_cached_tokens = 0
         self.num_steps = 0
+        self.num_ahead = 0
         self.joined = False
         self.blocked_since_s = None
 

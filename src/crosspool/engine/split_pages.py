@@ -92,9 +92,9 @@ class SplitPages:
         self._extend(sequence, sequence.num_cached_tokens + 1)
         return True
 
-    def ensure_slot_ahead(self, sequence: Sequence) -> bool:
-        """As `ensure_slot` with one slot more for each step in flight."""
-        self._extend(sequence, sequence.num_cached_tokens + sequence.num_steps + 1)
+    def ensure_slot_ahead(self, sequence: Sequence, count: int = 1) -> bool:
+        """As `ensure_slot`, of `count` slots behind those that steps in flight write."""
+        self._extend(sequence, sequence.num_cached_tokens + sequence.num_ahead + count)
         return True
 
     def stop_growing(self, sequence: Sequence) -> None:

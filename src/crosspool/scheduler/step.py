@@ -3,6 +3,9 @@
 Once per step the engine hands a lane one descriptor. The KV worker runs the attention half from it, the FFN workers
 their half from its header; the halves meet only in put and wait. A step is idempotent: it rewrites the same slots and
 emits tokens only at its end, so after a failure the same rows are sent again under a new `step_seq`.
+
+A descriptor may ask for several decode steps of the same rows, a *run*: each takes the tokens that the one before it
+sampled, and the run ends early once every row has drawn one of its stop tokens. Steps of a run are told one by one.
 """
 
 from dataclasses import dataclass, replace
@@ -16,9 +19,24 @@ LAYERS_PER_STEP = 1024
 """Epochs of one step; no model has more layers."""
 
 
+MAX_RUN_ROWS = 32
+"""Rows that a run may have: as many as a device takes at once."""
+
+
 def epoch(step_seq: int, layer: int) -> int:
     """The flag value that layer `layer` of step `step_seq` writes. Monotonic in both, compared with >=, never reset."""
     return step_seq * LAYERS_PER_STEP + layer + 1
+
+
+def run_over(step_seq: int, num_steps: int, num_layers: int) -> int:
+    """What a run that ends early raises its flags to: beyond its last layer, below the next step's first.
+
+    Raises ValueError where so many steps do not fit the epochs of one.
+    """
+    if num_steps * num_layers >= LAYERS_PER_STEP:
+        most = (LAYERS_PER_STEP - 1) // num_layers
+        raise ValueError(f"a run of {num_steps} steps of {num_layers} layers; at most {most} fit, lower decode_steps")
+    return epoch(step_seq, num_steps * num_layers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +50,7 @@ class StepHeader:
     num_tokens: int
     priority: int = 0  # smaller runs first under the `priority` order
     kv_rank: str = "kv0"  # leads the step: the home of its sequences
+    num_steps: int = 1  # of a run: decode steps that follow each other by themselves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +93,25 @@ class StepDescriptor:
     rows: tuple[StepRow, ...]
     joining: tuple[NewSequence, ...] = ()  # sequences whose first row this is
 
+    @property
+    def num_steps(self) -> int:
+        return self.header.num_steps
+
+    def part(self, idx: int) -> "StepDescriptor":
+        """Step `idx` of the run as one of its own; new pages and sequences come with the first."""
+        if self.num_steps == 1:
+            return self
+        header = replace(self.header, num_steps=1)
+        return self.advanced(idx, header) if idx else replace(self, header=header)
+
+    def advanced(self, count: int, header: StepHeader | None = None) -> "StepDescriptor":
+        """The run without its first `count` steps, which have ended; under `header` where that is given."""
+        if count == 0:
+            return self
+        rows = tuple(replace(row, token_ids=None, num_cached_tokens=row.num_cached_tokens + count) for row in self.rows)
+        header = header or replace(self.header, num_steps=self.num_steps - count)
+        return StepDescriptor(header=header, rows=rows)
+
     def replayed(self, step_seq: int) -> "StepDescriptor":
         """The same step under a new sequence number."""
         return replace(self, header=replace(self.header, step_seq=step_seq))
@@ -81,7 +119,10 @@ class StepDescriptor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What the KV worker reports at the end of a step: one sampled token per row with `sample`, in row order."""
+    """What the KV worker reports at the end of a step: one sampled token per row with `sample`, in row order.
+
+    Of a run: those of the last step that it ran; the others' were told before.
+    """
 
     lane: int
     step_seq: int

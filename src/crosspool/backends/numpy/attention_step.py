@@ -41,6 +41,7 @@ class AttentionStep:
 
     def __init__(self, model: Model, step: StepDescriptor, sequences: Mapping[int, Sequence]) -> None:
         self.half = model.half
+        self.ended: set[int] = set()  # rows that drew one of their stop tokens
         self._rows = StepRows(step, sequences, model.page_tokens)
         self.slots = self._rows.slots
         self.turns = self.half.turns(self.slots.positions)
@@ -72,8 +73,14 @@ class AttentionStep:
             logits = self.logits()
             sampled = sample(logits, rows)
             _require_numbers(logits, sampled)
-        self._rows.commit(dict(zip(sampling, sampled, strict=True)))
+        drawn = dict(zip(sampling, sampled, strict=True))
+        self._rows.commit(drawn)
+        self.ended = self._rows.ended(drawn)
         return sampled
+
+    def end_run(self, num_steps: int) -> None:
+        """No more of a run's steps follow, though `num_steps` were asked for: all its sequences have ended."""
+        self._rows.end_run(num_steps)
 
 
 def _require_numbers(logits: FloatArray, sampled: tuple[SampledToken, ...]) -> None:

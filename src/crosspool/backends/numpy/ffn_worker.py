@@ -10,7 +10,7 @@ from crosspool.backends.numpy.matrices import each_released
 from crosspool.cluster.base import ModelPlacement
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
-from crosspool.scheduler.step import StepHeader, epoch
+from crosspool.scheduler.step import StepHeader, epoch, run_over
 from crosspool.weights_pool.loader import load_ffn_weights
 
 
@@ -50,9 +50,13 @@ class NumpyFFNWorker:
         if model is None:
             raise ValueError(f"model {header.model!r} is not on rank {self._rank}; it has {sorted(self._models)}")
         (inlet,), (outlet,) = links.inlets.values(), links.outlets.values()
-        for layer in range(model.spec.num_layers):
-            flag = epoch(header.step_seq, layer)
+        num_layers = model.spec.num_layers
+        over = run_over(header.step_seq, header.num_steps, num_layers)
+        for number in range(header.num_steps * num_layers):
+            layer, flag = number % num_layers, epoch(header.step_seq, number)
             yield Wait((inlet,), flag)
+            if layer == 0 < number and inlet.arrived(over):
+                return  # the run has ended early
             rows = inlet.take(layer, header.num_tokens, model.spec.hidden_size)
             outlet.put(layer, flag, model(layer, rows))
 

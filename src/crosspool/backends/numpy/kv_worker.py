@@ -19,7 +19,7 @@ from crosspool.kv_pool.backing.mapped_frames import MappedFrames
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
-from crosspool.scheduler.step import StepDescriptor, epoch
+from crosspool.scheduler.step import StepDescriptor, epoch, run_over
 
 
 class NumpyAttentionWorker:
@@ -119,17 +119,41 @@ class NumpyAttentionWorker:
             mapped.end(key)
 
     def _run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
-        attention = self.begin(step, step.header.model)
+        """The steps of a run, one after another; it ends early once all its sequences have ended."""
+        told: tuple[SampledToken, ...] = ()
+        ended: set[int] = set()
+        for idx in range(step.num_steps):
+            attention = self.begin(step.part(idx), step.header.model)
+            sampled = yield from self._run_part(attention, step, idx, links, told)
+            ended |= attention.ended
+            if len(ended) == len(step.rows) and idx + 1 < step.num_steps:
+                attention.end_run(step.num_steps - idx - 1)
+                over = run_over(step.header.step_seq, step.num_steps, attention.half.spec.num_layers)
+                for outlet in links.outlets.values():  # the weights ranks see that no rows come any more
+                    outlet.put(0, over, attention.hidden)
+                break
+            told = sampled
+        return sampled
+
+    def _run_part(
+        self,
+        attention: AttentionStep,
+        step: StepDescriptor,
+        idx: int,
+        links: LaneLinks,
+        told: tuple[SampledToken, ...],
+    ) -> HalfStep[tuple[SampledToken, ...]]:
+        """Step `idx` of a run. told: the tokens of the one before it."""
         exchange = self._models[step.header.model].exchange
         split = None if exchange is None else exchange(attention, links)
         num_tokens, hidden_size = attention.hidden.shape
         outlets, inlets = tuple(links.outlets.values()), tuple(links.inlets.values())
         for layer in range(attention.half.spec.num_layers):
-            flag = epoch(step.header.step_seq, layer)
+            flag = epoch(step.header.step_seq, idx * attention.half.spec.num_layers + layer)
             rows = attention.attend(layer) if split is None else (yield from split.attend(layer, flag))
             for outlet in outlets:
                 outlet.put(layer, flag, rows)
-            yield Wait(inlets, flag)
+            yield Wait(inlets, flag, told if layer == 0 else ())
             attention.add(inlet.take(layer, num_tokens, hidden_size) for inlet in inlets)
         return attention.finish()
 

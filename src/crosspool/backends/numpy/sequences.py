@@ -65,6 +65,15 @@ class Sequence:
             row.allowed,
         )
 
+    def ends_with(self, row: StepRow, token_id: int) -> bool:
+        """Whether the token that the row drew is one of the sequence's stop tokens, which the engine ends it with."""
+        num_output = row.num_cached_tokens + row.num_new_tokens - self._num_prompt_tokens + 1
+        return num_output >= self.sampling.min_tokens and token_id in self.sampling.stop_token_ids
+
+    def fill(self, num_tokens: int) -> None:
+        """Behind its end any token is as good as another: a row that is under way already must find one."""
+        self.token_ids += self.token_ids[-1:] * (num_tokens - len(self.token_ids))
+
     def commit(self, row: StepRow, table: IntArray, sampled: SampledToken | None) -> None:
         """Make the step's outcome visible: its block table, and its token at the token's position."""
         self._table = table

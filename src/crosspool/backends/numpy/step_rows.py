@@ -50,6 +50,15 @@ class StepRows:
             token_ids += tokens
         return np.array(token_ids, dtype=np.int64)
 
+    def ended(self, tokens: Mapping[int, SampledToken]) -> set[int]:
+        """The rows that drew, among `tokens` by row, one of their stop tokens."""
+        return {idx for idx, token in tokens.items() if self.sequences[idx].ends_with(self.rows[idx], token.token_id)}
+
+    def end_run(self, num_steps: int) -> None:
+        """The run ends with this step, though `num_steps` more were asked for: its sequences have all ended."""
+        for row, sequence in zip(self.rows, self.sequences, strict=True):
+            sequence.fill(row.num_cached_tokens + row.num_new_tokens + num_steps + 1)
+
     def commit(self, tokens: Mapping[int, SampledToken]) -> None:
         """Make the step's outcome visible: its block tables, and the sampled tokens by row."""
         for idx, (sequence, row, table) in enumerate(zip(self.sequences, self.rows, self._tables, strict=True)):
