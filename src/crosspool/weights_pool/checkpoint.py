@@ -39,6 +39,7 @@ class StoredTensor:
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    begin: int  # bytes before its first element
 
 
 class Checkpoint:
@@ -128,7 +129,12 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         entries = json.loads(text)
         tensors = {
-            name: StoredTensor(file, str(entry["dtype"]), tuple(int(extent) for extent in entry["shape"]))
+            name: StoredTensor(
+                file,
+                str(entry["dtype"]),
+                tuple(int(extent) for extent in entry["shape"]),
+                8 + length + int(entry["data_offsets"][0]),
+            )
             for name, entry in entries.items()
             if name != "__metadata__"
         }

@@ -8,7 +8,6 @@ functions fill NumPy arrays with it. Host memory beyond the destination is one p
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -54,12 +53,25 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """One rank's share: what it holds and how many bytes it reads for it."""
+    """One rank's share: what it holds, and where that is read."""
 
     destinations: tuple[Destination, ...]
     parts: Mapping[int, IntermediateSlice]  # full intermediate width to this rank's slice of it
     inventory: Inventory
-    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One region of a stored tensor, and where it goes. num_bytes: of it, in the stored dtype, in the destination."""
+
+    destination: Destination
+    source: str
+    region: Region
+    num_bytes: int
+
+    @property
+    def tensor(self) -> TensorSpec:
+        return self.destination.tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,24 +146,23 @@ def plan_load(
         shape = destination_shape(tensor, None if width is None else parts[width])
         is_zero = tensor.name == "expert_down_bias" and slice_index > 0
         destinations.append(Destination(tensor, shape, is_zero))
-    plan = LoadPlan(tuple(destinations), parts, inventory, 0)
-    total = sum(region_bytes for _, _, _, region_bytes in _reads(checkpoint, plan))
-    return LoadPlan(plan.destinations, parts, inventory, total)
+    return LoadPlan(tuple(destinations), parts, inventory)
 
 
 def iter_pieces(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[Piece]:
     """Read a share piece by piece, in execution order."""
-    for tensor, name, region, _ in _reads(checkpoint, plan):
-        array = checkpoint.read(name, region.read)
+    for read in reads(checkpoint, plan):
+        region = read.region
+        array = checkpoint.read(read.source, region.read)
         if region.pick:
             array = array[region.pick]
         if region.transpose:
             array = array.swapaxes(-1, -2)
-        yield Piece(tensor, region.index, array if array.ndim == len(region.index) else array[np.newaxis])
+        yield Piece(read.tensor, region.index, array if array.ndim == len(region.index) else array[np.newaxis])
 
 
-def _reads(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[tuple[TensorSpec, str, Region, int]]:
-    """Every read of a plan, with the bytes of it that land in a destination."""
+def reads(checkpoint: Checkpoint, plan: LoadPlan, max_elements: int | None = None) -> Iterator[Read]:
+    """Every read of a plan, in execution order; whole matrices by rows of at most `max_elements` (PIECE_ELEMENTS)."""
     for destination in plan.destinations:
         if destination.is_zero:
             continue
@@ -159,17 +170,17 @@ def _reads(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[tuple[TensorSpec,
         part = None if width is None else plan.parts[width]
         for source in plan.inventory.sources[destination.tensor]:
             element_bytes = np.dtype(STORED_DTYPES[checkpoint.tensors[source.name].dtype]).itemsize
-            for region in regions(source, part, PIECE_ELEMENTS):
-                yield (
-                    destination.tensor,
-                    source.name,
-                    region,
-                    element_bytes * _elements(destination.shape, region.index),
-                )
+            for region in regions(source, part, max_elements or PIECE_ELEMENTS):
+                num_bytes = element_bytes * _elements(destination.shape, region.index)
+                yield Read(destination, source.name, region, num_bytes)
 
 
 def _elements(shape: tuple[int, ...], index: Index) -> int:
-    return prod(len(range(*axis.indices(extent))) for extent, axis in zip(shape, index, strict=True))
+    elements = 1
+    for extent, axis in zip(shape, index, strict=True):
+        start, stop, _ = axis.indices(extent)
+        elements *= stop - start
+    return elements
 
 
 def _fill(
@@ -183,7 +194,7 @@ def _fill(
         _holder(weights, tensor)[tensor.name] = array
         missing[tensor] = 0 if destination.is_zero else array.size
     written: set[tuple[TensorSpec, tuple[int | None, ...]]] = set()
-    loaded = 0
+    loaded, total = 0, sum(read.num_bytes for read in reads(checkpoint, plan))
     for piece in iter_pieces(checkpoint, plan):
         target = _holder(weights, piece.tensor)[piece.tensor.name][piece.index]
         corner = (piece.tensor, tuple(axis.start for axis in piece.index))
@@ -194,7 +205,7 @@ def _fill(
         missing[piece.tensor] -= piece.array.size
         loaded += piece.array.nbytes
         if progress is not None:
-            progress(loaded, plan.total_bytes)
+            progress(loaded, total)
     assert not any(missing.values()), "every parameter is written exactly once"
     logger.info("%s: %d tensors, %d bytes read", directory.path, len(missing), loaded)
     return weights

@@ -1,0 +1,155 @@
+"""How fast does a rank's share come from the page cache onto its GPU?
+
+    python -m benchmarks.bench_reload [--model qwen3-30b-a3b] [--layers 24] [--directory DIR] [--threads 1,4,8,12]
+
+Writes a checkpoint of the model's true shapes and names (bf16, shards of 4 GB), so that it lies in the page cache, then
+streams its FFN share again and again, and compares tensors with the files. The limit is a copy of 1 GiB from pinned
+memory, measured beside it. `--keep` leaves the files for `bench_recovery --parent`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from benchmarks.full_models import CONFIGS, write_model_dir
+from benchmarks.report import RESULTS, Report
+from crosspool.backends.cuda.streaming import stream_share
+from crosspool.models.directory import ModelDirectory, read_model_dir
+from crosspool.models.families.registry import FAMILIES
+from crosspool.models.tensors import model_tensors, weight_bytes
+from crosspool.weights_pool.checkpoint import INDEX_NAME, Checkpoint
+from crosspool.weights_pool.loader import plan_load, reads
+
+SHARD_BYTES = 4_000_000_000
+
+
+def write_weights(path: Path, seed: int = 7) -> float:
+    """Safetensors files of bf16 for the directory's config; gives GB/s. Norms are one, the rest random values."""
+    spec = read_model_dir(path).spec
+    family = FAMILIES[spec.family]
+    sources = sorted(
+        (source for tensor in model_tensors(spec) for source in family.sources(tensor, ())), key=lambda each: each.name
+    )
+    values = np.random.default_rng(seed).standard_normal(64 * 1024 * 1024, np.float32)
+    noise = memoryview((values * spec.hidden_size**-0.5).astype(ml_dtypes.bfloat16).tobytes())
+    ones = memoryview(np.ones(1 << 20, ml_dtypes.bfloat16).tobytes())
+    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    size = 0
+    for source in sources:
+        size += 2 * prod(source.shape)
+        if size > SHARD_BYTES:
+            shards.append([])
+            size = 2 * prod(source.shape)
+        shards[-1].append((source.name, source.shape))
+
+    def write(number: int) -> None:
+        header, begin = {}, 0
+        for name, shape in shards[number]:
+            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, begin + 2 * prod(shape)]}
+            begin += 2 * prod(shape)
+        text = json.dumps(header).encode()
+        with (path / shard_name(number, len(shards))).open("wb", buffering=0) as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for place, (name, shape) in enumerate(shards[number]):
+                left, block = 2 * prod(shape), ones if "norm" in name else noise
+                first = 0 if "norm" in name else 2 * 4099 * place % (len(noise) // 2)
+                while left:
+                    left -= file.write(block[first : first + min(left, len(block) - first)])
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(write, range(len(shards))))
+    names = {name: shard_name(number, len(shards)) for number, shard in enumerate(shards) for name, _ in shard}
+    (path / INDEX_NAME).write_text(json.dumps({"weight_map": names}), encoding="utf-8")
+    num_bytes = sum(2 * prod(shape) for shard in shards for _, shape in shard)
+    return num_bytes / 1e9 / (time.perf_counter() - begin)
+
+
+def shard_name(number: int, count: int) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def bus_gb_per_s(device: torch.device) -> float:
+    """A copy from pinned memory."""
+    host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(4):
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        there.copy_(host, non_blocking=True)
+        torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return float(host.nbytes / 1e9 / min(times))
+
+
+def num_different(directory: ModelDirectory, layers: Sequence[Mapping[str, torch.Tensor]]) -> int:
+    """Of every 97th read, those that differ from the files."""
+    different = 0
+    with Checkpoint(directory.path) as checkpoint:
+        for read in list(reads(checkpoint, plan_load(checkpoint, directory, "weights")))[::97]:
+            assert read.tensor.layer is not None, read
+            assert (read.region.pick, read.region.transpose) == ((), False), read
+            found = layers[read.tensor.layer][read.tensor.name][read.region.index].float().cpu().numpy()
+            stored = np.asarray(checkpoint.read(read.source, read.region.read), np.float32)
+            different += not np.array_equal(found, stored.reshape(found.shape))
+    return different
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--directory", type=Path, help="where the checkpoint is written; it may exist")
+    parser.add_argument("--threads", default="1,4,8,12,16")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    CONFIGS[options.model]["num_hidden_layers"] = options.layers
+    parent = options.directory or Path(tempfile.mkdtemp())
+    path = write_model_dir(parent, options.model)
+    report = Report("reload", hardware="h200", config={"model": options.model, "layers": options.layers}, seed=7)
+    report.summary = "A weights rank's share streamed from files in the page cache to its GPU, one share whole."
+    try:
+        if not (path / INDEX_NAME).exists():
+            report.metric("write_gb_per_s", write_weights(path), note="the checkpoint, 8 threads")
+        device = torch.device("cuda", 0)
+        bus = bus_gb_per_s(device)
+        report.metric("bus_gb_per_s", bus, note="1 GiB from pinned memory")
+        directory = read_model_dir(path)
+        gigabytes = weight_bytes(directory.spec, "weights") / 1e9
+        report.metric("share_gb", gigabytes)
+        print(f"{gigabytes:.1f} GB; {report.metrics}", flush=True)
+        for count in map(int, options.threads.split(",")):
+            times = []
+            for _ in range(options.repeats):
+                begin = time.perf_counter()
+                _, layers = stream_share(directory, "weights", device, lambda *_: None, num_threads=count)
+                times.append(time.perf_counter() - begin)
+                torch.cuda.synchronize(device)
+                different = num_different(directory, layers) if len(times) == 1 and count == 8 else 0
+                del layers
+            rates = [round(gigabytes / seconds, 1) for seconds in times]
+            print(f"{count} threads: {rates} GB/s; different {different}", flush=True)
+            report.metric(f"reload_gb_per_s.{count}_threads", max(rates), limit=bus, note="target 40; headers included")
+    finally:
+        if not options.keep:
+            shutil.rmtree(parent)
+    report.write(options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""A share streamed by several threads is the share that is read piece by piece."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from crosspool.errors import CheckpointError
+from crosspool.models.directory import read_model_dir
+from crosspool.models.families.registry import FAMILIES
+from crosspool.weights_pool import extents
+from crosspool.weights_pool.loader import load_attention_weights, load_ffn_weights
+from tests.support.tiny_models import write_tiny_model
+
+torch = pytest.importorskip("torch")
+from crosspool.backends.cuda import streaming  # noqa: E402
+from crosspool.backends.cuda.streaming import stream_share  # noqa: E402
+
+pytestmark = pytest.mark.judge
+CPU = torch.device("cpu")
+
+
+def ignore(loaded, total):
+    pass
+
+
+def make_small(monkeypatch, max_bytes=2048):
+    """Extents of one matrix, or a few matrices each."""
+    monkeypatch.setattr(streaming, "EXTENT_BYTES", max_bytes)
+    monkeypatch.setattr(streaming, "extents", lambda checkpoint, reads: extents.extents(checkpoint, reads, max_bytes))
+
+
+class Told:
+    """A progress callback that remembers."""
+
+    def __init__(self):
+        self.loaded, self.total = [], 0
+
+    def __call__(self, loaded, total):
+        self.loaded.append(loaded)
+        self.total = total
+
+
+def same(found, expected):
+    assert set(found) == set(expected)
+    for name, array in expected.items():
+        wide = np.asarray(array, np.float32)
+        np.testing.assert_array_equal(found[name].float().numpy(), wide, err_msg=name)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("num_slices", [1, 2])
+@pytest.mark.parametrize(("dtype", "max_bytes"), [("float32", 60_000), ("bfloat16", 60_000), ("bfloat16", 2048)])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_streamed_share_is_the_one_read_in_turn(tmp_path, monkeypatch, family, num_slices, fused, dtype, max_bytes):
+    make_small(monkeypatch, max_bytes)
+    path = write_tiny_model(tmp_path, family, seed=5, dtype=dtype, fused=fused, num_shards=3, tokenizer=False)
+    directory = read_model_dir(path)
+    for index in range(num_slices):
+        expected = load_ffn_weights(directory, index, num_slices, ml_dtypes.bfloat16)
+        told = Told()
+        model, layers = stream_share(directory, "weights", CPU, told, index, num_slices)
+        assert model == {}
+        for found, layer in zip(layers, expected.layers, strict=True):
+            same(found, layer)
+        assert told.loaded == sorted(told.loaded)
+        assert told.loaded[-1] == told.total
+    expected = load_attention_weights(directory, ml_dtypes.bfloat16)
+    model, layers = stream_share(directory, "kv", CPU, ignore, num_threads=1)
+    same(model, expected.model)
+    for found, layer in zip(layers, expected.layers, strict=True):
+        same(found, layer)
+
+
+def test_a_load_that_is_given_up_or_meets_an_error_ends(tmp_path, monkeypatch):
+    make_small(monkeypatch)
+    directory = read_model_dir(write_tiny_model(tmp_path, "qwen3_moe", seed=5, num_shards=3, tokenizer=False))
+
+    def cancel(loaded, total):
+        raise InterruptedError("given up")
+
+    with pytest.raises(InterruptedError):
+        stream_share(directory, "weights", CPU, cancel)
+
+    def copier(device):
+        def copy(to, source, num_bytes):
+            raise RuntimeError("a copy failed")
+
+        return copy
+
+    with monkeypatch.context() as patched:
+        patched.setattr(streaming, "_copier", copier)
+        with pytest.raises(RuntimeError, match="a copy failed"):
+            stream_share(directory, "weights", CPU, ignore)
+
+    whole = extents.extents
+
+    def late(checkpoint, reads):
+        found = whole(checkpoint, reads, 2048)
+        with found[-1].file.open("r+b") as file:
+            file.truncate(found[-1].start + 1)
+        return found
+
+    monkeypatch.setattr(streaming, "extents", late)
+    with pytest.raises(CheckpointError, match="ends at byte"):
+        stream_share(directory, "weights", CPU, ignore)
