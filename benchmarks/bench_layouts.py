@@ -73,9 +73,6 @@ def add_load(report: Report, layout: str, rate: str, result: dict[str, Any]) -> 
         report.metric(f"ttft_ms.{layout}.all.{rate}.{level}", result["models"]["all"]["ttft_ms"][level]["value"])
     report.metric(f"tokens_per_s.{layout}.{rate}", result["output_throughput"])
     report.metric(f"served.{layout}.{rate}", result["completed"] / result["num_prompts"])
-    report.metric(
-        f"machine_load.{layout}.{rate}", os.getloadavg()[0], note="runnable processes; above its cores: noise"
-    )
     report.metric(f"client_loop_lag_ms.{layout}.{rate}.p99", result["client"]["loop_lag_p99_ms"])
 
 
@@ -108,6 +105,8 @@ def measure(args: argparse.Namespace, report: Report, directories: Sequence[Path
                 result = run(bench_settings(args, (url,), names, rate), console=Console(file=told, width=110))
             print(f"== {layout}, {rate} requests/s of each model\n{told.getvalue()}", flush=True)
             add_load(report, layout, rate, result)
+            note = "runnable processes; above its cores: noise"
+            report.metric(f"machine_load.{layout}.{rate}", os.getloadavg()[0], note=note)
         flags = ("--kv-pool-bytes", args.context_pool_bytes, *common)
         with layout_server(layout, directories, args.port, flags, log) as url:
             for model, limit in context_limits(url).items():

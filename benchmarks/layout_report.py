@@ -48,7 +48,7 @@ def layouts_report(runs: Runs, models: Sequence[str], config: Mapping[str, Any])
             for model, room in kv_room(memory, layout, models).items():
                 report.metric(f"one_request_tokens.{model}.{layout}", tokens_in(model, room), note="account of memory")
     ours = "crosspool-1+1" if num_gpus > 1 else "crosspool-1"
-    theirs = [f"{kind}-{num_gpus}" for kind in ("static", "elastic")]
+    theirs = [f"{kind}-{max(1, num_gpus)}" for kind in ("static", "elastic")]
     add_ratios(report, models, RATES, ours, theirs)
     for layout in theirs:
         for model in models:

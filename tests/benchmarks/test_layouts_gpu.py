@@ -1,0 +1,83 @@
+"""`benchmarks/bench_layouts_gpu.py`: what is run, what is kept, and the account of memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.bench_layouts_gpu import Load
+from benchmarks.layout_memory import FRAME_BYTES, RESERVE_BYTES, kv_room, tokens_in
+from benchmarks.layout_report import layouts_report
+from benchmarks.layout_runs import Runs
+from benchmarks.layout_server import GPU_LAYOUTS
+from crosspool.units import GiB
+
+MODELS = ("glm-4.7-flash", "qwen3-30b-a3b", "deepseek-v2-lite")
+
+
+def test_a_load_names_layout_rate_and_seconds(tmp_path):
+    load = Load.parse("crosspool-1+1.resident:0.8:30")
+    assert (load.name, load.flags) == ("load_crosspool-1+1.resident_0.8_30s", ("--control", "resident"))
+    settings = load.settings("http://x", tmp_path, MODELS)
+    assert (settings.trace.name, settings.duration_s, settings.temperature) == ("sharegpt_0.8.jsonl", 30.0, 1.0)
+    assert Load.parse("static-2:2.0").name == "load_static-2_2.0"
+    for wrong in ("static-2", "static:0.8", "crosspool-1+1.fast:0.8"):
+        with pytest.raises(ValueError, match="give LAYOUT:RATE"):
+            Load.parse(wrong)
+
+
+def test_every_layout_names_its_gpus():
+    gpus = {name: flags[-1] for name, flags in GPU_LAYOUTS.items()}
+    assert gpus["crosspool-1+1"] == gpus["static-2"] == gpus["elastic-2"] == "2"
+    assert gpus["crosspool-1+3"] == gpus["static-4"] == "4"
+    assert gpus["crosspool-1"] == gpus["static-1"] == gpus["elastic-1"] == "1"
+
+
+def test_what_was_measured_is_found_again(tmp_path):
+    calls = []
+    runs = Runs(tmp_path / "runs")
+    for _ in range(2):
+        found = runs.get("x", lambda: calls.append(1) or {"value": 3})
+    assert (found["value"], len(calls)) == (3, 1)
+    assert runs.machines()[0]["hardware"]["num_cores"] >= 1
+
+
+def test_one_request_gets_the_memory_that_the_layout_gives_it():
+    gpus = [{"used": used * GiB, "total": 140 * GiB} for used in (90, 80)]
+    memory = {"gpus": gpus, "kv_bytes": {"kv0": 10 * GiB, "kv1": 20 * GiB, "kv2": 12 * GiB}}
+    static = kv_room(memory, "static-2", MODELS)
+    assert static["glm-4.7-flash"] == static["deepseek-v2-lite"] == (140 - 90 + 22) * GiB // 2 - RESERVE_BYTES // 2
+    assert static["qwen3-30b-a3b"] == (140 - 80 + 20) * GiB - RESERVE_BYTES
+    elastic = kv_room({"gpus": gpus, "kv_bytes": {"kv0": 22 * GiB, "kv1": 20 * GiB}}, "elastic-2", MODELS)
+    assert elastic["glm-4.7-flash"] == 2 * static["glm-4.7-flash"]
+    pools = kv_room({"gpus": gpus, "kv_bytes": {"kv0": 60 * GiB}}, "crosspool-1+1", MODELS)
+    assert set(pools.values()) == {(140 - 90 + 60) * GiB - RESERVE_BYTES}
+
+
+def test_tokens_are_whole_pages_beside_frame_0():
+    assert tokens_in("qwen3-30b-a3b", 13 * FRAME_BYTES) == 256
+    assert tokens_in("qwen3-30b-a3b", 12 * FRAME_BYTES) == 0
+
+
+def test_the_report_compares_layouts_of_as_many_gpus(tmp_path):
+    runs = Runs(tmp_path)
+    levels = {key: {"value": 10.0, "low": 9.0, "high": 11.0} for key in ("p50", "p95", "p99")}
+    for layout, scale in (("crosspool-1", 1.0), ("static-1", 1.5), ("elastic-1", 9.0)):
+        own = {key: {**value, "value": 10.0 * scale} for key, value in levels.items()}
+        result = {
+            "models": {"all": {"ttft_ms": levels}, "a": {"tbt_ms": own}},
+            "output_throughput": 5.0,
+            "completed": 9,
+            "num_prompts": 9,
+            "client": {"loop_lag_p99_ms": 0.1},
+            "realised_rates": {"a": 0.8},
+            "start_times": [0.0, 20.0],
+        }
+        runs.get(f"load_{layout}_0.8", lambda result=result: result)
+        words = ["x", "y"] if layout == "elastic-1" else ["x", "z"]
+        runs.get(f"answers_{layout}_a", lambda words=words: {"words": [words, ["q", "r"]]})
+    report = layouts_report(runs, ["a"], {})
+    assert report.hardware == "h200"
+    assert report.metrics["elastic_over_crosspool.a.0.8"] == 9.0
+    assert report.metrics["static_over_crosspool.a.0.8"] == 1.5
+    assert report.metrics["same_tokens.elastic-1.a"] == 0.75
+    assert "first 20 s" in report.notes["tokens_per_s.static-1.0.8"]
