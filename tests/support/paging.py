@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from crosspool.backends.numpy.kv_cache import LayerCache, RowSlots, StepSlots, new_arena
+from crosspool.backends.numpy.kv_cache import LayerCache, StepSlots, new_arena
+from crosspool.backends.numpy.spans import RowSlots
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec
 
@@ -43,7 +44,7 @@ def step_slots(tables, first_positions, num_new, page_tokens) -> StepSlots:
     """One row per table: `num_new[i]` tokens at `first_positions[i]`."""
     rows, start = [], 0
     for table, first, count in zip(tables, first_positions, num_new, strict=True):
-        rows.append(RowSlots(start, start + count, first, tuple(table)))
+        rows.append(RowSlots(start, start + count, first, table))
         start += count
     return StepSlots.of(rows, page_tokens)
 

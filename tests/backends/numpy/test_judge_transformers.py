@@ -72,5 +72,5 @@ def test_a_wrong_weight_is_seen(judged, monkeypatch):
     judge, model = judged("qwen3_moe")
     layers, _ = layer_outputs(judge, PROMPT)
     attention = model._worker._models["qwen3_moe"].half._attention[1]
-    monkeypatch.setattr(attention, "_o", attention._o[::-1])
+    monkeypatch.setattr(attention, "_o", attention._o[:, ::-1])
     assert largest_difference(model.trace(PROMPT)[0], layers) > 0.1

@@ -7,16 +7,14 @@ multiplied by the softmax scale. MLA with absorbed projections is the case K = 1
 import numpy as np
 
 from crosspool.backends.base import FloatArray
-from crosspool.backends.numpy.kv_cache import LayerCache, RowSlots, Spans, StepSlots
+from crosspool.backends.numpy.kv_cache import LayerCache, StepSlots
+from crosspool.backends.numpy.spans import Block, RowSlots, Span
 
 MAX_SCORES = 1 << 21
 """Scores of a chunk held at once; longer chunks are cut into blocks of queries."""
 
-MAX_PADDING = 2
-"""Scores of a decode step's rows are padded to the longest row's, unless that makes them so many times as many."""
-
-FEW_SLOTS = 128
-"""Slots up to which a transposed view of the queries is as quick as a copy of it."""
+FEW_SCORES = 1200
+"""Scores of a KV head up to which OpenBLAS takes keys as they lie, a transposed right operand, at full speed."""
 
 SAFE_SCORE = 60.0
 SAFE_TOTAL = 1e-20
@@ -32,9 +30,10 @@ def attend(
     sinks: (K, G), a logit per head that takes part in the softmax's denominator only.
     """
     if query.ndim == 3:
-        return _attend_one(query, cache, slots.spans(window).rows[0], sinks)
+        return _attend_one(query, cache, slots.blocks(window)[0].spans[0], sinks)
     if slots.is_decode:
-        return _attend_decode(query, cache, slots.spans(window), sinks)
+        parts = [_attend_block(query[block.start : block.stop], cache, block, sinks) for block in slots.blocks(window)]
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
     parts = [attend_row(query[row.start : row.stop], cache, row, window, sinks) for row in slots.rows]
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
@@ -48,52 +47,39 @@ def attend_row(
     return attend_chunk(query, keys, values, row.first_position - begin, window, sinks)
 
 
-def _attend_one(
-    query: FloatArray, cache: LayerCache, span: tuple[RowSlots, int, int], sinks: FloatArray | None
-) -> FloatArray:
+def _attend_one(query: FloatArray, cache: LayerCache, span: Span, sinks: FloatArray | None) -> FloatArray:
     """(K, G, V) from the queries (K, G, D) of one token."""
-    keys, values = cache.read(*span)
-    weights, totals = softmax_parts(_scores(query, keys).copy(), sinks)
-    attended = _by_kv_head(weights, values)
+    keys, values = cache.read(span.row, span.begin, span.end)
+    weights, totals = softmax_parts(_scores(query, keys), sinks)
+    attended: FloatArray = np.matmul(weights, values)
     attended /= totals
     return attended
 
 
-def _attend_decode(query: FloatArray, cache: LayerCache, spans: Spans, sinks: FloatArray | None) -> FloatArray:
-    """One token a row. The rows' scores lie in one array, padded with -inf, so that one softmax serves all."""
-    num_rows, num_kv_heads, group, _ = query.shape
-    if num_rows == 1 or num_rows * spans.longest > MAX_PADDING * spans.total:
-        return np.stack([_attend_one(own, cache, span, sinks) for own, span in zip(query, spans.rows, strict=True)])
-    scores = np.full((num_rows, num_kv_heads, group, spans.longest), -np.inf, dtype=np.float32)
-    seen = [cache.read(*span) for span in spans.rows]
-    for idx, (keys, _) in enumerate(seen):
-        scores[idx, :, :, : keys.shape[2]] = _scores(query[idx], keys)
+def _attend_block(query: FloatArray, cache: LayerCache, block: Block, sinks: FloatArray | None) -> FloatArray:
+    """(R, K, G, V) from the queries (R, K, G, D) of R rows with one token each: one product and one softmax for all."""
+    if len(block.spans) == 1:
+        return _attend_one(query[0], cache, block.spans[0], sinks)[None]
+    keys, values = cache.read_block(block)
+    scores = _scores(query, keys)
+    if block.hidden is not None:
+        scores += block.hidden
     weights, totals = softmax_parts(scores, sinks)
-    attended = np.empty((num_rows, num_kv_heads, group, cache.value_width), dtype=np.float32)
-    for idx, (_, values) in enumerate(seen):
-        np.matmul(weights[idx, :, :, : values.shape[1]], values, out=attended[idx])
+    attended: FloatArray = np.matmul(weights, values)
     attended /= totals
     return attended
 
 
 def _scores(query: FloatArray, keys: FloatArray) -> FloatArray:
-    """(K, G, n), a view, from one token's query (K, G, D) and keys (K, D, n), which lie in memory as (K, n, D).
+    """(..., K, G, n), a new array, from queries (..., K, G, D) and keys (..., K, D, n), in memory (..., K, n, D).
 
-    The keys go left, as they lie: OpenBLAS may take five times as long with such a transposed view as right operand.
+    Many scores are made with the keys on the left: OpenBLAS may take five times as long with a transposed view right.
     """
-    right = query.swapaxes(1, 2)
-    if keys.shape[-1] > FEW_SLOTS:
-        right = right.copy()
-    return _by_kv_head(keys.swapaxes(1, 2), right).swapaxes(1, 2)
-
-
-def _by_kv_head(left: FloatArray, right: FloatArray) -> FloatArray:
-    """Matrix products (K, m, n) of (K, m, k) and (K, k, n); for one head `dot` is quicker than `matmul`."""
-    if len(left) == 1:
-        one: FloatArray = left[0].dot(right[0])[None]
-        return one
-    products: FloatArray = np.matmul(left, right)
-    return products
+    if query.shape[-2] * keys.shape[-1] <= FEW_SCORES:
+        scores: FloatArray = np.matmul(query, keys)
+        return scores
+    scores = np.matmul(keys.swapaxes(-1, -2), query.swapaxes(-1, -2).copy())
+    return scores.swapaxes(-1, -2).copy()
 
 
 def softmax_parts(scores: FloatArray, sinks: FloatArray | None) -> tuple[FloatArray, FloatArray]:

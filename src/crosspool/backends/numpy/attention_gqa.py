@@ -5,7 +5,7 @@ import numpy as np
 from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.attention import attend
 from crosspool.backends.numpy.kv_cache import LayerCache, StepSlots
-from crosspool.backends.numpy.matrices import product, transposed
+from crosspool.backends.numpy.matrices import panels, product
 from crosspool.backends.numpy.norms import RMSNorm
 from crosspool.backends.numpy.rotary import ComplexArray, pair_order, rotate
 from crosspool.models.spec import GQASpec
@@ -25,7 +25,7 @@ class GQAAttention:
         scale = np.float32(spec.softmax_scale)
         q_scale = scale if spec.qk_norm == "none" else np.float32(1)
         q, k, v = weights["q"], weights["k"], weights["v"]
-        self._qkv = transposed(np.concatenate([_reorder(q, order) * q_scale, _reorder(k, order), v]))
+        self._qkv = panels(np.concatenate([_reorder(q, order) * q_scale, _reorder(k, order), v]).T)
         self._qkv_bias = None
         if spec.qkv_bias:
             biases = [_reorder(weights["q_bias"], order) * q_scale, _reorder(weights["k_bias"], order)]
@@ -38,7 +38,7 @@ class GQAAttention:
         elif spec.qk_norm == "full":
             q_norm = _reorder(weights["q_norm"], order) * scale
             self._norms = (RMSNorm(q_norm, norm_eps), RMSNorm(_reorder(weights["k_norm"], order), norm_eps))
-        self._o = transposed(weights["o"])
+        self._o = panels(weights["o"].T)
         self._o_bias = weights["o_bias"] if spec.o_bias else None
         self.sinks = weights["sinks"].reshape(spec.num_kv_heads, -1) if spec.sinks else None
 

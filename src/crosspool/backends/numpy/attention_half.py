@@ -9,7 +9,7 @@ from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.attention_gqa import GQAAttention
 from crosspool.backends.numpy.attention_mla import MLAAttention
 from crosspool.backends.numpy.kv_cache import Arena, StepSlots, layer_caches
-from crosspool.backends.numpy.matrices import product, transposed
+from crosspool.backends.numpy.matrices import columns, panels, product
 from crosspool.backends.numpy.norms import RMSNorm
 from crosspool.backends.numpy.rotary import ComplexArray, RotaryTable
 from crosspool.kv_pool.geometry import PageGeometry
@@ -36,8 +36,8 @@ class AttentionHalf:
         """`tensors` are the model's own, `layers` those of each layer; a layer is not looked at after the next."""
         self.spec = spec
         tied = spec.tie_word_embeddings
-        self._head = transposed(tensors["embed" if tied else "head"])
-        self._embed = self._head.T if tied else tensors["embed"]
+        self._head = panels(tensors["embed" if tied else "head"].T)
+        self._embed = None if tied else tensors["embed"]
         self._final_norm = RMSNorm(tensors["final_norm"], spec.norm_eps)
         self._input_norms: list[RMSNorm] = []
         self._post_attention_norms: list[RMSNorm] = []
@@ -59,7 +59,7 @@ class AttentionHalf:
         norms = (self._final_norm, *self._input_norms, *self._post_attention_norms)
         attention_bytes = sum(attention.nbytes for attention in self._attention)
         self.nbytes = (
-            (0 if tied else self._embed.nbytes)
+            (0 if self._embed is None else self._embed.nbytes)
             + self._head.nbytes
             + sum(norm.nbytes for norm in norms)
             + attention_bytes
@@ -67,10 +67,7 @@ class AttentionHalf:
 
     def embed(self, token_ids: IntArray) -> FloatArray:
         """(num_tokens, hidden): a new array, the step's residual stream."""
-        if len(token_ids) == 1:
-            row: FloatArray = self._embed[token_ids[0]].copy()
-            return row[None]
-        return np.ascontiguousarray(self._embed[token_ids])
+        return columns(self._head, token_ids) if self._embed is None else self._embed[token_ids]
 
     def turns(self, positions: IntArray) -> dict[RopeSpec, ComplexArray]:
         """The rotations of a step's positions, for every rope the model has."""

@@ -9,10 +9,11 @@ import numpy as np
 
 from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.attention import attend, attend_chunk, attend_row
-from crosspool.backends.numpy.kv_cache import LayerCache, RowSlots, StepSlots
-from crosspool.backends.numpy.matrices import product, transposed
+from crosspool.backends.numpy.kv_cache import LayerCache, StepSlots
+from crosspool.backends.numpy.matrices import panels, product, transposed
 from crosspool.backends.numpy.norms import RMSNorm
 from crosspool.backends.numpy.rotary import ComplexArray, pair_order, rotate
+from crosspool.backends.numpy.spans import RowSlots
 from crosspool.models.spec import MLASpec
 
 
@@ -37,10 +38,10 @@ class MLAAttention:
         kv_a = weights["kv_a"][np.concatenate([np.arange(lora), lora + order])]
         down = [q_nope, kv_a, q_rope] if spec.q_lora_rank is None else [weights["q_a"], kv_a]
         self._first_width = len(down[0])
-        self._down = transposed(np.concatenate(down))
+        self._down = panels(np.concatenate(down).T)
         self._down_bias = None
         if spec.qkv_bias:
-            self._down_bias = np.zeros(self._down.shape[1], dtype=np.float32)
+            self._down_bias = np.zeros(sum(map(len, down)), dtype=np.float32)
             if spec.q_lora_rank is not None:
                 self._down_bias[: self._first_width] = weights["q_a_bias"]
             kv_a_bias = weights["kv_a_bias"]
@@ -48,12 +49,12 @@ class MLAAttention:
                 kv_a_bias[:lora], kv_a_bias[lora + order]
             )
         self._q_a_norm = None if spec.q_lora_rank is None else RMSNorm(weights["q_a_norm"], spec.lora_norm_eps)
-        self._q_b = None if spec.q_lora_rank is None else transposed(np.concatenate([q_nope, q_rope]))
+        self._q_b = None if spec.q_lora_rank is None else panels(np.concatenate([q_nope, q_rope]).T)
         self._kv_a_norm = RMSNorm(weights["kv_a_norm"], spec.lora_norm_eps)
         kv_b = weights["kv_b"].reshape(spec.num_heads, nope + spec.v_head_dim, lora)
         self._key_up = np.ascontiguousarray(kv_b[:, :nope])  # (heads, nope, lora)
         self._value_up = transposed(kv_b[:, nope:])  # (heads, lora, v)
-        self._o = transposed(weights["o"])
+        self._o = panels(weights["o"].T)
         self._o_bias = weights["o_bias"] if spec.qkv_bias else None
 
     @property

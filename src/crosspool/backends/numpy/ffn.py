@@ -8,7 +8,7 @@ import numpy as np
 
 from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.activation import activate, halve_gates
-from crosspool.backends.numpy.matrices import product, transposed
+from crosspool.backends.numpy.matrices import panels, product, product_into, transposed
 from crosspool.backends.numpy.router import IntArray, route, sigmoid
 from crosspool.models.spec import Activation, DenseFFNSpec, MoEFFNSpec
 
@@ -17,8 +17,8 @@ class GatedFFN:
     """gate/up/down matrices; also the shared expert of a MoE layer."""
 
     def __init__(self, gate: FloatArray, up: FloatArray, down: FloatArray, activation: Activation) -> None:
-        self._gate_up = halve_gates(transposed(np.concatenate([gate, up])))
-        self._down = transposed(down)
+        self._gate_up = panels(halve_gates(np.concatenate([gate, up]).T))
+        self._down = panels(down.T)
         self._activation: Activation = activation
         self.nbytes = self._gate_up.nbytes + self._down.nbytes
 
@@ -36,8 +36,9 @@ class MoEFFN:
         self._router = transposed(weights["router"])
         self._router_bias = weights.get("router_bias")
         self._choice_bias = weights.get("choice_bias")
-        self._gate_up = list(halve_gates(transposed(weights["expert_gate_up"])))
-        self._down = list(transposed(weights["expert_down"]))
+        self._gate_up_width = weights["expert_gate_up"].shape[1]
+        self._gate_up = list(panels(halve_gates(transposed(weights["expert_gate_up"]))))
+        self._down = list(panels(weights["expert_down"].swapaxes(1, 2)))
         gate_up_bias = weights.get("expert_gate_up_bias")
         self._gate_up_bias = None if gate_up_bias is None else halve_gates(gate_up_bias.copy())
         self._down_bias = weights.get("expert_down_bias")
@@ -69,14 +70,14 @@ class MoEFFN:
     def _one_token(self, x: FloatArray, ids: IntArray, weights: FloatArray) -> FloatArray:
         """(hidden,): the chosen experts one after another, on the very matrices, then their weighted sum."""
         experts = ids.tolist()
-        gate_up = np.empty((len(experts), self._gate_up[0].shape[1]), dtype=np.float32)
+        gate_up = np.empty((len(experts), self._gate_up_width), dtype=np.float32)
         for expert, row in zip(experts, gate_up, strict=True):
-            x.dot(self._gate_up[expert], row)
+            product_into(x, self._gate_up[expert], row)
         if self._gate_up_bias is not None:
             gate_up += self._gate_up_bias[ids]
         outputs = np.empty((len(experts), len(x)), dtype=np.float32)
         for expert, row, output in zip(experts, activate(gate_up, self.spec.activation), outputs, strict=True):
-            row.dot(self._down[expert], output)
+            product_into(row, self._down[expert], output)
         if self._down_bias is not None:
             outputs += self._down_bias[ids]
         summed: FloatArray = weights.dot(outputs)
@@ -88,15 +89,15 @@ class MoEFFN:
         order = pairs.argsort(kind="stable")
         groups = self._groups(pairs)
         rows = x.take(order // ids.shape[1], axis=0)
-        gate_up = np.empty((len(pairs), self._gate_up[0].shape[1]), dtype=np.float32)
+        gate_up = np.empty((len(pairs), self._gate_up_width), dtype=np.float32)
         for expert, group in groups:
-            rows[group].dot(self._gate_up[expert], gate_up[group])
+            product_into(rows[group], self._gate_up[expert], gate_up[group])
         if self._gate_up_bias is not None:
             gate_up += self._gate_up_bias[pairs[order]]
         activated = activate(gate_up, self.spec.activation)
         outputs = np.empty((len(pairs), x.shape[1]), dtype=np.float32)
         for expert, group in groups:
-            activated[group].dot(self._down[expert], outputs[group])
+            product_into(activated[group], self._down[expert], outputs[group])
         if self._down_bias is not None:
             outputs += self._down_bias[pairs[order]]
         by_token = outputs.take(order.argsort(), axis=0).reshape(*ids.shape, -1)

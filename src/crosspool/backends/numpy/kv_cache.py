@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crosspool.backends.base import FloatArray
+from crosspool.backends.numpy.spans import Block, RowSlots, Span, blocks
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 
@@ -30,43 +31,6 @@ def new_arena(num_frames: int, frame_bytes: int) -> Arena:
 
 
 @dataclass(frozen=True, slots=True)
-class RowSlots:
-    """Where one row of a step lies: tokens [start, stop) of the batch, at positions from `first_position` on.
-
-    frames: one array per frame of a page, (num_pages,): `frames[layer // layers_per_frame][position // page_tokens]`.
-    """
-
-    start: int
-    stop: int
-    first_position: int
-    frames: Sequence[IntArray]
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def num_slots(self) -> int:
-        """Slots this row's last token sees: those cached before and the step's own."""
-        return self.first_position + self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """The positions [begin, end) that the last token of each row sees, within one window."""
-
-    rows: tuple[tuple[RowSlots, int, int], ...]
-    longest: int
-    total: int
-
-    @classmethod
-    def of(cls, rows: Sequence[RowSlots], window: int | None) -> "Spans":
-        spans = [(row, 0 if window is None else max(0, row.num_slots - window), row.num_slots) for row in rows]
-        lengths = [end - begin for _, begin, end in spans]
-        return cls(tuple(spans), max(lengths), sum(lengths))
-
-
-@dataclass(frozen=True, slots=True)
 class StepSlots:
     """The slots of one step's tokens: positions (num_tokens,), and the target of the step's one scatter per layer."""
 
@@ -75,7 +39,8 @@ class StepSlots:
     write_frames: tuple[IntArray, ...]  # per frame of a page: (num_tokens,)
     write_offsets: IntArray  # (num_tokens,) slot within the page
     is_decode: bool  # every row runs one token
-    _spans: dict[int | None, Spans] = field(default_factory=dict)
+    page_tokens: int
+    _blocks: dict[int | None, tuple[Block, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Sequence[RowSlots], page_tokens: int) -> "StepSlots":
@@ -87,7 +52,7 @@ class StepSlots:
         write_frames = tuple(
             np.concatenate([row.frames[idx][pages[row.start : row.stop]] for row in rows]) for idx in range(num_frames)
         )
-        return cls(tuple(rows), positions, write_frames, offsets, False)
+        return cls(tuple(rows), positions, write_frames, offsets, False, page_tokens)
 
     @classmethod
     def _of_single_tokens(cls, rows: Sequence[RowSlots], page_tokens: int) -> "StepSlots":
@@ -100,14 +65,15 @@ class StepSlots:
             columns = [[line[page] for line in row.frames] for row, page in zip(rows, pages, strict=True)]
             write_frames = tuple(np.array(columns, dtype=np.int64).T)
         offsets = np.array([position % page_tokens for position in positions], dtype=np.int64)
-        return cls(tuple(rows), np.array(positions, dtype=np.int64), write_frames, offsets, True)
+        return cls(tuple(rows), np.array(positions, dtype=np.int64), write_frames, offsets, True, page_tokens)
 
-    def spans(self, window: int | None) -> Spans:
-        """What each row's last token sees; every layer of a step shares it."""
-        spans = self._spans.get(window)
-        if spans is None:
-            spans = self._spans[window] = Spans.of(self.rows, window)
-        return spans
+    def blocks(self, window: int | None) -> tuple[Block, ...]:
+        """What each row's last token sees; the layers of a step share it."""
+        found = self._blocks.get(window)
+        if found is None:
+            spans = [Span.of(row, window) for row in self.rows]
+            found = self._blocks[window] = tuple(blocks(spans, self.page_tokens))
+        return found
 
 
 class LayerCache:
@@ -167,10 +133,26 @@ class LayerCache:
         keys, values = self._by_head(rows)
         return keys.transpose(1, 2, 0), values.swapaxes(0, 1)
 
+    def read_block(self, block: Block) -> tuple[FloatArray, FloatArray]:
+        """Keys (rows, kv_heads, D, n) and values (rows, kv_heads, n, D_v) of several rows' slots, gathered.
+
+        Slots that a row does not see are zeros, whatever lies there.
+        """
+        frames = block.frames[self._frame_idx]
+        if frames.shape[1] == 1:
+            rows: FloatArray = self._rows[frames[:, 0], : block.num_slots]
+        else:
+            pages = self._rows[frames]
+            rows = pages.reshape(len(frames), -1, pages.shape[-1])[:, : block.num_slots]
+        for idx, begin, end in block.padding:
+            rows[idx, begin:end] = 0
+        keys, values = self._by_head(rows)
+        return keys.transpose(0, 2, 3, 1), values.swapaxes(1, 2)
+
     def read_rows(self, row: RowSlots) -> FloatArray:
         """(num_slots, row) of everything the row's last token sees."""
         page = (row.num_slots - 1) // self._page_tokens
-        rows = self._rows[row.frames[self._frame_idx][: page + 1]]
+        rows: FloatArray = self._rows[row.frames[self._frame_idx][: page + 1]]
         return rows.reshape(-1, rows.shape[-1])[: row.num_slots]
 
 

@@ -1,8 +1,9 @@
-"""How matrices lie in memory, (in, out), and how rows are multiplied by them at full speed.
+"""How matrices lie in memory, in panels of columns, and how rows are multiplied by them at full speed.
 
-For 2 to 16 rows OpenBLAS takes up to five times as long when the right operand is a transposed view, which is what a
-checkpoint's (out, in) would be. Beyond `SMALL_PRODUCT` multiplications it packs the matrix before it multiplies, which
-for few rows takes five times as long as the product itself; `product` goes around that.
+OpenBLAS reads a matrix (in, out) by four of its rows at once. Where a row is a kilobyte or two long, the processor sees
+four short streams in place of a long one, and fetches little ahead: a matrix from beyond the caches took two to four
+times as long. Narrow panels are read nearly from one end to the other. They also keep every product of few rows small
+enough for the kernels that need no packing.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,15 +12,11 @@ import numpy as np
 
 from crosspool.backends.base import FloatArray
 
-SMALL_PRODUCT = 1_000_000
-"""Multiplications up to which OpenBLAS runs kernels that need no packing."""
+PANEL_WIDTHS = (32, 48, 64, 16)
+"""Columns of a panel, best first; they divide those of the matrix."""
 
-FEW_ROWS = 4
-"""Rows up to which one product a row is quicker than packing."""
-
-MAX_BLOCK_ROWS = 32
-MIN_BLOCK_COLUMNS = 128
-"""Rows and columns between which blocks of columns, each a small product, are quicker than packing."""
+WHOLE_ELEMENTS = 1 << 14
+"""Smaller matrices are one panel, as are those that no panel divides."""
 
 
 def transposed(matrix: FloatArray) -> FloatArray:
@@ -27,28 +24,41 @@ def transposed(matrix: FloatArray) -> FloatArray:
     return np.ascontiguousarray(matrix.swapaxes(-1, -2))
 
 
+def panels(matrix: FloatArray) -> FloatArray:
+    """A copy of (..., in, out) that lies as (..., panels, in, width): column c is `[c // width, :, c % width]`."""
+    *lead, depth, num_columns = matrix.shape
+    widths = PANEL_WIDTHS if depth * num_columns >= WHOLE_ELEMENTS else ()
+    width = next((width for width in widths if num_columns % width == 0), num_columns)
+    return np.ascontiguousarray(matrix.reshape(*lead, depth, num_columns // width, width).swapaxes(-3, -2))
+
+
 def product(x: FloatArray, matrix: FloatArray) -> FloatArray:
-    """(rows, out) from rows (rows, in), or (out,) from one vector (in,), and a matrix (in, out)."""
-    if x.size * matrix.shape[1] <= SMALL_PRODUCT or x.ndim == 1:
-        result: FloatArray = x.dot(matrix)
-        return result
-    return _large_product(x, matrix)
-
-
-def _large_product(x: FloatArray, matrix: FloatArray) -> FloatArray:
-    """The same for rows (rows, in), whichever way is quickest."""
-    num_rows, num_columns = len(x), matrix.shape[1]
-    result = np.empty((num_rows, num_columns), dtype=np.float32)
-    block = SMALL_PRODUCT // x.size
-    if FEW_ROWS <= num_rows <= MAX_BLOCK_ROWS and block >= MIN_BLOCK_COLUMNS:
-        for start in range(0, num_columns, block):
-            np.matmul(x, matrix[:, start : start + block], out=result[:, start : start + block])
-    elif 1 < num_rows <= FEW_ROWS:
-        for row, out in zip(x, result, strict=True):
-            row.dot(matrix, out)
-    else:
-        x.dot(matrix, result)
+    """(rows, out) from rows (rows, in), or (out,) from one vector (in,), and the panels of a matrix."""
+    num_panels, _, width = matrix.shape
+    if num_panels == 1:
+        whole: FloatArray = x.dot(matrix[0])
+        return whole
+    result = np.empty((*x.shape[:-1], num_panels * width), dtype=np.float32)
+    product_into(x, matrix, result)
     return result
+
+
+def product_into(x: FloatArray, matrix: FloatArray, out: FloatArray) -> None:
+    """The same, written to `out`, contiguous in its last axis."""
+    num_panels, _, width = matrix.shape
+    if num_panels == 1:
+        x.dot(matrix[0], out)
+    elif x.ndim == 1:
+        np.matmul(x, matrix, out=out.reshape(num_panels, width))
+    else:
+        np.matmul(x, matrix, out=out.reshape(len(x), num_panels, width).swapaxes(0, 1))
+
+
+def columns(matrix: FloatArray, numbers: np.ndarray) -> FloatArray:
+    """(len(numbers), in): those columns of a matrix in panels, a new array."""
+    width = matrix.shape[-1]
+    found: FloatArray = matrix[numbers // width, :, numbers % width]
+    return found
 
 
 def each_released(layers: Iterable[dict[str, FloatArray]]) -> Iterator[dict[str, FloatArray]]:

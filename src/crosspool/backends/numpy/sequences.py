@@ -3,10 +3,10 @@
 import numpy as np
 import numpy.typing as npt
 
-from crosspool.backends.numpy.kv_cache import RowSlots
 from crosspool.backends.numpy.page_reader import PageReader
 from crosspool.backends.numpy.philox import UniformStream
 from crosspool.backends.numpy.sampler import SamplingRow
+from crosspool.backends.numpy.spans import RowSlots
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import NewSequence, StepRow
 
@@ -90,4 +90,4 @@ def row_slots(row: StepRow, table: IntArray, start: int, page_tokens: int) -> Ro
             f"sequence {row.sequence_id} needs {end} slots and has {table.shape[1]} pages of {page_tokens}; "
             "send its new pages with the row"
         )
-    return RowSlots(start, start + row.num_new_tokens, row.num_cached_tokens, tuple(table))
+    return RowSlots(start, start + row.num_new_tokens, row.num_cached_tokens, table)

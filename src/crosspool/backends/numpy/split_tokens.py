@@ -11,9 +11,10 @@ import numpy as np
 
 from crosspool.backends.base import FloatArray, HalfStep, Inlet, LaneLinks, Outlet, Wait
 from crosspool.backends.numpy.attention_step import AttentionStep
-from crosspool.backends.numpy.kv_cache import Arena, LayerCache, RowSlots, StepSlots, layer_caches
+from crosspool.backends.numpy.kv_cache import Arena, LayerCache, StepSlots, layer_caches
 from crosspool.backends.numpy.page_reader import IntArray
 from crosspool.backends.numpy.partial_attention import Partial, PartOfRow, attend_part, merge, pack, unpack
+from crosspool.backends.numpy.spans import RowSlots
 from crosspool.backends.numpy.step_rows import StepRows
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.kv_pool.split import partial_width, query_and_row
@@ -36,7 +37,7 @@ class PartOfStep:
             slot_positions = (own[:, None] * page_tokens + np.arange(page_tokens)).reshape(-1)
             slot_positions = slot_positions[: slot_positions.searchsorted(row.num_slots)]
             stop = start + row.num_tokens
-            here = RowSlots(start, stop, row.first_position, tuple(line[own] for line in row.frames))
+            here = RowSlots(start, stop, row.first_position, row.frames[:, own])
             rows.append(PartOfRow(here, slots.positions[row.start : row.stop], slot_positions))
             start = stop
         return cls(tuple(rows), _tokens_on(slots, number, page_tokens))
