@@ -10,6 +10,7 @@ memory, measured beside it. `--keep` leaves the files for `bench_recovery --pare
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import tempfile
@@ -29,6 +30,7 @@ from crosspool.backends.cuda.streaming import stream_share
 from crosspool.models.directory import ModelDirectory, read_model_dir
 from crosspool.models.families.registry import FAMILIES
 from crosspool.models.tensors import model_tensors, weight_bytes
+from crosspool.units import MiB
 from crosspool.weights_pool.checkpoint import INDEX_NAME, Checkpoint
 from crosspool.weights_pool.loader import plan_load, reads
 
@@ -114,6 +116,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--directory", type=Path, help="where the checkpoint is written; it may exist")
     parser.add_argument("--threads", default="1,4,8,12,16")
+    parser.add_argument("--extents", default="16", help="MiB that are read at once")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -133,18 +136,23 @@ def main() -> None:
         gigabytes = weight_bytes(directory.spec, "weights") / 1e9
         report.metric("share_gb", gigabytes)
         print(f"{gigabytes:.1f} GB; {report.metrics}", flush=True)
-        for count in map(int, options.threads.split(",")):
+        cases = itertools.product(map(int, options.threads.split(",")), map(int, options.extents.split(",")))
+        for index, (count, mib) in enumerate(cases):
             times = []
             for _ in range(options.repeats):
                 begin = time.perf_counter()
-                _, layers = stream_share(directory, "weights", device, lambda *_: None, num_threads=count)
+                _, layers = stream_share(
+                    directory, "weights", device, lambda *_: None, num_threads=count, extent_bytes=mib * MiB
+                )
                 times.append(time.perf_counter() - begin)
                 torch.cuda.synchronize(device)
-                different = num_different(directory, layers) if len(times) == 1 and count == 8 else 0
+                different = num_different(directory, layers) if len(times) == 1 and index == 0 else 0
                 del layers
             rates = [round(gigabytes / seconds, 1) for seconds in times]
-            print(f"{count} threads: {rates} GB/s; different {different}", flush=True)
-            report.metric(f"reload_gb_per_s.{count}_threads", max(rates), limit=bus, note="target 40; headers included")
+            print(f"{count} threads, extents of {mib} MiB: {rates} GB/s; different {different}", flush=True)
+            report.metric(
+                f"reload_gb_per_s.{count}_threads.{mib}_mib", max(rates), limit=bus, note="the bus; target 40"
+            )
     finally:
         if not options.keep:
             shutil.rmtree(parent)

@@ -25,12 +25,6 @@ def ignore(loaded, total):
     pass
 
 
-def make_small(monkeypatch, max_bytes=2048):
-    """Extents of one matrix, or a few matrices each."""
-    monkeypatch.setattr(streaming, "EXTENT_BYTES", max_bytes)
-    monkeypatch.setattr(streaming, "extents", lambda checkpoint, reads: extents.extents(checkpoint, reads, max_bytes))
-
-
 class Told:
     """A progress callback that remembers."""
 
@@ -53,35 +47,33 @@ def same(found, expected):
 @pytest.mark.parametrize("num_slices", [1, 2])
 @pytest.mark.parametrize(("dtype", "max_bytes"), [("float32", 60_000), ("bfloat16", 60_000), ("bfloat16", 2048)])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_streamed_share_is_the_one_read_in_turn(tmp_path, monkeypatch, family, num_slices, fused, dtype, max_bytes):
-    make_small(monkeypatch, max_bytes)
+def test_a_streamed_share_is_the_one_read_in_turn(tmp_path, family, num_slices, fused, dtype, max_bytes):
     path = write_tiny_model(tmp_path, family, seed=5, dtype=dtype, fused=fused, num_shards=3, tokenizer=False)
     directory = read_model_dir(path)
     for index in range(num_slices):
         expected = load_ffn_weights(directory, index, num_slices, ml_dtypes.bfloat16)
         told = Told()
-        model, layers = stream_share(directory, "weights", CPU, told, index, num_slices)
+        model, layers = stream_share(directory, "weights", CPU, told, index, num_slices, extent_bytes=max_bytes)
         assert model == {}
         for found, layer in zip(layers, expected.layers, strict=True):
             same(found, layer)
         assert told.loaded == sorted(told.loaded)
         assert told.loaded[-1] == told.total
     expected = load_attention_weights(directory, ml_dtypes.bfloat16)
-    model, layers = stream_share(directory, "kv", CPU, ignore, num_threads=1)
+    model, layers = stream_share(directory, "kv", CPU, ignore, num_threads=1, extent_bytes=max_bytes)
     same(model, expected.model)
     for found, layer in zip(layers, expected.layers, strict=True):
         same(found, layer)
 
 
 def test_a_load_that_is_given_up_or_meets_an_error_ends(tmp_path, monkeypatch):
-    make_small(monkeypatch)
     directory = read_model_dir(write_tiny_model(tmp_path, "qwen3_moe", seed=5, num_shards=3, tokenizer=False))
 
     def cancel(loaded, total):
         raise InterruptedError("given up")
 
     with pytest.raises(InterruptedError):
-        stream_share(directory, "weights", CPU, cancel)
+        stream_share(directory, "weights", CPU, cancel, extent_bytes=2048)
 
     def copier(device):
         def copy(to, source, num_bytes):
@@ -92,16 +84,16 @@ def test_a_load_that_is_given_up_or_meets_an_error_ends(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(streaming, "_copier", copier)
         with pytest.raises(RuntimeError, match="a copy failed"):
-            stream_share(directory, "weights", CPU, ignore)
+            stream_share(directory, "weights", CPU, ignore, extent_bytes=2048)
 
     whole = extents.extents
 
-    def late(checkpoint, reads):
-        found = whole(checkpoint, reads, 2048)
+    def late(checkpoint, reads, max_bytes):
+        found = whole(checkpoint, reads, max_bytes)
         with found[-1].file.open("r+b") as file:
             file.truncate(found[-1].start + 1)
         return found
 
     monkeypatch.setattr(streaming, "extents", late)
     with pytest.raises(CheckpointError, match="ends at byte"):
-        stream_share(directory, "weights", CPU, ignore)
+        stream_share(directory, "weights", CPU, ignore, extent_bytes=2048)

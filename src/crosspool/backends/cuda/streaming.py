@@ -43,6 +43,7 @@ def stream_share(
     num_slices: int = 1,
     shares: Sequence[float] | None = None,
     num_threads: int = NUM_THREADS,
+    extent_bytes: int = EXTENT_BYTES,
 ) -> tuple[Tensors, list[Tensors]]:
     """(the model's own tensors, those of each layer): bf16, the router's fp32.
 
@@ -59,9 +60,9 @@ def stream_share(
             holder[name] = make(destination.shape, dtype=_dtype(name), device=device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # memory that was freed just now may still be in use there
-        wanted = list(reads(checkpoint, plan, EXTENT_BYTES // 2))
+        wanted = list(reads(checkpoint, plan, extent_bytes // 2))
         total = sum(read.num_bytes for read in wanted)
-        work = [joined(extent, _is_plain) for extent in extents(checkpoint, wanted)]
+        work = [joined(extent, _is_plain) for extent in extents(checkpoint, wanted, extent_bytes)]
 
     copy = _copier(device)
 
