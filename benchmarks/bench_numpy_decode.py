@@ -21,7 +21,7 @@ from benchmarks.report import Report
 from benchmarks.transformers_judge import TransformersModel
 from crosspool.config import Layout
 from crosspool.models.directory import read_model_dir
-from crosspool.server.run import settle_memory
+from crosspool.server.garbage import settle_memory
 
 SEED = 11
 PROMPT_TOKENS = 16

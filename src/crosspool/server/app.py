@@ -30,6 +30,7 @@ from crosspool.server import (
 )
 from crosspool.server.admin_routes import Prepare
 from crosspool.server.catalogue import Catalogue
+from crosspool.server.direct_routes import DirectRoutes, direct_routes
 from crosspool.server.engine_client import EngineClient
 from crosspool.server.engine_metrics import EngineCollector
 from crosspool.server.errors import APIError, from_engine, from_validation
@@ -109,6 +110,9 @@ def _middleware(config: ServerConfig) -> Sequence[Middleware]:
     found.append(Middleware(HeaderLimit, max_header_bytes=config.max_header_bytes))
     found.append(Middleware(KeyGuard, api_keys=config.api_keys, admin_api_keys=config.admin_api_keys))
     found.append(Middleware(BodyLimit, max_body_bytes=config.max_body_bytes))
+    routers = [routes.router for routes in (generation_routes, messages_routes, responses_routes)]
+    handlers = {kind: handler for kind, handler in HANDLERS.items() if kind is not Exception}
+    found.append(Middleware(DirectRoutes, routes=direct_routes(routers), handlers=handlers))
     return found
 
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crosspool.server.context import CURRENT
 from crosspool.server.errors import APIError
+from crosspool.server.garbage import Garbage
 
 access_log = logging.getLogger("crosspool.access")
 
@@ -28,6 +29,7 @@ class RequestContext:
     def __init__(self, app: ASGIApp, quiet_paths: Sequence[str] = ()) -> None:
         self._app = app
         self._quiet_paths = frozenset(quiet_paths)
+        self._garbage = Garbage()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,6 +56,7 @@ class RequestContext:
             if scope["path"] not in self._quiet_paths:
                 self._log(scope, status, 1000 * (time.perf_counter() - started))
             CURRENT.reset(token)
+            self._garbage.request_ended()
 
     def _log(self, scope: Scope, status: int, duration_ms: float) -> None:
         state, path = scope["state"], ascii(scope["path"])[1:-1]

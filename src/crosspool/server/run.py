@@ -6,7 +6,6 @@ skips the wait.
 """
 
 import asyncio
-import gc
 import logging
 import socket
 import ssl
@@ -20,6 +19,7 @@ from fastapi import FastAPI
 from crosspool.config import ServerConfig
 from crosspool.engine.stats import EngineStats
 from crosspool.errors import CrossPoolError
+from crosspool.server.garbage import rare_collections, settle_memory
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,8 @@ async def serve(
         if loading.done():
             loading.result()
             settle_memory()
-            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            with rare_collections():
+                await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         app.state.draining = True
         if server.stop_asked.is_set():
             logger.info("stopping: running requests have up to %.0f s", config.shutdown_timeout_s)
@@ -124,12 +125,6 @@ async def serve(
         await engine.close()
         server.should_exit = True
         await serving
-
-
-def settle_memory() -> None:
-    """Take what is loaded out of the garbage collector's sight: a full collection of it would hold up every stream."""
-    gc.collect()
-    gc.freeze()
 
 
 async def _drain(engine: ClosableEngine, hurry: asyncio.Event, timeout_s: float) -> None:
