@@ -5,7 +5,9 @@
 sse_tokens_per_s: tokens of 64 streams that come as fast as the server can send them, one event a token; client and
 server in a process each. server_ttft_overhead_ms: time from a request's first byte to its first token at the client,
 while the engine has that token at once and 100 other streams get 20 tokens a second each, all at the same moment. The
-streams are read in one process, the requests made in another.
+streams are read in one process, the requests made in another. probe_client_ms: what of it is the client and the
+network, by the same request to a process that answers anything with the bytes that the client waits for. The server
+has one core and the clients the others, so that neither waits for a core that the other is on, as over a network.
 soak_rss_growth_percent: of the process that grew most, in minutes of mixed traffic on the demo models
 (`benchmarks/server_soak.py`).
 """
@@ -20,6 +22,7 @@ import os
 import random
 import selectors
 import socket
+import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -33,13 +36,14 @@ from crosspool.config import ServerConfig
 from crosspool.demo.scenario import demo_model_dirs
 from crosspool.server.app import create_app
 from crosspool.server.catalogue import Catalogue, ModelFrontend
-from crosspool.server.run import listen, serve
+from crosspool.server.run import listen, run_loop, serve
 from crosspool.server.tokenizer import TextTokenizer
 
 NUM_FAST_STREAMS = 64
 NUM_PACED_STREAMS = 100
 PACED_TOKENS_PER_S = 20
 DATA = b"data: {"
+Cores = frozenset[int]
 WARM_UP_PROBES = 50
 PROBE_PAUSE_S = 0.02  # at most, and random: probes have to meet every phase of the streams' pace
 SEED = 2026
@@ -56,20 +60,25 @@ def main() -> int:
     config = {**vars(args), "soak_json": args.soak_json and args.soak_json.name}
     report = Report("server", hardware="cpu", config=config, seed=SEED)
     mine, its = multiprocessing.Pipe()
-    server = multiprocessing.get_context("spawn").Process(target=run_server, args=(its,), daemon=True)
+    servers_cores, clients_cores = split_cores()
+    server = multiprocessing.get_context("spawn").Process(target=run_server, args=(its, servers_cores), daemon=True)
     server.start()
+    keep_to(clients_cores)
     try:
         port = mine.recv()
         load_before = os.getloadavg()[0]
         tokens_per_s, cpu_us = asyncio.run(throughput(port, args.seconds, psutil.Process(server.pid)))
         overhead_ms = ttft_overhead(port, args.probes)
+        client_ms = client_alone(args.probes // 2, servers_cores)
         load = max(load_before, os.getloadavg()[0])
     finally:
         server.terminate()
         server.join(10)
+        keep_to(servers_cores | clients_cores)
     report.metric("sse_tokens_per_s", tokens_per_s, note=f"{NUM_FAST_STREAMS} streams, an event a token")
     report.metric("sse_cpu_us_per_token", cpu_us, note="of the server's process, whatever else the machine does")
     report.samples("server_ttft_overhead_ms", overhead_ms, note=f"beside {NUM_PACED_STREAMS} streams")
+    report.samples("probe_client_ms", client_ms, note="the same client at a process that answers at once")
     report.metric(
         "machine_load", load, note="runnable processes on the machine; above its cores, others slow this down"
     )
@@ -94,8 +103,21 @@ def main() -> int:
     return 0
 
 
-def run_server(port: Connection) -> None:
+def split_cores() -> tuple[Cores, Cores]:
+    """The server's core and the clients'. Nothing where there is one core alone, or another system than Linux."""
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+    return (frozenset(cores[:1]), frozenset(cores[1:])) if len(cores) > 1 else (frozenset(), frozenset())
+
+
+def keep_to(cores: Cores) -> None:
+    """Run this process, and those that it will start, on `cores`; anywhere where none are named."""
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def run_server(port: Connection, cores: Cores) -> None:
     """The server in a process of its own, on a free port that it tells."""
+    keep_to(cores)
     directory = demo_model_dirs()["austen"]
     tokenizer = TextTokenizer.from_directory(directory)
     frontends = [ModelFrontend(name=name, vocab_size=4096, tokenizer=tokenizer) for name in (FAST, "paced")]
@@ -107,7 +129,7 @@ def run_server(port: Connection) -> None:
     async def load() -> None:
         port.send(listener.getsockname()[1])
 
-    asyncio.run(serve(app, engine, load, listener, config))
+    run_loop(serve(app, engine, load, listener, config))
 
 
 async def throughput(port: int, seconds: float, server: psutil.Process) -> tuple[float, float]:
@@ -152,6 +174,31 @@ def ttft_overhead(port: int, num_probes: int) -> list[float]:
     return times[WARM_UP_PROBES:]
 
 
+def client_alone(num_probes: int, cores: Cores) -> list[float]:
+    """Milliseconds that a probe takes where nothing is served: the client's own and the network's."""
+    mine, its = multiprocessing.Pipe()
+    answering = multiprocessing.get_context("spawn").Process(target=answer_at_once, args=(its, cores), daemon=True)
+    answering.start()
+    try:
+        port = mine.recv()
+        return [_probe(port) for _ in range(WARM_UP_PROBES + num_probes)][WARM_UP_PROBES:]
+    finally:
+        answering.terminate()
+        answering.join(10)
+
+
+def answer_at_once(port: Connection, cores: Cores) -> None:
+    """Answers every connection's first bytes with those that a probe waits for."""
+    keep_to(cores)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port.send(listener.getsockname()[1])
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(DATA)
+
+
 def _probe(port: int) -> float:
     """One request over a new connection, by hand: a client library would take longer than the server."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -167,7 +214,12 @@ def _probe(port: int) -> float:
 
 
 def read_streams(port: int, ready: Connection) -> None:
-    """The paced streams' clients, in a process of their own that does as little as it can."""
+    """The paced streams' clients, in a process of their own that does as little as it can.
+
+    It stands back for the process that probes: else a probe's answer would lie there unread while a step's tokens are
+    read.
+    """
+    os.nice(10)
     selector = selectors.DefaultSelector()
     for _ in range(NUM_PACED_STREAMS):
         stream = socket.create_connection(("127.0.0.1", port))

@@ -30,7 +30,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PERCENTILES = (50, 95, 99)
-PACKAGES = ("crosspool", "numpy", "tokenizers", "transformers", "torch", "triton", "cuda-bindings")
+PACKAGES = (
+    *("crosspool", "numpy", "tokenizers", "transformers", "torch", "triton", "cuda-bindings"),
+    *("uvicorn", "uvloop", "httptools"),
+)
 
 
 @dataclass

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from crosspool.core import FinishReason
@@ -109,49 +109,39 @@ class LoopStream:
 
 class PacedEngine:
     """The engine beneath `AsyncEngine`: a thread gives every request one token each `pace_s`, all at the same moment,
-    as a decode step of all of them would."""
+    as a decode step of all of them would.
+
+    Since the engine is to cost nothing, a step makes one output and gives it to every request: what it tells of tokens
+    and times is that of the engine's first request. It ends none before it is aborted.
+    """
 
     def __init__(self, pace_s: float) -> None:
         self._pace_s = pace_s
-        self._live: dict[str, PacedRequest] = {}
+        self._live: dict[str, tuple[Callable[[RequestOutput], None], Callable[[], None]]] = {}
         self._thread: threading.Thread | None = None
 
     def submit(
         self, request: GenerationRequest, take: Callable[[RequestOutput], None], flush: Callable[[], None]
     ) -> None:
-        self._live[request.request_id] = PacedRequest(request, take, flush, time.monotonic())
+        self._live[request.request_id] = take, flush
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="paced engine", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(request,), name="paced engine", daemon=True)
             self._thread.start()
 
     def abort(self, request_id: str) -> bool:
         return self._live.pop(request_id, None) is not None
 
-    def _run(self) -> None:
-        due_s = time.monotonic()
-        while True:
+    def _run(self, first: GenerationRequest) -> None:
+        due_s = arrival_s = time.monotonic()
+        for made in itertools.count(1):
             due_s += self._pace_s
             time.sleep(max(0.0, due_s - time.monotonic()))
+            output = stub_output(first, made, arrival_s)
             flush = None
-            for asked in list(self._live.values()):
-                asked.made += 1
-                if asked.made == asked.request.sampling.max_tokens:
-                    self._live.pop(asked.request.request_id, None)
-                asked.take(stub_output(asked.request, asked.made, asked.arrival_s))
-                flush = asked.flush
+            for take, flush in list(self._live.values()):  # noqa: B007 (the last one wakes the loop of all)
+                take(output)
             if flush is not None:
                 flush()
-
-
-@dataclass(slots=True)
-class PacedRequest:
-    """A request that gets tokens, and where they go."""
-
-    request: GenerationRequest
-    take: Callable[[RequestOutput], None]
-    flush: Callable[[], None]
-    arrival_s: float
-    made: int = 0
 
 
 def stub_output(request: GenerationRequest, made: int, arrival_s: float) -> RequestOutput:

@@ -11,7 +11,7 @@ import pytest
 
 from crosspool.config import ServerConfig
 from crosspool.errors import CheckpointError, CrossPoolError
-from crosspool.server.run import listen, serve
+from crosspool.server.run import listen, run_loop, serve
 from tests.support.fake_engine import FakeEngine
 from tests.support.server_fixtures import fake_app
 
@@ -77,3 +77,15 @@ async def test_health_answers_while_models_load(tmp_path: Path) -> None:
         release.set()
         with pytest.raises(CheckpointError, match="enough seen"):
             await serving
+
+
+def test_the_loop_gives_back_what_its_coroutine_returns_or_raises() -> None:
+    async def find(error: Exception | None) -> int:
+        await asyncio.sleep(0)
+        if error is not None:
+            raise error
+        return 7
+
+    assert run_loop(find(None)) == 7
+    with pytest.raises(CheckpointError, match="no weights"):
+        run_loop(find(CheckpointError("no weights")))

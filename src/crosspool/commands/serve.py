@@ -1,6 +1,5 @@
 """`crosspool serve`: settings to a running server."""
 
-import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from crosspool.errors import CrossPoolError
 from crosspool.launch import catalogue, demo_models, load_models, prepare_model, prepare_models, start_engine
 from crosspool.server.app import create_app
 from crosspool.server.json_logs import json_formatter
-from crosspool.server.run import check_tls, listen, serve
+from crosspool.server.run import check_tls, listen, run_loop, serve
 from crosspool.settings import load_deployment
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -32,7 +31,7 @@ def run(
     config = deployment(sources, served_names, config_file, flags, plan_file, plan_group)
     console = Console(stderr=True)
     set_up_logging(config.server.log_level, console, config.server.log_format)
-    asyncio.run(_serve(config, console))
+    run_loop(_serve(config, console))
 
 
 def deployment(

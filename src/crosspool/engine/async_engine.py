@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-WAKES_A_TURN = 2
+WAKES_A_TURN = 1
 """Readers woken in one turn of the event loop, so that a step of many sequences holds up nobody who just came."""
 
 

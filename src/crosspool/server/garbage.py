@@ -20,7 +20,7 @@ FAR = 5000
 AGES = 10
 """Collections of one generation from which the next older one is collected too, as Python itself has it."""
 
-FULL_SHARE = 0.01
+FULL_SHARE = 0.002
 """Of the time, at most, goes to full collections."""
 
 

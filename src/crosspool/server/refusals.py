@@ -45,13 +45,14 @@ def refuse_unsupported(body: GenerationBody) -> None:
         _completion(body)
     elif isinstance(body, ChatBody):
         _chat(body)
-    for name in NOT_OFFERED:
-        value = (body.model_extra or {}).get(name)
+    extra = body.model_extra or {}
+    for name in NOT_OFFERED if extra else ():
+        value = extra.get(name)
         if not (isinstance(value, bool | str | list | dict | None) and value in HARMLESS):
             raise _not_offered(name)
-    if body.unknown_fields:
+    if extra:
         shown = shorten(", ".join(shorten(name, 40) for name in body.unknown_fields[:MAX_LOGGED_FIELDS]), 400)
-        logger.warning("ignored %d unknown field(s): %s", len(body.unknown_fields), ascii(shown))
+        logger.warning("ignored %d unknown field(s): %s", len(extra), ascii(shown))
 
 
 def _completion(body: CompletionBody) -> None:

@@ -9,12 +9,13 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.loops.auto import auto_loop_factory
 
 from crosspool.config import ServerConfig
 from crosspool.engine.stats import EngineStats
@@ -22,6 +23,8 @@ from crosspool.errors import CrossPoolError
 from crosspool.server.garbage import rare_collections, settle_memory
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 BACKLOG = 2048
 DRAIN_POLL_S = 0.05
@@ -89,6 +92,12 @@ def check_tls(config: ServerConfig) -> None:
             f"cannot serve HTTPS with certificate {config.ssl_certfile} and key {config.ssl_keyfile}: {error}; "
             "give a readable pair in PEM"
         ) from None
+
+
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` on uvloop where it is installed (extra `speed`): each turn of the event loop takes less there."""
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        return runner.run(main)
 
 
 async def serve(
