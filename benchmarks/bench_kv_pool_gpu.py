@@ -42,7 +42,7 @@ from crosspool.units import GiB, MiB, ceil_div
 
 ROTATE_BYTES = 400 * MiB
 CONTEXTS = (4096, 32768, 131072, 1048576)
-ROUNDS = 7
+ROUNDS = 5
 POOL_FRAMES = 52 * GiB // FRAME_BYTES
 """Of each backing: as in a deployment, a sequence's frames lie all over a large pool. Both fit one GPU at once."""
 
@@ -68,7 +68,7 @@ def backings(report: Report, kernels: DeviceKernels, kind: str) -> None:
         for _ in range(ROUNDS):
             for name, cache in caches.items():
                 work = attention.layers(cache, units, layers)
-                times[name].append(float(np.median(replay_us(work, units=units, replays=30))))
+                times[name].append(float(np.median(replay_us(work, units=units, replays=30, warm_up_s=0.1))))
         medians = {name: float(np.median(found)) for name, found in times.items()}
         for name, us in medians.items():
             report.metric(f"backing_us.{kind}.{context // 1024}k.{name}", us)
@@ -85,7 +85,7 @@ def backings(report: Report, kernels: DeviceKernels, kind: str) -> None:
 
 
 def mapping_beside_steps(report: Report, kernels: DeviceKernels) -> None:
-    """A/B/A/B: the tail of gaps between steps of 48 layers, with and without pages being mapped beside them."""
+    """A/B/A/B: the tail of gaps between steps of 24 layers, with and without pages being mapped beside them."""
     spec = full_spec(KINDS["gqa"]).layers[-1].attention
     attention = CacheAttention(kernels, spec, 32768)
     mapped = MappedCache(seeded_cache(geometry_of(spec, 8), 1, 32768, SEED))
@@ -93,11 +93,11 @@ def mapping_beside_steps(report: Report, kernels: DeviceKernels) -> None:
     spare.add_model("other", 12)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        attention.layers(mapped.cache, 48, 8)()
+        attention.layers(mapped.cache, 24, 8)()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        attention.layers(mapped.cache, 48, 8)()
+        attention.layers(mapped.cache, 24, 8)()
     gaps: dict[bool, list[float]] = {True: [], False: []}
     num_mapped = num_unmapped = 0
     seconds = 0.0

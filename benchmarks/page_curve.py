@@ -21,7 +21,7 @@ PAGE_SIZES = {
 }
 """Powers of two, and sizes that fill the frames of these models by 95 % and more."""
 
-ROUNDS = 4
+ROUNDS = 3
 
 
 def page_curve(report: Report, kernels: DeviceKernels, arena: torch.Tensor, kind: str) -> None:
