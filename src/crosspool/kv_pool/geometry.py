@@ -10,7 +10,7 @@ MAX_PAGE_TOKENS = 2048
 PREFERRED_PAGE_TOKENS = 256
 WANTED_FILL = 0.95
 FULL_SPEED_TOKENS = (192, 1024)
-"""Pages of so many tokens let decode attention run within a few percent of its best at any context, GQA and MLA.
+"""Pages of so many tokens let decode attention run within 5 % of its best from 32K tokens on, GQA and MLA.
 Source: benchmarks/results/page_tokens_h200_2026-11-30.md."""
 
 PAGE_TOKENS_STEP = {"gqa": 64, "mla": 8}
