@@ -54,7 +54,7 @@ def serve(
     max_model_len: Annotated[int | None, typer.Option(help="context limit: tokens of prompt + output")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(help="sequences of a model that run at once  [32]")] = None,
     max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="prompt tokens of a prefill step  [512, cuda 8192]")
+        int | None, typer.Option(help="prompt tokens of a prefill step  [512; 8192 with cuda, one KV rank]")
     ] = None,
     max_queue: Annotated[int | None, typer.Option(help="sequences of a model that may wait  [64]")] = None,
     max_queue_per_key: Annotated[int | None, typer.Option(help="of them, those of one API key")] = None,

@@ -33,6 +33,9 @@ DECODE_LANES = 2
 PREFILL_TOKENS: dict[Backend, int] = {"numpy": 512, "cuda": 8192}
 """Tokens of a prefill step unless the deployment says otherwise: on GPUs large products want many rows."""
 
+SPLIT_PREFILL_TOKENS = 512
+"""The same with several KV ranks on GPUs, where models whose pages lie on all of them take prompts in small passes."""
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]i?B?|B)?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "B": 1, "K": KiB, "M": MiB, "G": GiB}
 

@@ -18,6 +18,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from crosspool.config import (
     DECODE_LANES,
     PREFILL_TOKENS,
+    SPLIT_PREFILL_TOKENS,
     AdmissionPolicy,
     Backend,
     Baseline,
@@ -123,7 +124,7 @@ class Settings(BaseSettings):
     gpus: int | None = Field(None, description="GPUs that the ranks share in turn, with cuda; default: one for each")
     max_num_seqs: int = Field(32, description="sequences of a model that run at once")
     max_num_batched_tokens: int | None = Field(
-        None, description="prompt tokens of one prefill step; default: 512 on CPUs, 8192 with cuda"
+        None, description="prompt tokens of one prefill step; default: 512; 8192 with cuda and one KV rank"
     )
     max_queue: int = Field(64, description="sequences of a model that may wait; one more is a 429")
     max_queue_per_key: int | None = Field(None, description="sequences of one API key that may wait for a model")
@@ -281,7 +282,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
         ),
         scheduling=SchedulingConfig(
             max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens or PREFILL_TOKENS[settings.backend],
+            max_num_batched_tokens=settings.max_num_batched_tokens or _prefill_tokens(settings),
             max_queue=settings.max_queue,
             max_queue_per_key=settings.max_queue_per_key,
             num_decode_lanes=_decode_lanes(settings),
@@ -315,6 +316,11 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
         dtype=settings.dtype,
         download_dir=settings.download_dir,
     )
+
+
+def _prefill_tokens(settings: Settings) -> int:
+    is_split = settings.backend == "cuda" and settings.kv_ranks > 1 and settings.baseline is None
+    return SPLIT_PREFILL_TOKENS if is_split else PREFILL_TOKENS[settings.backend]
 
 
 def _decode_lanes(settings: Settings) -> int:

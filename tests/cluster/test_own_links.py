@@ -29,7 +29,7 @@ class WorkerWithLinks:
     def __init__(self) -> None:
         self.opened, self.closed, self.ran = [], [], []
 
-    def open_link(self, lane, peer, region, capacity, ring):
+    def open_link(self, lane, peer, region, capacity, ring, is_far=False):
         self.opened.append((lane, peer, len(region), capacity))
         return End(f"out{lane}"), End(f"in{lane}")
 

@@ -89,8 +89,22 @@ def test_a_split_that_cannot_be_is_one_line() -> None:
     assert len(ended.stderr.strip().splitlines()) == 1
 
 
-def test_the_cuda_backend_says_that_it_runs_one_kv_rank() -> None:
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (("--control", "host"), "control is host with kv_ranks 2; decode is driven by the host on one KV rank only"),
+        (("--kv-split", "heads"), "kv_split is heads; the CUDA backend splits by tokens: use kv_split tokens or one"),
+    ],
+)
+def test_what_several_kv_ranks_on_gpus_cannot_do_is_one_line(options: tuple[str, ...], error: str) -> None:
     command = [sys.executable, "-m", "crosspool", "serve", "--kv-ranks", "2", "--backend", "cuda", "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert "kv_ranks is 2; the CUDA backend runs one, so use 1" in ended.stderr
+    assert error in ended.stderr
+
+
+def test_a_prefill_step_of_more_passes_than_epochs_is_one_line() -> None:
+    command = [sys.executable, "-m", "crosspool", "serve", "--kv-ranks", "2", "--backend", "cuda", "--port", "0"]
+    ended = subprocess.run([*command, "--max-num-batched-tokens", "20000"], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "max_num_batched_tokens is 20000; over several KV ranks on GPUs a step takes up to" in ended.stderr

@@ -319,7 +319,9 @@ class RankLoop:
         message.region.close()
         if self._worker.links is not None:
             ring = self._around.ring(message.peer)
-            ends = self._worker.links.open_link(message.lane, message.peer, memory, message.capacity, ring)
+            ends = self._worker.links.open_link(
+                message.lane, message.peer, memory, message.capacity, ring, message.is_far
+            )
             self._outlets[message.lane, message.peer], self._inlets[message.lane, message.peer] = ends
             return
         a2f, f2a = a2f_part(memory, message.capacity), f2a_part(memory, message.capacity)

@@ -36,9 +36,18 @@ class OpensLinks(Protocol):
     """
 
     def open_link(
-        self, lane: int, peer: str, region: memoryview, capacity: int, ring: Callable[[], None]
+        self,
+        lane: int,
+        peer: str,
+        region: memoryview,
+        capacity: int,
+        ring: Callable[[], None],
+        is_far: bool = False,
     ) -> tuple[Outlet, Inlet]:
-        """This rank's ends of the lane's channels with `peer`, or new ones in their place."""
+        """This rank's ends of the lane's channels with `peer`, or new ones in their place.
+
+        is_far: this rank is the second of two KV ranks, which of a link's channels takes the weights rank's.
+        """
         ...
 
     def close_links(self, peer: str) -> None: ...
@@ -156,7 +165,8 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
             config.first_frame(rank) if len(config.kv_ranks) > 1 else None,
             next((arena for arena in config.arenas if rank in arena), ()),
             config.arena_token,
+            config.kv_ranks,
         )
-        return RankWorker(attention_worker=attention, links=attention, mapping=mapping)
+        return RankWorker(attention_worker=attention, links=attention, share_worker=attention, mapping=mapping)
     ffn = workers.ffn()
     return RankWorker(ffn_worker=ffn, links=ffn)

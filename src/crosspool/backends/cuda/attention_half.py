@@ -9,7 +9,7 @@
 Everything works on buffers of a fixed number of tokens, so that a step can be captured in a graph.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from crosspool.backends.cuda.attention import AttentionScratch, attention_decode
 from crosspool.backends.cuda.attention_variants import num_splits
 from crosspool.backends.cuda.attention_weights import AttentionLayerWeights, GQAWeights, MLAWeights
 from crosspool.backends.cuda.cache import PagedCache
+from crosspool.backends.cuda.exchange import TokenHome
 from crosspool.backends.cuda.gemv import gemv
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.norm import residual_norm
@@ -36,6 +37,7 @@ class AttentionHalf:
     use has position 0, length 1 and a frame table of zeros.
     one_row_per_sequence: the rows are of different sequences (decode, not a chunk of a prompt): a kernel less a layer.
     It may be set before a step, or before a step is captured.
+    home: attends where the rows' pages lie on several KV ranks; set like the flag above.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class AttentionHalf:
         one_row_per_sequence: bool = False,
     ) -> None:
         self.one_row_per_sequence = one_row_per_sequence
+        self.home: TokenHome | None = None
         if not 1 <= tokens <= MAX_TOKENS:
             raise ValueError(f"a decode step of {tokens} rows; these kernels take 1 to {MAX_TOKENS}")
         self._kernels, self.spec, self._weights, self.cache = kernels, spec, weights, cache
@@ -88,12 +91,17 @@ class AttentionHalf:
 
     def attend_only(self, layer: int) -> None:
         """`attend` without its last norm, for callers that norm the rows on their way to another device."""
+        for _ in self.attend_steps(layer):
+            pass
+
+    def attend_steps(self, layer: int) -> Iterator[None]:
+        """`attend_only`, cut where other KV ranks must have answered."""
         weights = self._weights.layers[layer]
         attention = weights.attention
         if isinstance(attention, GQAWeights):
-            attended = self._gqa(layer, weights, attention)
+            attended = yield from self._gqa(layer, weights, attention)
         else:
-            attended = self._mla(layer, weights, attention)
+            attended = yield from self._mla(layer, weights, attention)
         gemv(self._kernels, attention.o, attended, self.residual, bias=attention.o_bias, residual=self.residual)
 
     def add(self, layer: int, partials: Sequence[torch.Tensor]) -> None:
@@ -125,7 +133,9 @@ class AttentionHalf:
         gemv(self._kernels, self._weights.head, self.normed, self.logits_out)
         return self.logits_out
 
-    def _gqa(self, layer: int, weights: AttentionLayerWeights, attention: GQAWeights) -> torch.Tensor:
+    def _gqa(
+        self, layer: int, weights: AttentionLayerWeights, attention: GQAWeights
+    ) -> Generator[None, None, torch.Tensor]:
         spec = weights.spec
         assert isinstance(spec, GQASpec)
         tokens = len(self.normed)
@@ -140,10 +150,12 @@ class AttentionHalf:
             eps=self.spec.norm_eps,
         )
         attended = self._buffer(2, tokens, spec.num_heads, spec.head_dim)
-        self._attention(spec, layer, inputs, attended, attention.sinks)
+        yield from self._attention(spec, layer, inputs, attended, attention.sinks)
         return attended.view(tokens, -1)
 
-    def _mla(self, layer: int, weights: AttentionLayerWeights, attention: MLAWeights) -> torch.Tensor:
+    def _mla(
+        self, layer: int, weights: AttentionLayerWeights, attention: MLAWeights
+    ) -> Generator[None, None, torch.Tensor]:
         spec = weights.spec
         assert isinstance(spec, MLASpec)
         tokens, heads, lora = len(self.normed), spec.num_heads, spec.kv_lora_rank
@@ -160,7 +172,7 @@ class AttentionHalf:
         gemv(self._kernels, attention.key_up, by_head[:, :, : spec.qk_nope_head_dim], q_latent)
         inputs = mla_input(spec, self._ropes[spec.rope], q_latent, q, down[:, first:], kv_a_norm=attention.kv_a_norm)
         latent = self._buffer(4, tokens, heads, lora)
-        self._attention(spec, layer, inputs, latent, None)
+        yield from self._attention(spec, layer, inputs, latent, None)
         attended = self._buffer(5, tokens, heads, spec.v_head_dim)
         gemv(self._kernels, attention.value_up, latent, attended)
         return attended.view(tokens, -1)
@@ -172,7 +184,10 @@ class AttentionHalf:
         inputs: GqaInput | MlaInput,
         out: torch.Tensor,
         sinks: torch.Tensor | None,
-    ) -> None:
+    ) -> Iterator[None]:
+        if self.home is not None:
+            yield from self.home.attend(spec, layer, inputs, out, self._scratch, self._splits[spec], sinks)
+            return
         attention_decode(
             self._kernels,
             spec,

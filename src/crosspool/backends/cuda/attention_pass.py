@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from crosspool.backends.cuda.attention_half import AttentionHalf
+from crosspool.backends.cuda.exchange import TokenHome
 from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.sampling import Sampler
@@ -28,7 +29,7 @@ class AttentionPass:
     """The kernels of a pass of `half.token_ids` rows.
 
     samples: it ends with logits and a token of each row. is_decode: its rows belong to different sequences.
-    prefetches: the next layer's weights come to L2 during each wait.
+    prefetches: the next layer's weights come to L2 during each wait. home: attends where pages lie on several KV ranks.
     """
 
     def __init__(
@@ -41,21 +42,26 @@ class AttentionPass:
         samples: bool,
         is_decode: bool = False,
         prefetches: bool = True,
+        home: TokenHome | None = None,
     ) -> None:
         self._kernels, self._lane, self.half, self._crossing = kernels, lane, half, crossing
-        self._is_decode, self._prefetches = is_decode, prefetches
+        self._is_decode, self._prefetches, self._home = is_decode, prefetches, home
         rows = len(half.token_ids)
         self._sampler = Sampler(kernels, rows, half.spec.vocab_size, half.residual.device) if samples else None
 
     def kernels(self) -> Iterator[int]:
-        """Enqueue every kernel; yields each layer before its wait, so that a caller may wait in the kernels' stead."""
+        """Enqueue every kernel; yields each layer before its wait, so that a caller may wait in the kernels' stead.
+
+        Before the wait for other KV ranks it yields the layer's complement (~layer).
+        """
         half, eps = self.half, self.half.spec.norm_eps
-        half.one_row_per_sequence = self._is_decode
+        half.one_row_per_sequence, half.home = self._is_decode, self._home
         rows = None if self._sampler is None else self._sampler.rows
         begin_pass(self._kernels, self._lane, half.token_ids, half.positions, half.lengths, rows)
         half.embed()
         for layer in range(half.spec.num_layers):
-            half.attend_only(layer)
+            for _ in half.attend_steps(layer):
+                yield ~layer
             self._crossing.norm_put(layer, half.residual, half.norm_after_attention(layer), half.normed, eps)
             if self._prefetches and layer + 1 < half.spec.num_layers:
                 half.prefetch(layer + 1)  # memory is idle while the weights ranks work

@@ -46,6 +46,7 @@ class FFNModel:
     halves: dict[int, FFNHalf] = field(default_factory=dict)
     routers: list[torch.Tensor | None] | None = None  # of chunks, once there was one
     chunks: dict[int, ChunkFFN] = field(default_factory=dict)
+    is_spread: bool = False  # its pages lie on several KV ranks, which run prompts in passes
 
 
 class CudaFFNWorker:
@@ -77,6 +78,7 @@ class CudaFFNWorker:
             else:
                 _, layers = stream_share(directory, "weights", device, progress, index, count, shares)
         self.add_weights(placement.name, directory.spec, pack_ffn_weights(directory.spec, iter(layers)))
+        self._models[placement.name].is_spread = placement.kv_split == "tokens"
         if self._site.device.type == "cuda":
             self.prepare(placement, progress)
 
@@ -101,7 +103,13 @@ class CudaFFNWorker:
                     progress(total, total)  # a load that was given up ends here
 
     def open_link(
-        self, lane: int, peer: str, region: memoryview, capacity: int, ring: Callable[[], None]
+        self,
+        lane: int,
+        peer: str,
+        region: memoryview,
+        capacity: int,
+        ring: Callable[[], None],
+        is_far: bool = False,
     ) -> tuple[Outlet, Inlet]:
         """This rank's ends of the lane's channels with a KV rank."""
         if peer in self._joined:
@@ -126,7 +134,7 @@ class CudaFFNWorker:
             return
         lane = self._lane(header.lane)
         (inlet,) = device_inlets(links.inlets.values())
-        if runs_in_pieces(header, model.spec):
+        if not model.is_spread and runs_in_pieces(header, model.spec):
             yield from self._run_chunk(header, model, lane, inlet)
             return
         plan = passes(header.num_tokens, header.step_seq, model.spec.num_layers)

@@ -9,8 +9,11 @@ import torch
 from crosspool.backends.cuda.attention_half import AttentionHalf
 from crosspool.backends.cuda.attention_pass import AttentionPass, Crossing
 from crosspool.backends.cuda.cache import PagedCache
+from crosspool.backends.cuda.exchange import TokenHome
+from crosspool.backends.cuda.frame_tables import FrameTables
 from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
+from crosspool.backends.cuda.own_pages import OwnRows
 from crosspool.backends.cuda.weights import AttentionWeights
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import ModelSpec
@@ -26,39 +29,38 @@ class KVRows:
         kernels: Launcher,
         spec: ModelSpec,
         weights: AttentionWeights,
-        arena: torch.Tensor,
+        frames: torch.Tensor,
         geometry: PageGeometry,
         bucket: int,
         max_pages: int,
+        number: int | None = None,
     ) -> None:
-        shape = (bucket, max_pages, geometry.frames_per_page)
-        self.tables = torch.zeros(shape, dtype=torch.int32, device=arena.device)
-        cache = PagedCache(frames=arena, frame_table=self.tables, geometry=geometry)
+        """number: of this KV rank, where each page lies whole on one of several (`own_pages.py`)."""
+        device = frames.device
+        self.own: OwnRows | None = None
+        self._tables: FrameTables | None = None
+        if number is None:
+            self._tables = FrameTables(bucket, max_pages, geometry.frames_per_page, device)
+            tables = self._tables.tables
+        else:
+            self.own = OwnRows(geometry, bucket, max_pages, number, device)
+            tables = self.own.tables.tables
+        cache = PagedCache(frames=frames, frame_table=tables, geometry=geometry)
         self.half = AttentionHalf(kernels, spec, weights, cache, bucket)
-        self._held: list[IntArray | None] = [None] * bucket
 
-    def has_tables(self, tables: list[IntArray]) -> bool:
-        """Whether `set_tables` has nothing to upload."""
-        return all(held is table for held, table in zip(self._held, tables, strict=True))
+    def are_set(self, tables: list[IntArray]) -> bool:
+        """Whether `set` has nothing to upload."""
+        return self._tables is not None and self._tables.has(tables)
 
-    def set_tables(self, tables: list[IntArray]) -> None:
-        """Row r reads and writes through tables[r] (frames_per_page, pages); a block table never changes in place."""
-        first = 0
-        while first < len(tables):
-            table, stop = tables[first], first + 1
-            while stop < len(tables) and tables[stop] is table:
-                stop += 1
-            if any(held is not table for held in self._held[first:stop]):
-                self._upload(first, stop, table)
-            first = stop
+    def set(self, tables: list[IntArray], positions: IntArray) -> None:
+        """Row r is a token at positions[r] of a sequence with the block table tables[r], which never changes in place.
 
-    def _upload(self, first: int, stop: int, table: IntArray) -> None:
-        pages = table.shape[1]
-        if pages > self.tables.shape[1]:
-            raise ValueError(f"a sequence of {pages} pages; this model's frame tables hold {self.tables.shape[1]}")
-        rows = torch.from_numpy(np.ascontiguousarray(table.T, dtype=np.int32))
-        self.tables[first:stop, :pages].copy_(rows.expand(stop - first, *rows.shape), non_blocking=True)
-        self._held[first:stop] = [table] * (stop - first)
+        Enqueued on torch's current stream.
+        """
+        if self._tables is not None:
+            self._tables.set(tables)
+        if self.own is not None:
+            self.own.set(tables, positions)
 
 
 class KVPass:
@@ -74,10 +76,18 @@ class KVPass:
         samples: bool,
         is_decode: bool,
         prefetches: bool = True,
+        home: TokenHome | None = None,
     ) -> None:
         self.rows = rows
         self._pass = AttentionPass(
-            kernels, lane, rows.half, crossing, samples=samples, is_decode=is_decode, prefetches=prefetches
+            kernels,
+            lane,
+            rows.half,
+            crossing,
+            samples=samples,
+            is_decode=is_decode,
+            prefetches=prefetches,
+            home=home,
         )
 
     def kernels(self) -> Iterator[int]:

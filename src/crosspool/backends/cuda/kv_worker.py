@@ -19,10 +19,12 @@ from crosspool.backends.cuda.chunk_run import run_pieces
 from crosspool.backends.cuda.chunk_support import is_supported, runs_in_pieces
 from crosspool.backends.cuda.chunk_warm_up import capture_spans, warm_up_attention
 from crosspool.backends.cuda.device_memory import naming_consumers, remainder
+from crosspool.backends.cuda.exchange import TokenHome
 from crosspool.backends.cuda.frames import KVFrames
 from crosspool.backends.cuda.joined import JoinedCrossing, JoinedFFN, JoinedInlet, JoinedLink, await_ffn, joined_chunk
 from crosspool.backends.cuda.kv_chunk import kv_chunk
 from crosspool.backends.cuda.kv_pass import KVPass, KVRows
+from crosspool.backends.cuda.kv_share import KVShare, ShareRows, answers, step_ranks
 from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish, prefill_streams
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import Launcher
@@ -59,6 +61,9 @@ class KVModel:
     geometry: PageGeometry
     frames: torch.Tensor  # where the frame numbers of its pages lie
     max_pages: int
+    pages: PageReader
+    numbers: Mapping[str, int]  # of the KV ranks that hold shares, by name
+    is_spread: bool = False  # each page lies whole on one of several KV ranks
     rows: dict[tuple[int, int], KVRows] = field(default_factory=dict)
     spans: dict[GQASpec | MLASpec, SpanGraphs] = field(default_factory=dict)
 
@@ -74,13 +79,15 @@ class CudaAttentionWorker:
         frames: KVFrames,
         *,
         first_frame: int | None = None,
+        kv_ranks: SequenceOf[str] = (),
         is_host_driven: bool = False,
     ) -> None:
-        """first_frame: number of this rank's frame 0 where there are several KV ranks."""
+        """first_frame: number of this rank's frame 0 where there are several KV ranks, `kv_ranks` in their order."""
         self._site, self._kernels, self._rule, self._is_host_driven = site, kernels, rule, is_host_driven
-        self._first_frame, self._frames = first_frame, frames
+        self._first_frame, self._kv_ranks, self._frames = first_frame, tuple(kv_ranks), frames
         finish(site.device)
         self._models: dict[str, KVModel] = {}
+        self._shares: dict[str, KVShare] = {}
         self._lanes: dict[int, WorkerLane] = {}
         self._sequences: dict[int, Sequence] = {}
         self._joined: dict[str, JoinedFFN] = {}
@@ -90,7 +97,10 @@ class CudaAttentionWorker:
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
         enter(self._site.device)
         directory = read_model_dir(placement.directory)
-        self.check(placement)
+        self.check(placement, directory.spec)
+        if placement.kv_split != "one" and placement.kv_rank != self._site.rank:
+            self.add_share(placement, directory.spec)
+            return
         with naming_consumers(
             self._site.rank, self._site.device, f"the attention weights of {placement.name}", self._consumers
         ):
@@ -108,40 +118,69 @@ class CudaAttentionWorker:
                 self._drop(placement.name)
                 raise
 
-    def check(self, placement: ModelPlacement) -> None:
-        """Raises ValueError for a cache dtype that the kernels do not read."""
+    def check(self, placement: ModelPlacement, spec: ModelSpec) -> None:
+        """Raises ValueError for a cache dtype that the kernels do not read, or a split that they do not know."""
         if placement.kv_dtype != "bfloat16":
             raise ValueError(
                 f"kv_dtype is {placement.kv_dtype} for {placement.name}; the CUDA backend holds bfloat16, set it so"
+            )
+        if placement.kv_split == "heads":
+            raise ValueError(
+                f"kv_split is heads for {placement.name}; the CUDA backend splits by tokens: use tokens or one"
+            )
+        has_window = any(isinstance(each.attention, GQASpec) and each.attention.sliding_window for each in spec.layers)
+        if placement.kv_split == "tokens" and has_window:
+            raise ValueError(
+                f"kv_split is tokens for {placement.name}, whose attention has a sliding window; use kv_split one"
             )
 
     def add_weights(
         self, placement: ModelPlacement, spec: ModelSpec, weights: AttentionWeights, num_bytes: int
     ) -> None:
         """The same with weights that are on the device already."""
-        geometry = page_geometry(
+        geometry = self._geometry(placement, spec)
+        frames, most = self._memory(placement, spec, geometry)
+        is_spread = placement.kv_split == "tokens"
+        numbers = {peer: self._kv_ranks.index(peer) for peer in placement.kv_peers} if is_spread else {}
+        pages = self._pages(placement.name, geometry.frames_per_page, is_spread)
+        self._models[placement.name] = KVModel(
+            spec, weights, num_bytes, geometry, frames, most, pages, numbers, is_spread
+        )
+
+    def add_share(self, placement: ModelPlacement, spec: ModelSpec) -> None:
+        """Take part in the steps of a model whose home is another KV rank."""
+        geometry = self._geometry(placement, spec)
+        frames, most = self._memory(placement, spec, geometry)
+        pages = self._pages(placement.name, geometry.frames_per_page, True)
+        self._shares[placement.name] = KVShare(spec, geometry, frames, most, self._number, pages)
+
+    def _geometry(self, placement: ModelPlacement, spec: ModelSpec) -> PageGeometry:
+        return page_geometry(
             spec,
             page_tokens=placement.page_tokens,
             frame_bytes=self._frames.frame_bytes,
             kv_dtype="bfloat16",
             model=placement.name,
         )
+
+    def _memory(self, placement: ModelPlacement, spec: ModelSpec, geometry: PageGeometry) -> tuple[torch.Tensor, int]:
+        """The model's frames, and the most pages of one sequence on this rank."""
         frames = self._frames.add_model(placement.name, geometry.frames_per_page)
-        most = min(
-            ceil_div(spec.max_position_embeddings, placement.page_tokens), len(frames) // geometry.frames_per_page
-        )
         finish(self._site.device)
-        self._models[placement.name] = KVModel(spec, weights, num_bytes, geometry, frames, max(1, most))
+        context = ceil_div(spec.max_position_embeddings, placement.page_tokens)
+        return frames, max(1, min(context, len(frames) // geometry.frames_per_page))
 
     def prepare(self, placement: ModelPlacement, progress: Progress) -> None:
         """Load what chunks need, and capture the model's common passes for every lane that is open."""
         model = self._models[placement.name]
-        if is_supported(model.spec):
+        if is_supported(model.spec) and not model.is_spread:
             streams = prefill_streams(self._lanes, self._site)
             warm_up_attention(self._kernels, model.spec, model.weights, model.frames, model.geometry, streams)
             # Not on a lane's streams: what another thread enqueues there meanwhile would join the capture.
             own = PrefillStreams(self._site.driver, self._site.device, self._site.partition)
             model.spans = capture_spans(model.spec, self._site.device, own.by_share)
+        if model.is_spread:
+            return  # passes are captured for the shares that take part in them
         joined = self._joined_by(placement.weights_ranks)
         if joined is not None:
             await_ffn(joined, placement.name, lambda: progress(model.num_bytes, model.num_bytes))
@@ -156,14 +195,20 @@ class CudaAttentionWorker:
         self._joined[rank] = ffn
 
     def open_link(
-        self, lane: int, peer: str, region: memoryview, capacity: int, ring: Callable[[], None]
+        self,
+        lane: int,
+        peer: str,
+        region: memoryview,
+        capacity: int,
+        ring: Callable[[], None],
+        is_far: bool = False,
     ) -> tuple[Outlet, Inlet]:
-        """This rank's ends of the lane's channels with a weights rank."""
+        """This rank's ends of the lane's channels with a weights rank, or another KV rank (is_far: the second)."""
         if peer in self._joined:
             joined = self._lane(lane)
             link = joined.links[peer] = JoinedLink()
             return DeviceOutlet(link, ring), JoinedInlet(joined.memory, link)
-        return self._lane(lane).open_link(peer, region, capacity, True, ring)
+        return self._lane(lane).open_link(peer, region, capacity, not is_far, ring)
 
     def close_links(self, peer: str) -> None:
         for lane in self._lanes.values():
@@ -181,15 +226,13 @@ class CudaAttentionWorker:
         model = self._models.get(name)
         if model is None:
             raise ValueError(f"model {name!r} is not on this KV rank; it has {sorted(self._models)}")
-        for new in step.joining:
-            pages = self._pages(name, model.geometry.frames_per_page)
-            self._sequences[new.sequence_id] = Sequence(
-                new, name, model.geometry.frames_per_page, model.spec.vocab_size, pages
-            )
+        self._join(step, model.spec, model.geometry, model.pages)
         batch = Batch(step, self._sequences, model.geometry.page_tokens)
         lane, num_layers = self._lane(number), model.spec.num_layers
-        inlets = device_inlets(links.inlets.values())
-        if runs_in_pieces(step.header, model.spec):
+        shares = self._taking_part(step, model, batch, links)
+        inlets = device_inlets((*links.inlets.values(), *shares))
+        num_weights = len(links.inlets)
+        if not model.is_spread and runs_in_pieces(step.header, model.spec):
             return (yield from self._run_chunk(step.header, model, lane, batch, inlets, self._joined_by(links)))
         plan = passes(step.header.num_tokens, step.header.step_seq, num_layers)
         yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
@@ -201,13 +244,14 @@ class CudaAttentionWorker:
                 sampled = [row for row in batch.sampled if part.start <= row.token < part.stop]
                 is_decode = batch.num_rows_of(part.start, part.stop) == part.num_tokens
                 kind = PassKind(part.bucket, bool(sampled), is_decode)
-                source = self._pass(name, model, number, links_of(inlets), kind, self._joined_by(links))
+                source = self._pass(name, model, number, links_of(inlets), kind, self._joined_by(links), len(shares))
                 slot = self._push(lane, source, batch, part, num_layers, sampled)
                 if lane.stream is not None:
                     yield from lane.run_pass(name, links_of(inlets), kind, inlets, part.base)
                 else:
                     for layer in source.kernels():
-                        yield Wait(inlets, part.base + layer + 1)
+                        peers = inlets[:num_weights] if layer >= 0 else inlets[num_weights:]
+                        yield Wait(peers, part.base + max(layer, ~layer) + 1)
                 outcome.expect(part, slot, sampled, source.rows.half.logits_out)
             yield Wait(inlets, last_epoch)
             if outcome.is_copying():
@@ -217,6 +261,33 @@ class CudaAttentionWorker:
             if not has_ended:
                 lane.give_up(last_epoch)
         return outcome.finish()
+
+    def run_share(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[None] | None:
+        """The part of this rank in a step that another KV rank leads (`backends.base.ShareWorker`)."""
+        name = step.header.model
+        share = self._shares.get(name)
+        if share is None:
+            raise ValueError(f"this KV rank has no share of model {name!r}; it has {sorted(self._shares)}")
+        self._join(step, share.spec, share.geometry, share.pages)
+        rows = ShareRows(step, self._sequences, share.geometry.page_tokens)
+        if share.number not in rows.ranks(share.geometry.page_tokens):
+            rows.commit()
+            return None
+        (inlet,) = device_inlets(links.exchange_inlets.values())
+        return answers(self._kernels, share, step, rows, self._lane(step.header.lane), inlet)
+
+    def _join(self, step: StepDescriptor, spec: ModelSpec, geometry: PageGeometry, pages: PageReader) -> None:
+        for new in step.joining:
+            self._sequences[new.sequence_id] = Sequence(
+                new, step.header.model, geometry.frames_per_page, spec.vocab_size, pages
+            )
+
+    def _taking_part(self, step: StepDescriptor, model: KVModel, batch: Batch, links: LaneLinks) -> tuple[Inlet, ...]:
+        """Inlets of the shares that hold slots of the step's rows, in the order of ranks."""
+        if not model.is_spread:
+            return ()
+        ranks = step_ranks(step, batch.tables, model.geometry.page_tokens)
+        return tuple(inlet for peer, inlet in links.exchange_inlets.items() if model.numbers[peer] in ranks)
 
     def _run_chunk(
         self,
@@ -288,7 +359,7 @@ class CudaAttentionWorker:
     def _drop(self, model: str) -> None:
         for lane in tuple(self._lanes.values()):
             lane.drop(model)
-        if self._models.pop(model, None) is not None:
+        if self._models.pop(model, None) is not None or self._shares.pop(model, None) is not None:
             self._frames.remove_model(model)
 
     def _consumers(self) -> dict[str, int]:
@@ -307,16 +378,22 @@ class CudaAttentionWorker:
         mapped = 0 if self._frames.is_torch_memory else self._frames.num_bytes
         return known | remainder(self._site.device, known, mapped)
 
-    def _pages(self, name: str, frames_per_page: int) -> PageReader | None:
-        """How frame numbers of the deployment are read here; None: this KV rank is the only one."""
+    def _pages(self, name: str, frames_per_page: int, is_spread: bool) -> PageReader:
+        """How frame numbers of the deployment are read here."""
         if self._first_frame is None:
-            return None
+            return PageReader(model=name, frames_per_page=frames_per_page)
         return PageReader(
             model=name,
             frames_per_page=frames_per_page,
             first_frame=self._first_frame,
             num_frames=self._frames.num_bytes // self._frames.frame_bytes,
+            is_spread=is_spread,
         )
+
+    @property
+    def _number(self) -> int:
+        """This rank's among all KV ranks."""
+        return self._kv_ranks.index(self._site.rank)
 
     def _lane(self, number: int) -> WorkerLane:
         lane = self._lanes.get(number)
@@ -339,8 +416,11 @@ class CudaAttentionWorker:
         links: Links,
         kind: "PassKind",
         joined: JoinedFFN | None,
+        num_shares: int = 0,
     ) -> KVPass:
+        """The pass over `links`: to the weights ranks, and the last `num_shares` to shares."""
         lane = self._lane(number)
+        weights = links[: len(links) - num_shares]
 
         def make() -> KVPass:
             rows = model.rows.get((number, kind.bucket))
@@ -353,10 +433,11 @@ class CudaAttentionWorker:
                     model.geometry,
                     kind.bucket,
                     model.max_pages,
+                    self._number if model.is_spread else None,
                 )
             crossing: Crossing
             if joined is None:
-                maps = [link.map() for link in links]
+                maps = [link.map() for link in weights]
                 crossing = AttentionCrossing(self._kernels, lane.memory, maps, takes_words=self._has_words)
             else:
                 ffn, hidden = joined.half_of(name, number), model.spec.hidden_size
@@ -369,11 +450,19 @@ class CudaAttentionWorker:
                 samples=kind.samples,
                 is_decode=kind.is_decode,
                 prefetches=joined is None,  # memory is busy where the FFN runs on this GPU
+                home=self._home(lane, rows, links, num_shares),
             )
 
         source = lane.find_pass(name, links, kind, make)
         assert isinstance(source, KVPass)
         return source
+
+    def _home(self, lane: WorkerLane, rows: KVRows, links: Links, num_shares: int) -> TokenHome | None:
+        if rows.own is None:
+            return None
+        shares = [link.map() for link in links[len(links) - num_shares :]]
+        half, first_peer = rows.half, len(links) - num_shares
+        return TokenHome(self._kernels, lane.memory, rows.own, half.cache, shares, first_peer, len(half.token_ids))
 
     def _push(
         self,
@@ -391,9 +480,9 @@ class CudaAttentionWorker:
         sampling = sampling_records(part.bucket)
         for row in sampled:
             fill_sampling(sampling, row.token - part.start, batch.sampling_row(row))
-        if not source.rows.has_tables(tables):
+        if not source.rows.are_set(tables):
             with torch.cuda.stream(lane.stream):
-                source.rows.set_tables(tables)
+                source.rows.set(tables, batch.positions[tokens])
         return lane.memory.push(
             part.base, num_layers, part.bucket, batch.token_ids[tokens], batch.positions[tokens], sampling
         )

@@ -21,6 +21,7 @@ SOURCES = (
     "ffn_client",
     "prefetch",
     "transport",
+    "exchange",
     "lane_steps",
     "sample",
     "chunk_ffn",

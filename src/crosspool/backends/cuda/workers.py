@@ -1,7 +1,7 @@
 """Makes the CUDA workers of a rank: device, kernels, driver and the way its peers find its memory."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -70,16 +70,24 @@ class CudaWorkers:
         first_frame: int | None = None,
         sharing: tuple[str, ...] = (),
         token: str = "",
+        kv_ranks: Sequence[str] = (),
     ) -> tuple[CudaAttentionWorker, DeviceFrames | None]:
         """The worker, and its frames where they are mapped ahead of need.
 
-        sharing: the KV ranks, this one among them, that share one arena under `token`; none: it has its own.
+        sharing: the KV ranks, this one among them, that share one arena under `token`; none: it has its own. kv_ranks:
+        all of the deployment, in their order.
         """
         site, shape = self._site, (num_frames, frame_bytes)
         shared = SharedArena(site.driver, site.device, shape, sharing, token) if sharing else None
         frames = make_frames(site, shape, backing, shared)
         worker = CudaAttentionWorker(
-            site, self._kernels, self._rule, frames, first_frame=first_frame, is_host_driven=self._control == "host"
+            site,
+            self._kernels,
+            self._rule,
+            frames,
+            first_frame=first_frame,
+            kv_ranks=kv_ranks,
+            is_host_driven=self._control == "host",
         )
         return worker, frames if isinstance(frames, DeviceFrames) else None
 
