@@ -134,6 +134,7 @@ def main() -> int:
     parser.add_argument("--kv-pool-bytes", default="60GiB", help="of all layouts alike")
     parser.add_argument("--port", type=int, default=8437)
     parser.add_argument("--log-tail", type=int, default=1500)
+    parser.add_argument("--commit", help="that was measured, where the checkout does not tell")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     runs = Runs(args.runs)
@@ -141,7 +142,7 @@ def main() -> int:
         directories = [write_model_dir(Path(folder), name) for name in args.models]
         for layout, loads in groupby(args.loads, lambda load: load.layout):
             measure(args, runs, layout, list(loads), directories)
-    report = layouts_report(runs, args.models, {"kv_pool_bytes": args.kv_pool_bytes})
+    report = layouts_report(runs, args.models, {"kv_pool_bytes": args.kv_pool_bytes}, args.commit)
     for path in report.write(args.out):
         print(path)
     print(report.as_markdown())

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.bench_layouts import add_load, add_ratios
+from benchmarks.full_models import CONFIGS
 from benchmarks.layout_memory import kv_room, tokens_in
+from benchmarks.layout_models import kv_demand, kv_held, simulated, stage_times
 from benchmarks.layout_runs import Runs
 from benchmarks.layout_server import GPU_LAYOUTS
 from benchmarks.report import Report
-from crosspool.units import GiB
+from crosspool.simulator.group import Layout
+from crosspool.units import GiB, MiB
 
 RATES = ("0.8", "2.0")
 VLLM_ALONE_MS = {"qwen3-30b-a3b": 4.49, "glm-4.7-flash": 5.46, "deepseek-v2-lite": 3.40}
@@ -20,20 +23,22 @@ CUT_BELOW_S = 90.0
 """A run whose last request came before is told to be a part of its trace."""
 
 
-def layouts_report(runs: Runs, models: Sequence[str], config: Mapping[str, Any]) -> Report:
+def layouts_report(runs: Runs, models: Sequence[str], config: Mapping[str, Any], commit: str | None = None) -> Report:
     """A report of whatever has been measured, with the machine of the last run."""
     machines = runs.machines()
     num_gpus = max((len(machine["hardware"]["gpus"]) for machine in machines), default=0)
     hardware = "h200" if num_gpus < 2 else f"h200-x{num_gpus}"
     facts = {"models": list(models), "temperature": 1.0, **config}
-    report = Report("layouts", hardware=hardware, config=facts, seed=2026, origin=machines[-1] if machines else {})
+    origin = {**(machines[-1] if machines else {}), **({"commit": commit} if commit else {})}
+    report = Report("layouts", hardware=hardware, config=facts, seed=2026, origin=origin)
     for layout in GPU_LAYOUTS:
         for rate in RATES:
-            result = runs.find(f"load_{layout}_{rate}")
+            result = runs.load(layout, rate)
             if result is not None:
                 add_load(report, layout, rate, result)
                 if (last := max(result["start_times"])) < CUT_BELOW_S:
                     report.notes[f"tokens_per_s.{layout}.{rate}"] = f"the first {last:.0f} s of the trace's arrivals"
+                add_models_words(report, layout, rate, result)
                 for model, sent in result["realised_rates"].items():
                     report.metric(f"sent_rps.{layout}.{model}.{rate}", sent)
         for model in models:
@@ -56,6 +61,25 @@ def layouts_report(runs: Runs, models: Sequence[str], config: Mapping[str, Any])
             if same is not None:
                 report.metric(f"same_tokens.{layout}.{model}", same, limit=1.0, note=f"share, greedy, as {ours} gives")
     return report
+
+
+def add_models_words(report: Report, layout: str, rate: str, result: Mapping[str, Any]) -> None:
+    """What planner and simulator say of the same requests, beside what was seen."""
+    if "kv_samples" not in result or not set(result["request_models"]) <= set(CONFIGS):
+        return
+    gpus: dict[str, Any] = {"count": 1} if layout.endswith("-1") else {"count": 2, "kv": 1}
+    demand, held = kv_demand(result, gpus), kv_held(result)
+    interval = f"planned {demand.value / MiB:.0f}, between {demand.low / MiB:.0f} and {demand.high / MiB:.0f}"
+    report.metric(f"k_pool_mib.{layout}.{rate}.p99", held / MiB, note=f"{interval}; whole pages, over the run's time")
+    kind = layout.partition("-")[0]
+    group = simulated(result, gpus, cast(Layout, kind), stage_times())
+    for model, figures in result["models"].items():
+        if model in group.models:
+            for level, share in (("p50", 0.5), ("p99", 0.99)):
+                told_ms = 1e3 * group.models[model].tbt.quantile(share)
+                error = 100.0 * (told_ms / figures["tbt_ms"][level]["value"] - 1.0)
+                name = f"sim_error_percent.{layout}.{model}.{rate}.{level}"
+                report.metric(name, error, limit=15.0, note=f"of TBT; simulated {told_ms:.1f} ms")
 
 
 def _same_words(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> float | None:

@@ -42,6 +42,12 @@ class Runs:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
+    def load(self, layout: str, rate: str) -> dict[str, Any] | None:
+        """The layout's load at a rate: with the whole trace, or the longest part of it."""
+        whole = self.find(f"load_{layout}_{rate}")
+        parts = [json.loads(path.read_text()) for path in self._folder.glob(f"load_{layout}_{rate}_*s.json")]
+        return whole or max(parts, key=lambda part: part["duration"], default=None)
+
     def machines(self) -> list[dict[str, Any]]:
         """Where each measurement was taken, the newest last."""
         paths = sorted(self._folder.glob("*.json"), key=lambda path: path.stat().st_mtime)

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.bench_layouts_gpu import Load
 from benchmarks.layout_memory import FRAME_BYTES, RESERVE_BYTES, kv_room, tokens_in
+from benchmarks.layout_models import kv_demand, kv_held, simulated
 from benchmarks.layout_report import layouts_report
 from benchmarks.layout_runs import Runs
 from benchmarks.layout_server import GPU_LAYOUTS
@@ -58,6 +59,54 @@ def test_tokens_are_whole_pages_beside_frame_0():
     assert tokens_in("qwen3-30b-a3b", 12 * FRAME_BYTES) == 0
 
 
+def run_of(models, seconds=10.0):
+    """A measured load as `loaded` keeps it: a request a second of each model."""
+    count = int(seconds)
+    tbt = {
+        "mean": 10.0,
+        "p50": {"value": 9.0, "low": 8.0, "high": 10.0},
+        "p99": {"value": 20.0, "low": 8.0, "high": 30.0},
+    }
+    tbt["p95"] = tbt["p99"]
+    return {
+        "request_models": [model for model in models for _ in range(count)],
+        "start_times": [float(second) for _ in models for second in range(count)],
+        "input_lens": [500] * count * len(models),
+        "output_lens": [200] * count * len(models),
+        "total_input_tokens": 500 * count * len(models),
+        "completed": count * len(models),
+        "num_prompts": count * len(models),
+        "duration": seconds + 2.0,
+        "output_throughput": 100.0,
+        "realised_rates": dict.fromkeys(models, 1.0),
+        "client": {"loop_lag_p99_ms": 1.0},
+        "models": {
+            "all": {"tbt_ms": tbt, "ttft_ms": {"mean": 50.0, **{key: tbt[key] for key in ("p50", "p99")}}},
+            **{model: {"tbt_ms": tbt} for model in models},
+        },
+        "kv_samples": [{"at_s": float(at), "used_bytes": {"kv0": at * 1e6, "kv1": 1e6}} for at in range(101)],
+    }
+
+
+def test_a_run_is_compared_with_what_planner_and_simulator_say_of_its_requests(tmp_path):
+    models = ("qwen3-30b-a3b", "deepseek-v2-lite")
+    run = run_of(models)
+    assert kv_held(run) == pytest.approx(100e6)
+    demand = kv_demand(run, {"count": 1})
+    # each stays for 2.05 s, so three overlap for a moment, with 500 to 700 tokens of 96 + 32 KiB in pages of 256
+    assert demand.value == pytest.approx((512 + 768 + 768) * 128 * 1024, rel=0.05)
+    assert demand.low <= demand.value <= demand.high
+    group = simulated(run, {"count": 1}, "static", {})
+    assert {name: found.num_finished for name, found in group.models.items()} == dict.fromkeys(models, 10)
+    runs = Runs(tmp_path)
+    runs.get("load_static-1_0.8_10s", lambda: run)
+    report = layouts_report(runs, models, {})
+    assert report.metrics["k_pool_mib.static-1.0.8.p99"] == pytest.approx(100e6 / 2**20)
+    name = "sim_error_percent.static-1.deepseek-v2-lite.0.8.p50"
+    told_ms = float(report.notes[name].split()[3])
+    assert report.metrics[name] == pytest.approx(100 * (told_ms / 9.0 - 1), abs=1.0)
+
+
 def test_the_report_compares_layouts_of_as_many_gpus(tmp_path):
     runs = Runs(tmp_path)
     levels = {key: {"value": 10.0, "low": 9.0, "high": 11.0} for key in ("p50", "p95", "p99")}
@@ -71,6 +120,7 @@ def test_the_report_compares_layouts_of_as_many_gpus(tmp_path):
             "client": {"loop_lag_p99_ms": 0.1},
             "realised_rates": {"a": 0.8},
             "start_times": [0.0, 20.0],
+            "request_models": ["a", "a"],
         }
         runs.get(f"load_{layout}_0.8", lambda result=result: result)
         words = ["x", "y"] if layout == "elastic-1" else ["x", "z"]

@@ -10,7 +10,7 @@ from crosspool.planner.catalogue import catalogue_facts
 from crosspool.planner.gpus import gpu_kind
 from crosspool.planner.roofline import stage_times
 from crosspool.simulator.cost import MonolithicCost, PooledCost, StepWork, decode_work, step_work
-from crosspool.simulator.measured import MeasuredCost, read_measured, with_measurements
+from crosspool.simulator.measured import MeasuredCost, read_measured, whole_with_measurements, with_measurements
 from tests.support.simulating import LinearCost, prefill_step
 
 H200 = gpu_kind("h200")
@@ -123,6 +123,20 @@ def test_measured_points_replace_the_roofline(tmp_path):
     bound = pooled(num_weights=2)
     ratio = 90e-6 / bound.times(decode_work(8, 0)).ffn_s
     assert cost.times(chunk()).ffn_s == pytest.approx(ratio * bound.times(chunk()).ffn_s)
+
+
+def test_a_model_whole_on_one_gpu_takes_the_measured_stages_and_crosses_nothing(tmp_path):
+    path = tmp_path / "measured.json"
+    entry = {"ffn_us": {"1": {"1": 40.0}}, "attention_us": [[1, 1000, 27.0]], "crossing_us": 2.9}
+    path.write_text(json.dumps({"models": {"qwen3-30b-a3b": entry}}))
+    table = read_measured([path])
+    one, two = (MonolithicCost(catalogue_facts("qwen3-30b-a3b"), H200, num_gpus=count) for count in (1, 2))
+    times = whole_with_measurements(one, table, "qwen3-30b-a3b").times(decode_work(1, 1000))
+    assert (times.ffn_s, times.attention_s) == (pytest.approx(40e-6), pytest.approx(27e-6))
+    assert times.crossing_s == 0
+    assert whole_with_measurements(one, table, "qwen3-30b-a3b").times(chunk()).crossing_s == 0
+    assert whole_with_measurements(two, table, "qwen3-30b-a3b") is two, "all-reduces were not measured"
+    assert whole_with_measurements(one, table, "glm-4.7-flash") is one
 
 
 def test_numbers_of_gpus_that_were_not_measured_keep_the_excess(tmp_path):

@@ -118,9 +118,9 @@ class MonolithicCost:
     """
 
     def __init__(self, facts: ModelFacts, kind: GPUKind, *, num_gpus: int, replica_gpus: int | None = None) -> None:
-        self.facts, self.kind, self._num_gpus = facts, kind, num_gpus
+        self.facts, self.kind, self.num_gpus = facts, kind, num_gpus
         self._num_replicas = num_gpus // (replica_gpus or num_gpus)
-        self._pooled = PooledCost(facts, kind, num_kv=num_gpus, num_weights=num_gpus)
+        self.pooled = PooledCost(facts, kind, num_kv=num_gpus, num_weights=num_gpus)
         self._share = min(num_gpus, facts.num_kv_heads)
         whole = stage_times(facts, kind, batch=1, context_tokens=0, num_kv_ranks=1, num_weights_ranks=1)
         merge_s = kind.crossing_s if num_gpus > 1 else 0.0
@@ -129,13 +129,13 @@ class MonolithicCost:
     def times(self, work: StepWork) -> StageTimes:
         num_sequences = work.num_sampled if work.num_sampled == work.num_tokens else 1  # a chunk is taken for one
         fullest = self._num_replicas * ceil_div(num_sequences, self._num_replicas) / num_sequences
-        stages = self._pooled.times(replace(work, kv_tokens=work.kv_tokens * fullest, pairs=work.pairs * fullest))
+        stages = self.pooled.times(replace(work, kv_tokens=work.kv_tokens * fullest, pairs=work.pairs * fullest))
         return StageTimes(
             num_layers=stages.num_layers,
             attention_s=max(self.kind.segment_s, stages.attention_s - self._saved_s),
             ffn_s=stages.ffn_s,
-            crossing_s=2 * stages.crossing_s if self._num_gpus > 1 else 0.0,
-            tail_s=self.kind.segment_s + (stages.tail_s - self.kind.segment_s) / self._num_gpus,
+            crossing_s=2 * stages.crossing_s if self.num_gpus > 1 else 0.0,
+            tail_s=self.kind.segment_s + (stages.tail_s - self.kind.segment_s) / self.num_gpus,
         )
 
 

@@ -25,7 +25,7 @@ from crosspool.planner.parallelism import kv_parallelism, monolithic_share_seen
 from crosspool.planner.traffic import PlannedModel
 from crosspool.simulator.cost import MonolithicCost, PooledCost, StepCost
 from crosspool.simulator.group import Layout, SimulatedGroup, SimulatedModel
-from crosspool.simulator.measured import MeasuredTable, with_measurements
+from crosspool.simulator.measured import MeasuredTable, whole_with_measurements, with_measurements
 from crosspool.simulator.pipeline import Route
 from crosspool.simulator.replicas import ReplicatedPages
 from crosspool.units import ceil_div
@@ -45,14 +45,14 @@ def simulated_group(
 ) -> SimulatedGroup:
     """The models of one planned group in a layout, on the GPUs of its split.
 
-    measured: tables that replace the roofline (crosspool only).
+    measured: tables that replace the roofline, of two pools and of models that lie whole on one GPU.
 
     Raises CapacityError where a monolithic layout cannot hold the weights.
     """
     if layout == "crosspool":
         group = _pools(models, split, plan_input, measured, max_queue)
     else:
-        group = _monolithic(models, split, plan_input, layout, max_queue)
+        group = _monolithic(models, split, plan_input, layout, measured, max_queue)
     return replace(group, name=name, order=order, host_s=host_s)
 
 
@@ -130,7 +130,12 @@ def _pools(
 
 
 def _monolithic(
-    planned: Sequence[PlannedModel], split: Split, plan_input: PlanInput, layout: Layout, max_queue: int
+    planned: Sequence[PlannedModel],
+    split: Split,
+    plan_input: PlanInput,
+    layout: Layout,
+    measured: MeasuredTable | None,
+    max_queue: int,
 ) -> SimulatedGroup:
     kind, facts = gpu_kind(plan_input.gpus.kind), [model.facts for model in planned]
     room = room_beside(split, plan_input)
@@ -146,10 +151,11 @@ def _monolithic(
         gpus = homes[model.name]
         size = replica_size(model.facts.num_kv_heads, len(gpus))
         per_gpu = max(1, ceil_div(model.geometry.page_bytes, size * model.geometry.frame_bytes))
+        bound = MonolithicCost(model.facts, kind, num_gpus=len(gpus), replica_gpus=size)
         models.append(
             SimulatedModel(
                 served=_served(model, model.name, [f"gpu{gpu}" for gpu in gpus], per_gpu),
-                cost=MonolithicCost(model.facts, kind, num_gpus=len(gpus), replica_gpus=size),
+                cost=bound if measured is None else whole_with_measurements(bound, measured, model.entry.model),
                 gpus=gpus,
                 replica_gpus=size,
             )

@@ -25,7 +25,7 @@ import numpy as np
 
 from crosspool.planner.catalogue import lookup
 from crosspool.planner.roofline import StageTimes
-from crosspool.simulator.cost import PooledCost, StepCost, StepWork, decode_work
+from crosspool.simulator.cost import MonolithicCost, PooledCost, StepCost, StepWork, decode_work
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +49,10 @@ LEAST_CROSSING_US = 0.05
 
 
 class MeasuredCost:
-    """A roofline corrected by what was measured."""
+    """A roofline corrected by what was measured. is_whole: on one GPU, where nothing crosses."""
 
-    def __init__(self, roofline: PooledCost, measured: MeasuredModel) -> None:
-        self._roofline, self._measured = roofline, measured
+    def __init__(self, roofline: PooledCost, measured: MeasuredModel, *, is_whole: bool = False) -> None:
+        self._roofline, self._measured, self._is_whole = roofline, measured, is_whole
         self._points: tuple[tuple[int, float], ...] = ()
         self._ffn_roofline = roofline
         if measured.ffn_s:
@@ -70,11 +70,12 @@ class MeasuredCost:
         attention_s = max(1e-9, bound.attention_s + self._attention_excess_s)
         if measured.attention_base_s is not None and is_decode and self._roofline.num_kv == 1:
             attention_s = measured.attention_base_s + work.kv_tokens * measured.attention_token_s
+        crossing_s = bound.crossing_s if measured.crossing_s is None or not is_decode else measured.crossing_s
         return StageTimes(
             num_layers=bound.num_layers,
             attention_s=attention_s,
             ffn_s=self._ffn_s(work.num_tokens, bound.ffn_s) if self._points else bound.ffn_s,
-            crossing_s=bound.crossing_s if measured.crossing_s is None or not is_decode else measured.crossing_s,
+            crossing_s=0.0 if self._is_whole else crossing_s,
             tail_s=bound.tail_s if measured.tail_s is None or not work.num_sampled else measured.tail_s,
         )
 
@@ -97,9 +98,19 @@ class MeasuredCost:
 
 def with_measurements(cost: PooledCost, table: MeasuredTable, model: str) -> StepCost:
     """The cost corrected by the table's entry of the model, or of the catalogue entry it stands for, if any."""
-    found = lookup(model)
-    measured = table.get(model) or (table.get(found.entry) if found is not None else None)
+    measured = _entry_of(table, model)
     return cost if measured is None else MeasuredCost(cost, measured)
+
+
+def whole_with_measurements(cost: MonolithicCost, table: MeasuredTable, model: str) -> StepCost:
+    """The same of a model that lies whole on one GPU; several all-reduce, which is not measured."""
+    measured = _entry_of(table, model) if cost.num_gpus == 1 else None
+    return cost if measured is None else MeasuredCost(cost.pooled, measured, is_whole=True)
+
+
+def _entry_of(table: MeasuredTable, model: str) -> MeasuredModel | None:
+    found = lookup(model)
+    return table.get(model) or (table.get(found.entry) if found is not None else None)
 
 
 def read_measured(paths: Sequence[Path]) -> MeasuredTable:

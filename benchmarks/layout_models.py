@@ -1,0 +1,93 @@
+"""What planner and simulator say of a load that was measured: the same requests, the same GPUs."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.report import RESULTS
+from crosspool.planner.deployment import PlanInput
+from crosspool.planner.planner import Planned, plan_deployment
+from crosspool.planner.quantile import QuantileEstimate
+from crosspool.simulator.group import Layout
+from crosspool.simulator.measured import MeasuredTable, read_measured
+from crosspool.simulator.result import GroupResult
+from crosspool.simulator.simulator import SimulationSettings, simulate
+
+QUANTILE = 0.99
+STAGE_TIMES = ("moe_layer_h200", "attention_half_h200", "decode_step_h200-x2")
+"""Kept results with measured stage times."""
+
+
+def stage_times(folder: Path = RESULTS) -> MeasuredTable:
+    """The newest of each; an empty table where there is none."""
+    newest = [max(found) for name in STAGE_TIMES if (found := sorted(folder.glob(f"{name}_2*.json")))]
+    return read_measured(newest) if newest else {}
+
+
+def planned(result: Mapping[str, Any], gpus: Mapping[str, Any], service: Mapping[str, Any], quantile: float) -> Planned:
+    """The plan for the requests that a run has sent."""
+    return _planned(result, gpus, service, quantile)[0]
+
+
+def kv_demand(result: Mapping[str, Any], gpus: Mapping[str, Any], quantile: float = QUANTILE) -> QuantileEstimate:
+    """The plan's quantile of active KV bytes over the time of the run, at the speeds that the run has seen."""
+    every = result["models"]["all"]
+    prompt = result["total_input_tokens"] / result["completed"]
+    service = {
+        "cost": "steady",
+        "tbt_ms": every["tbt_ms"]["mean"],
+        "prefill_tokens_per_s": 1e3 * prompt / every["ttft_ms"]["mean"],
+    }
+    (group,) = planned(result, gpus, service, quantile).groups
+    assert group.demand is not None
+    return group.demand.paged
+
+
+def kv_held(result: Mapping[str, Any], quantile: float = QUANTILE) -> float:
+    """The same quantile of the bytes in block tables, as the server told them at even times."""
+    return float(np.quantile([sum(sample["used_bytes"].values()) for sample in result["kv_samples"]], quantile))
+
+
+def simulated(
+    result: Mapping[str, Any], gpus: Mapping[str, Any], layout: Layout, measured: MeasuredTable
+) -> GroupResult:
+    """The run's requests in the simulator, stage times as measured."""
+    plan, plan_input = _planned(result, gpus, {}, QUANTILE)
+    settings = SimulationSettings(layout=layout, duration_s=max(result["start_times"]) + 1.0)
+    (group,) = simulate(plan, plan_input, settings, measured=measured)
+    return group
+
+
+def _planned(
+    result: Mapping[str, Any], gpus: Mapping[str, Any], service: Mapping[str, Any], quantile: float
+) -> tuple[Planned, PlanInput]:
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "sent.jsonl"
+        trace.write_text("\n".join(_rows(result)), encoding="utf-8")
+        plan_input = PlanInput.model_validate(
+            {
+                "gpus": {"kind": "h200", **gpus},
+                "precision": 0.05,
+                "quantile": quantile,
+                "models": [{"model": name} for name in dict.fromkeys(result["request_models"])],
+                "trace": {"file": str(trace), "period": result["duration"]},
+                "service": dict(service),
+            }
+        )
+        return plan_deployment(plan_input), plan_input
+
+
+def _rows(result: Mapping[str, Any]) -> Sequence[str]:
+    columns = (result["start_times"], result["request_models"], result["input_lens"], result["output_lens"])
+    rows = sorted(zip(*columns, strict=True))
+    first = rows[0][0]
+    return [
+        json.dumps({"t": begun - first, "model": model, "in": prompt, "out": max(1, output)})
+        for begun, model, prompt, output in rows
+    ]
