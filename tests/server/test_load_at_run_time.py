@@ -48,7 +48,7 @@ async def test_a48_memory_comes_back_round_after_round_while_another_model_serve
             return await http.post("/v1/completions", json=body)
 
         alone = (await ask("Q")).json()["choices"][0]["text"]
-        baseline = live.engine.engine.memory_bytes()
+        baseline = live.engine.memory_bytes()
         answers = set()
         for _ in range(ROUNDS):
             beside = [asyncio.create_task(ask("Q")) for _ in range(3)]
@@ -62,7 +62,7 @@ async def test_a48_memory_comes_back_round_after_round_while_another_model_serve
             assert (await ask("P")).status_code == 404
             assert {(await answer).json()["choices"][0]["text"] for answer in beside} == {alone}
             async with asyncio.timeout(2):
-                while live.engine.engine.memory_bytes() != baseline:
+                while live.engine.memory_bytes() != baseline:
                     await asyncio.sleep(0.01)
         assert len(answers) == 1
 

@@ -53,7 +53,7 @@ def _report(engine: AsyncEngine, console: Console) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    for rank, kinds in sorted(engine.engine.memory_bytes().items()):
+    for rank, kinds in sorted(engine.memory_bytes().items()):
         parts = [
             f"{kind} {format_bytes(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]) if size
         ]

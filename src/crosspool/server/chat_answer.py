@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from crosspool.engine.request import GenerationRequest
+from crosspool.server.answer_parser import AnswerParser
 from crosspool.server.catalogue import ModelFrontend
-from crosspool.server.chat_plan import ChatPlan, chat_plan
-from crosspool.server.generation_routes import prepare
+from crosspool.server.chat_plan import ChatPlan
 from crosspool.server.outputs import OutputGroup, open_group
+from crosspool.server.preparation import planned_chat
 from crosspool.server.protocol import ChatBody
 from crosspool.server.sampling import generation_request
-from crosspool.server.stream import unless_left
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +23,22 @@ class ChatAnswer:
     asked: GenerationRequest
     group: OutputGroup
 
+    @property
+    def parser(self) -> AnswerParser | None:
+        """A new parser of its text; None where all of it is content."""
+        return None if self.plan.parser is None else self.plan.parser()
+
 
 async def chat_answer(chat: ChatBody, request: Request, answer_id: str) -> ChatAnswer:
     """Hand the conversation to the engine as `answer_id`. Raises APIError where it is wrong or refused."""
-    model = prepare(chat, request)
-    state = request.app.state
-    limit = state.engine.model(model.name).context_limit
-    plan = await unless_left(request, chat_plan(chat, model, limit))
-    if plan.shows_marks:
-        chat = chat.model_copy(update={"skip_special_tokens": False})
+    found = await planned_chat(chat, request)
+    model, plan, state = found.model, found.plan, request.app.state
     asked = generation_request(
-        chat, model, plan.prompt, request_id=answer_id, context_limit=limit, constraint=plan.constraint
+        found.body,
+        model,
+        plan.prompt,
+        request_id=answer_id,
+        context_limit=found.context_limit,
+        constraint=plan.constraint,
     )
     return ChatAnswer(model, plan, asked, await open_group(state.engine, [asked], state.metrics))

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions and /v1/completions: from a checked body to one JSON answer or a stream of events."""
 
-import math
 import time
 import uuid
 from collections.abc import Sequence
@@ -13,20 +12,17 @@ from crosspool.core import TokenConstraint
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.server.catalogue import ModelFrontend
-from crosspool.server.chat_plan import chat_plan
 from crosspool.server.choices import AnswerShape, CompletionShape, Json, usage_json
-from crosspool.server.errors import APIError, ErrorBody, bad_request
+from crosspool.server.errors import ErrorBody
 from crosspool.server.outputs import open_group
+from crosspool.server.preparation import planned_chat, prepare
 from crosspool.server.prompts import completion_prompts
-from crosspool.server.protocol import MAX_TIMEOUT_S, ChatBody, CompletionBody, GenerationBody
-from crosspool.server.refusals import refuse_unsupported
+from crosspool.server.protocol import ChatBody, CompletionBody, GenerationBody
 from crosspool.server.sampling import generation_request
 from crosspool.server.stream import EventStream, answer_events, by_prompt, unless_left
 from crosspool.server.structured import asked_grammar, compiled
 
 router = APIRouter(tags=["generation"])
-
-TIMEOUT_HEADER = "X-Request-Timeout"
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "the answer, or its events"},
@@ -43,12 +39,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 @router.post("/v1/chat/completions", summary="Answer a conversation", responses=ERRORS, response_model=None)
 async def chat_completions(body: ChatBody, request: Request) -> Response:
-    model = prepare(body, request)
-    limit = request.app.state.engine.model(model.name).context_limit
-    plan = await unless_left(request, chat_plan(body, model, limit))
-    if plan.shows_marks:
-        body = body.model_copy(update={"skip_special_tokens": False})
-    return await answer(body, request, model, plan.shape(body, model), [plan.prompt], plan.constraint)
+    chat = await planned_chat(body, request)
+    plan = chat.plan
+    return await answer(
+        chat.body, request, chat.model, plan.shape(chat.body, chat.model), [plan.prompt], plan.constraint
+    )
 
 
 @router.post("/v1/completions", summary="Go on from a prompt", responses=ERRORS, response_model=None)
@@ -60,34 +55,6 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     if (asked := asked_grammar(body)) is not None:
         constraint = await unless_left(request, compiled(asked, body, model.vocabulary))
     return await answer(body, request, model, CompletionShape(model.tokenizer), prompts, constraint)
-
-
-def header_timeout_s(value: str | None) -> float | None:
-    """The deadline in a header. Raises APIError (400) for anything but a number of seconds above 0."""
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= MAX_TIMEOUT_S:
-        raise bad_request(
-            f"the header {TIMEOUT_HEADER} must be seconds above 0 and at most {MAX_TIMEOUT_S}", param=TIMEOUT_HEADER
-        )
-    return seconds
-
-
-def prepare(body: GenerationBody, request: Request) -> ModelFrontend:
-    """The model that is asked, after the checks that need no tokens. Raises APIError."""
-    state = request.app.state
-    if state.draining:
-        raise APIError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
-    model: ModelFrontend = state.catalogue.resolve(body.model)
-    request.state.model = model.name
-    refuse_unsupported(body)
-    if body.timeout is None:
-        body.timeout = header_timeout_s(request.headers.get(TIMEOUT_HEADER))
-    return model
 
 
 async def answer(

@@ -55,8 +55,7 @@ class InputTokens(BaseModel):
 async def messages(body: MessagesBody, request: Request) -> Response:
     message_id = f"msg_{uuid.uuid4().hex}"
     answer = await chat_answer(body.chat(), request, message_id)
-    parser, num_tokens = answer.plan.parser, len(answer.plan.prompt)
-    blocks = MessageBlocks(parser() if parser is not None else None)
+    blocks, num_tokens = MessageBlocks(answer.parser), len(answer.plan.prompt)
     head: Json = {"id": message_id, "type": "message", "role": "assistant", "model": answer.model.name}
     if body.stream:
         keep_alive_s = request.app.state.config.sse_keep_alive_s

@@ -23,8 +23,7 @@ router = APIRouter(tags=["responses"])
 async def responses(body: ResponsesBody, request: Request) -> Response:
     response_id = f"resp_{uuid.uuid4().hex}"
     answer = await chat_answer(body.chat(), request, response_id)
-    parser, sampling = answer.plan.parser, answer.asked.sampling
-    items = ResponseItems(parser() if parser is not None else None)
+    items, sampling = ResponseItems(answer.parser), answer.asked.sampling
     head: Json = {
         "id": response_id,
         "object": "response",
