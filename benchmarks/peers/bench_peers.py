@@ -23,14 +23,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from benchmarks.bench_layouts import add_load, bench_settings
+from benchmarks.bench_layouts_gpu import VOCABULARY
 from benchmarks.peers.instances import PEERS, Instance, PeerOptions, instances, write_peer_dir
 from benchmarks.peers.spread_weights import write_plugin
 from benchmarks.report import RESULTS, Report
 from crosspool.bench.run import run
+from crosspool.bench.settings import BenchSettings
 from crosspool.units import GiB
 
 START_TIMEOUT_S = 900.0
@@ -85,11 +88,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
+def peer_settings(args: argparse.Namespace, urls: tuple[str, ...], models: Sequence[str], rate: str) -> BenchSettings:
+    """The load that `bench_layouts_gpu` puts on our own layouts."""
+    return replace(bench_settings(args, urls, models, rate), temperature=1.0, vocab_size=VOCABULARY)
+
+
 def measure(args: argparse.Namespace, peer: str, started: Sequence[Instance], report: Report) -> None:
     """Every rate on one start of the engines."""
     for rate in args.rates:
         urls = tuple(f"{instance.model}={instance.url}" for instance in started)
-        settings = bench_settings(args, urls, [instance.model for instance in started], rate)
+        settings = peer_settings(args, urls, [instance.model for instance in started], rate)
         add_load(report, peer, rate, run(settings))
 
 

@@ -84,7 +84,8 @@ def instances(peer: str, models: Path, plugin: Path, options: PeerOptions) -> li
         port = FIRST_PORT + offset
         command = (_sglang if engine == "sglang" else _vllm)(models / model, port, len(gpus), options)
         if engine == "vllm":
-            command = (*command, "--kv-cache-memory-bytes", str(options.kv_bytes))
+            # Its KV is given in bytes; the share only has to be free at the start, beside another instance too.
+            command = (*command, "--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(options.kv_bytes))
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "PYTHONPATH": str(plugin), **QUIET}
         if engine == "kvcached":
             environment |= {"ENABLE_KVCACHED": "true", "VLLM_USE_V2_MODEL_RUNNER": "0"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import subprocess
 import sys
 
@@ -9,7 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.full_models import CONFIGS
+from benchmarks.bench_layouts_gpu import Load
 from benchmarks.peers.ballast import GIB, ballast_bytes
+from benchmarks.peers.bench_peers import peer_settings
 from benchmarks.peers.instances import PEERS, PeerOptions, instances, write_peer_dir
 from benchmarks.peers.spread_weights import MODULE, spread, write_plugin
 
@@ -35,6 +39,25 @@ def test_only_kvcached_shares_its_memory(tmp_path):
     layouts = {instance.model: instance.environment["KVCACHED_CONTIGUOUS_LAYOUT"] for instance in elastic}
     assert layouts == {"qwen3-30b-a3b": "false", "glm-4.7-flash": "true", "deepseek-v2-lite": "true"}
     assert not any("--kv-cache-memory-bytes" in instance.command for instance in elastic)
+
+
+def test_two_instances_of_vllm_may_start_on_one_gpu(tmp_path):
+    for instance in instances("vllm-static-2", tmp_path, tmp_path, PeerOptions()):
+        share = instance.command[instance.command.index("--gpu-memory-utilization") + 1]
+        assert float(share) < 0.4, "GLM and 20 GiB of KV leave less than this of an H200"
+
+
+def test_peers_get_the_load_of_our_own_layouts(tmp_path):
+    (tmp_path / "sharegpt_0.8.jsonl").write_text(
+        "\n".join(
+            json.dumps({"t": 0.1 * number, "model": name, "in": 9, "out": 6}) for number, name in enumerate(CONFIGS)
+        )
+    )
+    args = argparse.Namespace(seconds=100.0, max_model_len=32768, seed=2026, trace_dir=tmp_path, length_scale=1.0)
+    theirs = peer_settings(args, ("http://x",), list(CONFIGS), "0.8")
+    ours = Load.parse("static-2:0.8").settings("http://x", tmp_path, list(CONFIGS))
+    for name in ("temperature", "vocab_size", "seed", "ignore_eos", "trace"):
+        assert getattr(theirs, name) == getattr(ours, name), name
 
 
 def test_what_does_not_exist_is_refused(tmp_path):
