@@ -127,15 +127,11 @@ class Bench:
         shares_gpu = any(gpu == 0 for gpu, _ in slices)
         variants: dict[str, dict[str, Any]] = {"": {}, ".fused": {"fused": True}}
         if batch == 1:
-            variants |= {
-                ".direct": {"sums_by": "direct"},
-                ".router_waits": {"waits_in_router": True},
-                ".fused_waits": {"fused": True, "waits_in_router": True},
-            }
+            variants |= {".flags": {"sums_by": "flags"}, ".route_kv": {"route": "kv"}}
             if not shares_gpu:
                 early = WaitRule(deadline_s=0.3, early=True)
                 variants[".early"] = {"rule": early}
-                variants[".fused_early"] = {"fused": True, "waits_in_router": True, "rule": early}
+                variants[".fused_early"] = {"fused": True, "rule": early}
         for label, options in variants.items():
             model = SplitModel(self.gpus, spec, attention, slices, batch=batch, context=context, seed=SEED, **options)
             times = step_times_ms(model, context)

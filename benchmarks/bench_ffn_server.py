@@ -39,14 +39,16 @@ STEP_TARGETS = {"qwen3-30b-a3b": 2.6}
 HOPS_US = 5.5
 VARIANTS: dict[str, dict[str, Any]] = {
     "graphs": {},
-    "graphs.flags": {"sums_by": "direct"},
+    "graphs.flags": {"sums_by": "flags"},
     "resident": {},
     "resident.early": {},
 }
 """How a decode step is driven, and options: sums as words with their epoch, or plain behind a flag."""
 
 
-def round_trips(gpus: Gpus, report: Report, name: str, batches: list[int], routings: list[str], passes: int) -> None:
+def round_trips(
+    gpus: Gpus, report: Report, name: str, batches: list[int], routings: list[str], passes: int, route: str
+) -> None:
     """Medians over passes of the mean round trip of their layers, and the sums' error."""
     spec = full_spec(name, NUM_LAYERS)
     with torch.cuda.device(gpus.devices[1]):
@@ -57,19 +59,19 @@ def round_trips(gpus: Gpus, report: Report, name: str, batches: list[int], routi
             assert isinstance(moe, MoEFFNSpec)
             if routing == "distinct" and batch * moe.top_k > moe.num_experts:
                 continue
-            client = FFNClient(gpus, layers, batch, seed=SEED + batch)
-            unique = prepare_routing(gpus, layers, client, routing)
+            client = FFNClient(gpus, layers, batch, seed=SEED + batch, takes_choices=route == "kv")
+            unique = prepare_routing(gpus, layers, client, routing, route)
             times = client.run(passes)
             error = client.error()
             floor = layer_bytes(layers[0], unique) / COPY_TB_PER_S / 1e6 + HOPS_US
             suffix = "" if routing == "distinct" else ".uniform"
             report.samples(
-                f"ffn_roundtrip_us.{name}.tp1.b{batch}.ffn{suffix}",
+                f"ffn_roundtrip_us.{name}.tp1.b{batch}.{route}{suffix}",
                 times,
                 limit=floor,
                 note=f"bytes at {COPY_TB_PER_S} TB/s and two bare hops; {unique:.1f} experts a layer",
             )
-            report.metric(f"ffn_roundtrip_error.{name}.b{batch}{suffix}", error, limit=2e-3)
+            report.metric(f"ffn_roundtrip_error.{name}.b{batch}.{route}{suffix}", error, limit=2e-3)
             median = sorted(times)[len(times) // 2]
             goal = TARGETS.get(batch) if name.startswith("qwen3") and routing == "distinct" else None
             print(
@@ -79,7 +81,13 @@ def round_trips(gpus: Gpus, report: Report, name: str, batches: list[int], routi
             client.close()
 
 
-def prepare_routing(gpus: Gpus, layers: tuple, client: FFNClient, routing: str) -> float:  # type: ignore[type-arg]
+def prepare_routing(
+    gpus: Gpus,
+    layers: tuple,  # type: ignore[type-arg]
+    client: FFNClient,
+    routing: str,
+    route: str = "ffn",
+) -> float:
     """Mean number of experts that a layer reads for the client's rows."""
     unique = []
     with torch.cuda.device(gpus.devices[1]):
@@ -90,7 +98,10 @@ def prepare_routing(gpus: Gpus, layers: tuple, client: FFNClient, routing: str) 
             if routing == "distinct":
                 choose_distinct(layer, x)
             ffn(gpus.kernels[1], layer, x, out, half.scratch)
-            unique.append(int(half.scratch.routing.num_unique.item()))
+            routing, shape = half.scratch.routing, (client.batch, layer.spec.top_k)
+            unique.append(int(routing.num_unique.item()))
+            if route == "kv":
+                client.choose(routing.topk_ids.clone().view(shape), routing.topk_weights.clone().view(shape))
     return sum(unique) / len(unique)
 
 

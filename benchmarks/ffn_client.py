@@ -33,18 +33,29 @@ class ClientParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("rows", "received", "times")),
         ("first_base", ctypes.c_ulonglong),
         *((name, ctypes.c_int) for name in ("passes", "layers", "row_bytes", "values")),
-        ("pause_mask", ctypes.c_uint),
+        *((name, ctypes.c_uint) for name in ("pause_mask", "pause_ns")),
         ("are_words", ctypes.c_int),
     ]
 
 
 class FFNClient:
-    """GPU 0 asks, a server on GPU 1 answers; `rows` (layers, batch, hidden) are what each layer of a pass is sent."""
+    """GPU 0 asks, a server on GPU 1 answers; `rows` (layers, batch, hidden) are what each layer of a pass is sent.
+
+    takes_choices: under `route: kv`; `choose` must have been called before a run.
+    """
 
     def __init__(
-        self, gpus: Gpus, layers: Sequence[FFNLayerWeights], batch: int, *, seed: int, idle_s: float = IDLE_S
+        self,
+        gpus: Gpus,
+        layers: Sequence[FFNLayerWeights],
+        batch: int,
+        *,
+        seed: int,
+        idle_s: float = IDLE_S,
+        takes_choices: bool = False,
     ) -> None:
         self.batch, self.layers, self._gpus = batch, tuple(layers), gpus
+        self._choices: list[torch.Tensor] = []
         here, there = gpus.devices[:2]
         hidden = layers[0].hidden
         rule = WaitRule(deadline_s=1.0)
@@ -57,12 +68,25 @@ class FFNClient:
         with torch.cuda.device(there):
             crossing = FFNCrossing(gpus.kernels[1], self._side.lane, LinkMap(self._link.outbox, self._link.inbox))
             scratch = FFNScratch.for_layers(list(layers), batch, there)
-            self._served = serve_layers(layers, crossing, batch, scratch)
+            self._served = serve_layers(layers, crossing, batch, scratch, takes_choices=takes_choices)
             self._server = FFNServer(gpus.kernels[1], there, [self._side.lane], idle_s=idle_s)
         self._base = 0
         self._expected: torch.Tensor | None = None
         for device in (here, there):
             torch.cuda.synchronize(device)
+
+    def choose(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """What a router on the KV rank would send with the next layer's rows: (batch, top_k) int32 and fp32."""
+        here = self._gpus.devices[0]
+        parts = [ids.to(here).view(torch.uint8).flatten(), weights.to(here).view(torch.uint8).flatten()]
+        self._choices.append(torch.cat([*parts, torch.zeros(16 + 4 * self.batch, dtype=torch.uint8, device=here)]))
+
+    def _sent(self) -> torch.Tensor:
+        """(layers, bytes): what a put of each layer copies to its slot."""
+        rows = self.rows.view(torch.uint8).flatten(1)
+        if self._choices:
+            rows = torch.cat([rows, torch.stack(self._choices)], dim=1)
+        return rows[:, : rows.shape[1] // 16 * 16].contiguous()
 
     def run(self, passes: int, *, pause_mask: int = 0) -> list[float]:
         """Microseconds of a round trip, a mean over each pass's layers; the first three passes are left out."""
@@ -71,18 +95,18 @@ class FFNClient:
         times = torch.zeros(total + 1, dtype=torch.int64, device=self._gpus.devices[0])
         self._received.fill_(float("nan"))
         first = self._base + STEP
-        link = self._link
+        link, sent = self._link, self._sent()
         params = ClientParams(
             view=self._kv.lane.view(),
             flags=Flags.at([link.outbox.flag]),
             answers=Flags.at([link.inbox.flag]),
-            rows=self.rows.data_ptr(),
+            rows=sent.data_ptr(),
             received=self._received.data_ptr(),
             times=times.data_ptr(),
             first_base=first,
             passes=total,
             layers=layers,
-            row_bytes=self.rows[0].nbytes,
+            row_bytes=sent.shape[1],
             values=self._received[0].numel(),
             pause_mask=pause_mask,
             are_words=link.inbox.fits_words(self.batch, self.layers[0].hidden),

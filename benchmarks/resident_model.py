@@ -28,7 +28,10 @@ class ResidentModel(SplitModel):
             with torch.cuda.device(device):
                 crossing = FFNCrossing(side.kernels, side.lane, LinkMap(link.outbox, link.inbox))
                 scratch = FFNScratch.for_layers(list(half.layers), self.batch, device)
-                self._served.append(serve_layers(half.layers, crossing, self.batch, scratch))
+                takes_choices = options.get("route") == "kv"
+                self._served.append(
+                    serve_layers(half.layers, crossing, self.batch, scratch, takes_choices=takes_choices)
+                )
                 self.servers.append(FFNServer(side.kernels, device, [side.lane], idle_s=idle_s))
                 torch.cuda.synchronize(device)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,8 +17,9 @@ from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap
 from crosspool.backends.cuda.driver import Driver
 from crosspool.backends.cuda.ffn_half import FFNHalf
 from crosspool.backends.cuda.ffn_pass import FFNPass, SumsBy
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.ffn_weights import FFNLayerWeights, RouterWeights
 from crosspool.backends.cuda.graphs import Capturable, StepGraph, capture
+from crosspool.backends.cuda.kv_router import KVRouter
 from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.peer_memory import PlainMemory
@@ -32,6 +33,10 @@ from crosspool.units import MiB
 PAGE_TOKENS = 256
 SPARE_TOKENS = 256
 """Slots of the cache beyond the context, so that steps have somewhere to go."""
+
+
+Route = Literal["ffn", "kv"]
+"""Where experts are chosen."""
 
 
 class Gpus:
@@ -70,6 +75,13 @@ class Side:
             graph.replay()
 
 
+def _moved(router: RouterWeights | None, device: torch.device) -> RouterWeights | None:
+    if router is None:
+        return None
+    parts = {name: None if part is None else part.to(device) for name, part in vars(router).items()}
+    return RouterWeights(**parts)
+
+
 def open_links(kv: torch.device, weights: Sequence[torch.device], capacity: int) -> tuple[list[LinkMap], list[Any]]:
     """The links as the KV rank sees them, and what keeps their memory."""
     links, kept = [], []
@@ -94,7 +106,7 @@ class SplitModel:
         context: int,
         rule: WaitRule | None = None,
         sums_by: SumsBy = "words",
-        waits_in_router: bool = False,
+        route: Route = "ffn",
         fused: bool = False,
         prefetches: bool = True,
         seed: int = 0,
@@ -112,7 +124,13 @@ class SplitModel:
             device, [gpus.devices[gpu] for gpu, _ in slices], (2 * batch + 32) * spec.hidden_size
         )
         self.links = links
-        crossing = AttentionCrossing(self.kv.kernels, self.kv.lane, links, takes_words=sums_by == "words")
+        router = None
+        if route == "kv":
+            routers = [_moved(layer.router, device) for layer in slices[0][1]]
+            router = KVRouter.allocate(self.kv.kernels, self.kv.lane, spec, routers, batch)
+        crossing = AttentionCrossing(
+            self.kv.kernels, self.kv.lane, links, takes_words=sums_by == "words", router=router
+        )
         source = AttentionPass(
             self.kv.kernels, self.kv.lane, self.half, crossing, samples=True, is_decode=True, prefetches=prefetches
         )
@@ -132,7 +150,7 @@ class SplitModel:
                     batch,
                     spec.hidden_size,
                     sums_by=sums_by,
-                    waits_in_router=waits_in_router,
+                    takes_choices=route == "kv",
                 )
             self.weights.append(side)
             self.ffn_halves.append(half)

@@ -156,6 +156,7 @@ inline u64 load_relaxed_device(const u64* p) { return *static_cast<const volatil
 inline void store_relaxed_device(u64* p, u64 v) { *static_cast<volatile u64*>(p) = v; }
 inline void store_release_device(u64* p, u64 v) { *static_cast<volatile u64*>(p) = v; }
 inline void add_release_device(u64* p, u64 v) { *p += v; }
+inline void add_relaxed_device(u64* p, u64 v) { *p += v; }
 inline void spin() { emulator::yield(); }
 inline void check_aligned(const void* p, unsigned bytes) {
   if (reinterpret_cast<u64>(p) % bytes) { fprintf(stderr, "misaligned %u-byte access\n", bytes); abort(); }
@@ -167,6 +168,7 @@ inline uint4 load16(const void* p) { return load_as<uint4>(p); }
 inline uint2 load8(const void* p) { return load_as<uint2>(p); }
 inline float4 load_float4(const float* p) { return load_as<float4>(p); }
 inline float load_float_l2(const float* p) { return *p; }
+inline u32 load_u32_l2(const int* p) { return static_cast<u32>(*static_cast<const volatile int*>(p)); }
 inline float4 load_float4_l2(const float* p) { return load_as<float4>(p); }
 inline u32 warp_max_u32(u32 v) {
   return emulator::exchange(v, [](auto get) { u32 m = 0; for (int i = 0; i < 32; ++i) m = get(i) > m ? get(i) : m; return m; });
@@ -179,6 +181,7 @@ inline float exp2_fast(float x) { return exp2f(x); }
 inline float exp_full(float x) { return expf(x); }
 inline float log2_full(float x) { return log2f(x); }
 inline float rsqrt_full(float x) { return 1.0f / sqrtf(x); }
+inline float reciprocal(float x) { return 1.0f / x; }
 inline void sincos_small(float x, float* s, float* c) { *s = sinf(x); *c = cosf(x); }
 inline float float_of_bits(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 inline u32 bits_of_float(float f) { u32 v; memcpy(&v, &f, 4); return v; }
@@ -242,6 +245,10 @@ inline void copy_async16(void* shared, const void* global, bool valid) {
   check_aligned(shared, 16);
   if (valid) { check_aligned(global, 16); memcpy(shared, global, 16); } else memset(shared, 0, 16);
 }
+typedef u8* SharedAddress;
+inline SharedAddress shared_address(const void* p) { return static_cast<u8*>(const_cast<void*>(p)); }
+inline uint4 load16_shared(SharedAddress p) { return load16(p); }
+inline void copy_async16(void* shared, const void* global) { copy_async16(shared, global, true); }
 inline void copy_async_commit() {}
 template <int N>
 inline void copy_async_wait() {}

@@ -11,6 +11,7 @@ from crosspool.backends.cuda.attention_pass import AttentionPass
 from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap
 from crosspool.backends.cuda.ffn_half import FFNHalf
 from crosspool.backends.cuda.ffn_pass import FFNPass
+from crosspool.backends.cuda.kv_router import KVRouter
 from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule
 from crosspool.backends.cuda.transport import AttentionCrossing, FFNCrossing
 from crosspool.cluster.channel import channel_bytes
@@ -38,8 +39,9 @@ class SplitPass:
         *,
         rule: WaitRule | None = None,
         sums_by: str = "words",
-        waits_in_router: bool = False,
+        routers=None,
     ) -> None:
+        """routers: of every layer, on the attention side (`route: kv`)."""
         device, rule = half.residual.device, rule or WaitRule()
         rows, hidden = half.residual.shape
         self.half, self.rows = half, rows
@@ -47,11 +49,12 @@ class SplitPass:
         self.f2a = [OwnedChannel((2 * rows + 32) * hidden, device) for _ in slices]
         self.lane = LaneMemory(device, rule)
         links = [LinkMap(into.map, out.map) for into, out in zip(self.f2a, self.a2f, strict=True)]
+        router = None if routers is None else KVRouter.allocate(kernels, self.lane, half.spec, routers, rows)
         self.attention = AttentionPass(
             kernels,
             self.lane,
             half,
-            AttentionCrossing(kernels, self.lane, links, takes_words=sums_by == "words"),
+            AttentionCrossing(kernels, self.lane, links, takes_words=sums_by == "words", router=router),
             samples=True,
         )
         self.ffn_lanes = [LaneMemory(device, rule) for _ in slices]
@@ -64,7 +67,7 @@ class SplitPass:
                 rows,
                 hidden,
                 sums_by=sums_by,
-                waits_in_router=waits_in_router,
+                takes_choices=routers is not None,
             )
             for lane, part, link in zip(self.ffn_lanes, slices, links, strict=True)
         ]

@@ -34,18 +34,32 @@ def layers_of(family, tmp_path, num_layers=3):
 class Lane:
     """One lane of the weights rank, its rows put and its flag raised as a peer would."""
 
-    def __init__(self, layers, rows, *, seed=0, rule=None, words=False):
+    def __init__(self, layers, rows, *, seed=0, rule=None, words=False, takes_choices=False):
         self.layers, self.rows, self.hidden, self.words = layers, rows, layers[0].hidden, words
         self.inbox, self.outbox = (
             OwnedChannel((2 * rows + 32 if words else rows) * self.hidden, CPU) for _ in range(2)
         )
         self.memory = LaneMemory(CPU, rule or WaitRule())
         crossing = FFNCrossing(EmulatedKernels(), self.memory, LinkMap(self.inbox.map, self.outbox.map))
-        self.served = serve_layers(layers, crossing, rows, FFNScratch.for_layers(list(layers), rows, CPU))
+        scratch = FFNScratch.for_layers(list(layers), rows, CPU)
+        self.served = serve_layers(layers, crossing, rows, scratch, takes_choices=takes_choices)
         generator = torch.Generator().manual_seed(seed)
         self.x = [torch.randn(rows, self.hidden, generator=generator).bfloat16() for _ in range(2)]
         for parity, x in enumerate(self.x):
             ctypes.memmove(self.inbox.map.slot(parity), x.data_ptr(), x.nbytes)
+        self.choices = [self.choose(parity, generator) for parity in range(2)] if takes_choices else [None, None]
+
+    def choose(self, parity, generator):
+        """Experts and weights, drawn, behind the rows of this parity, as a router on the KV rank would leave them."""
+        spec = self.layers[0].spec
+        at = self.inbox.map.choices(parity, self.rows, self.hidden, spec.top_k)
+        ids = [torch.randperm(spec.num_experts, generator=generator)[: spec.top_k] for _ in range(self.rows)]
+        ids = torch.stack(ids).int().contiguous()
+        weights = torch.rand(self.rows, spec.top_k, generator=generator)
+        scales = torch.rand(self.rows, generator=generator)
+        for address, tensor in ((at.ids, ids), (at.weights, weights), (at.scales, scales)):
+            ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
+        return at
 
     def raise_flag(self, epoch):
         ctypes.c_uint64.from_address(self.inbox.map.flag).value = epoch
@@ -73,7 +87,8 @@ class Lane:
         for layer in range(max(0, last - 1), last + 1):
             out = torch.empty(self.rows, self.hidden)
             scratch = FFNScratch.for_layers(list(self.layers), self.rows, CPU)
-            ffn(EmulatedKernels(num_sms=3), self.layers[layer], self.x[layer & 1], out, scratch)
+            kernels, choices = EmulatedKernels(num_sms=3), self.choices[layer & 1]
+            ffn(kernels, self.layers[layer], self.x[layer & 1], out, scratch, choices=choices)
             assert torch.equal(self.sums(layer), out), f"layer {layer}"
 
 
@@ -109,6 +124,20 @@ def test_sums_may_cross_as_words_that_carry_their_epoch(tmp_path):
     assert lane.memory.done_epoch == BASE + 3
     assert [lane.epochs(layer) for layer in (1, 2)] == [{BASE + 2}, {BASE + 3}]
     assert lane.answered == 0  # no flag is raised
+
+
+@pytest.mark.parametrize(("family", "rows"), [("qwen3_moe", 1), ("qwen3_moe", 5), ("qwen2_moe", 2)])
+def test_experts_may_come_with_the_rows(family, rows, tmp_path):
+    lane = Lane(layers_of(family, tmp_path), rows, takes_choices=True)
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory], idle_s=0.0)
+    lane.raise_flag(BASE + 3)
+    server.post(lane.memory, lane.served, BASE)
+    lane.check(2)
+    own = Lane(lane.layers, rows)
+    own.raise_flag(BASE + 3)
+    server.post(own.memory, own.served, BASE)
+    own.check(2)
+    assert not torch.equal(own.sums(2), lane.sums(2))  # its own router chooses otherwise
 
 
 def test_lanes_of_different_models_take_turns_and_none_is_mixed_up(tmp_path):

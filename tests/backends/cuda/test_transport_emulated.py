@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,25 +37,30 @@ def epoch_base(step: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("family", "num_slices", "fused", "options"),
+    ("family", "num_slices", "fused", "sums_by", "route"),
     [
-        ("qwen3_moe", 1, False, {"sums_by": "raised", "waits_in_router": True}),
-        ("deepseek_v2", 2, False, {"sums_by": "direct", "waits_in_router": True}),
-        ("qwen3_moe", 3, False, {"sums_by": "staged"}),
-        ("deepseek_v2", 1, False, {"sums_by": "raised"}),
-        ("qwen3_moe", 2, False, {"sums_by": "words", "waits_in_router": True}),
-        ("deepseek_v2", 3, True, {"sums_by": "words", "waits_in_router": True}),
-        ("qwen3_moe", 1, True, {"sums_by": "raised"}),
+        ("qwen3_moe", 1, False, "flags", "ffn"),
+        ("deepseek_v2", 2, False, "flags", "kv"),
+        ("qwen3_moe", 2, False, "words", "ffn"),
+        ("deepseek_v2", 3, True, "words", "ffn"),
+        ("qwen3_moe", 1, True, "flags", "kv"),
+        ("qwen2_moe", 2, True, "words", "kv"),
+        ("gpt_oss", 1, False, "words", "kv"),
     ],
 )
-def test_split_passes_equal_the_undivided_model_bit_for_bit(family, num_slices, fused, options, tmp_path):
+def test_split_passes_equal_the_undivided_model_bit_for_bit(family, num_slices, fused, sums_by, route, tmp_path):
     directory = read_model_dir(write_tiny_model(tmp_path / "m", family, dtype="bfloat16", tokenizer=False))
     prompts = np.random.default_rng(3).integers(1, directory.spec.vocab_size, size=(2, 6)).tolist()
     kernels = EmulatedKernels()
     whole = build_decoder(EmulatedKernels(), directory, 2, 6, CPU, num_slices=num_slices)
     parts = build_decoder(kernels, directory, 2, 6, CPU, num_slices=num_slices, fused=fused)
     _, expected = decode_prompts(whole, prompts)
-    split = SplitPass(EmulatedKernels(), parts.attention, parts._slices, **options)
+    routers = None
+    if route == "kv":
+        routers = [layer.router for layer in parts._slices[0].layers]
+        for part in parts._slices:
+            part.layers = tuple(replace(layer, router=None) for layer in part.layers)
+    split = SplitPass(EmulatedKernels(), parts.attention, parts._slices, sums_by=sums_by, routers=routers)
     for position, logits in enumerate(expected):
         base = epoch_base(position + 1)
         slot = split.push(base, [prompt[position] for prompt in prompts], [position, position])

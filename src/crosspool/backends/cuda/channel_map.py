@@ -41,6 +41,18 @@ class ChannelMap:
             )
         return Rows(self.slot(layer), (tokens, width), dtype)
 
+    def choices(self, layer: int, tokens: int, width: int, top_k: int) -> "Choices":
+        """Where a router on the KV rank leaves its choices: behind the layer's rows of bf16, in the same slot."""
+        ids = self.rows(layer, tokens, width, torch.bfloat16).address + align_up(2 * tokens * width, 16)
+        weights = ids + 4 * tokens * top_k
+        scales = weights + 4 * tokens * top_k
+        if scales + 4 * tokens > self.slot(layer) + 4 * self.capacity:
+            raise ValueError(
+                f"{tokens} rows of width {width} and their {top_k} experts do not fit a channel of {self.capacity} "
+                "elements; set route to ffn"
+            )
+        return Choices(ids, weights, scales)
+
     def fits_words(self, tokens: int, width: int) -> bool:
         """Whether sums of this size cross as words, each with its epoch: few rows, for words take twice the bytes.
 
@@ -56,6 +68,16 @@ class ChannelMap:
             )
         start = self.capacity // 4 * 4 - 2 * tokens * width
         return Rows(self.slot(layer) + 4 * start, (tokens, width), torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Addresses of what a router decides: expert ids (tokens, top_k) int32, their weights (tokens, top_k) fp32, and the
+    shared expert's scale (tokens) fp32 where it is gated."""
+
+    ids: int
+    weights: int
+    scales: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from crosspool.backends.cuda.channel_map import Choices, Rows
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.moe import ffn
@@ -25,14 +26,16 @@ class FFNHalf:
     def run(
         self,
         layer: int,
-        x: torch.Tensor,
-        out: torch.Tensor,
-        arrival: Meeting | None = None,
+        x: torch.Tensor | Rows,
+        out: torch.Tensor | Rows,
+        *,
         departure: Meeting | None = None,
+        choices: Choices | None = None,
     ) -> None:
         """out (tokens, hidden), fp32 or bf16 = this slice's part of the layer's FFN of x (tokens, hidden) bf16.
 
-        arrival, departure: where `x` is filled by a peer (layers with a router only) and `out` lies in a peer's memory.
+        departure: where `out` lies in a peer's memory, as words that carry its epoch. choices: experts that a router on
+        the KV rank chose.
         """
         ffn(
             self._kernels,
@@ -41,6 +44,6 @@ class FFNHalf:
             out,
             self.scratch,
             fused=self._fused,
-            arrival=arrival,
             departure=departure,
+            choices=choices,
         )

@@ -20,6 +20,7 @@ from crosspool.backends.cuda.moe_params import FFNScratch
 from crosspool.backends.cuda.params import FusedParams
 from crosspool.backends.cuda.transport import FFNCrossing
 from crosspool.backends.cuda.transport_params import LaneView
+from crosspool.models.spec import MoEFFNSpec
 from crosspool.units import align_up
 
 MAX_LANES = 16
@@ -59,16 +60,27 @@ class ServedPass:
 
 
 def serve_layers(
-    layers: Sequence[FFNLayerWeights], crossing: FFNCrossing, rows: int, scratch: FFNScratch
+    layers: Sequence[FFNLayerWeights],
+    crossing: FFNCrossing,
+    rows: int,
+    scratch: FFNScratch,
+    *,
+    takes_choices: bool = False,
 ) -> ServedPass:
-    """Passes of `rows` rows over a lane's crossing. `scratch` is the server's alone: its logits carry its meetings."""
+    """Passes of `rows` rows over a lane's crossing. `scratch` is the server's alone: its words carry its meetings.
+
+    takes_choices: experts come with the rows, from routers on the KV rank.
+    """
     built = []
     for layer, weights in enumerate(layers):
         words = crossing.words(layer, rows, weights.hidden)
         out = crossing.sums(layer, rows, weights.hidden) if words is None else words
         departure = crossing.departure(layer) if words is None else crossing.epochs(layer)
         x = crossing.rows(layer, rows, weights.hidden)
-        built.append(fused_layer(weights, x, out, scratch, crossing.arrival(layer), departure))
+        choices = None
+        if takes_choices and isinstance(weights.spec, MoEFFNSpec):
+            choices = crossing.choices(layer, rows, weights.hidden, weights.spec.top_k)
+        built.append(fused_layer(weights, x, out, scratch, crossing.arrival(layer), departure, choices))
     table = b"".join(bytes(layer.params).ljust(_SERVED_BYTES, b"\0") for layer in built)
     device = scratch.act.device
     memory = torch.zeros(len(table) + 128, dtype=torch.uint8, device=device)

@@ -42,7 +42,24 @@ class FFNLayerWeights:
 
     @property
     def has_shared_gate(self) -> bool:
-        return isinstance(self.spec, MoEFFNSpec) and self.spec.shared is not None and self.spec.shared.gated
+        return has_shared_gate(self.spec)
+
+
+def has_shared_gate(spec: DenseFFNSpec | MoEFFNSpec) -> bool:
+    """Whether the router has one more row: the shared expert's."""
+    return isinstance(spec, MoEFFNSpec) and spec.shared is not None and spec.shared.gated
+
+
+def pack_router(tensors: Mapping[str, torch.Tensor]) -> RouterWeights:
+    """A layer's router, from its canonical tensors (fp32), wherever it runs."""
+    weight = tensors["router"].float()
+    if "shared_expert_gate" in tensors:
+        weight = torch.cat([weight, tensors["shared_expert_gate"].float()])
+    return RouterWeights(
+        weight=weight.contiguous(),
+        logit_bias=tensors.get("router_bias"),
+        choice_bias=tensors.get("choice_bias"),
+    )
 
 
 def pack_ffn(spec: DenseFFNSpec | MoEFFNSpec, hidden: int, tensors: Mapping[str, torch.Tensor]) -> FFNLayerWeights:
@@ -62,17 +79,10 @@ def pack_ffn(spec: DenseFFNSpec | MoEFFNSpec, hidden: int, tensors: Mapping[str,
             shared_up=tensors["up"],
             shared_down=tensors["down"],
         )
-    router = tensors["router"].float()
-    if "shared_expert_gate" in tensors:
-        router = torch.cat([router, tensors["shared_expert_gate"].float()])
     return FFNLayerWeights(
         spec=spec,
         hidden=hidden,
-        router=RouterWeights(
-            weight=router.contiguous(),
-            logit_bias=tensors.get("router_bias"),
-            choice_bias=tensors.get("choice_bias"),
-        ),
+        router=pack_router(tensors),
         gate_up=tensors["expert_gate_up"],
         down=tensors["expert_down"],
         gate_up_bias=tensors.get("expert_gate_up_bias"),

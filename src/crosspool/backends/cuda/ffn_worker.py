@@ -39,11 +39,11 @@ from crosspool.scheduler.step import StepHeader
 
 @dataclass
 class FFNModel:
-    """One model's slice on this rank; each lane has its own scratch."""
+    """One model's slice on this rank; each lane has its own scratch, fused passes too."""
 
     spec: ModelSpec
     layers: tuple[FFNLayerWeights, ...]
-    halves: dict[int, FFNHalf] = field(default_factory=dict)
+    halves: dict[tuple[int, bool], FFNHalf] = field(default_factory=dict)
     routers: list[torch.Tensor | None] | None = None  # of chunks, once there was one
     chunks: dict[int, ChunkFFN] = field(default_factory=dict)
     is_spread: bool = False  # its pages lie on several KV ranks, which run prompts in passes
@@ -58,6 +58,9 @@ class CudaFFNWorker:
         self._models: dict[str, FFNModel] = {}
         self._lanes: dict[int, WorkerLane] = {}
         self._joined: set[str] = set()  # KV ranks that run this worker's layers themselves
+        self._chunk_lanes: set[int] = set()
+        is_alone = list(site.devices.values()).count(site.index) <= 1
+        self._may_fuse = site.device.type == "cuda" and kernels.is_hopper and is_alone
 
     def join(self, kv_rank: str) -> None:
         """Leave the steps of this KV rank to it (`half_of`, `chunks_of`): it shares this process and GPU."""
@@ -99,7 +102,7 @@ class CudaFFNWorker:
         for number, lane in sorted(self._lanes.items()):  # none where a KV rank beside this one runs the passes
             for _, links in open_lanes([lane], [placement.kv_rank]):
                 for bucket in COMMON_BUCKETS:
-                    self._pass(placement.name, number, model, lane, links, bucket)
+                    self._pass(placement.name, number, model, lane, links, PassKind(bucket, self._may_fuse))
                     progress(total, total)  # a load that was given up ends here
 
     def open_link(
@@ -145,16 +148,20 @@ class CudaFFNWorker:
             is_served = self._resident is not None and self._resident.can_serve(lane)
             if self._resident is not None and not is_served:
                 self._resident.before_launch(lane)
+            # A fused layer takes the whole GPU: lanes then take turns, layer by layer, but it would wait for a prompt's
+            # kernels.
+            is_fused = self._may_fuse and not self._chunk_lanes
             for part in plan:
                 if self._resident is not None and is_served:
                     self._resident.post(
                         header.model, model.layers, header.lane, lane, (inlet.link,), part.bucket, part.base
                     )
                     continue
-                source = self._pass(header.model, header.lane, model, lane, (inlet.link,), part.bucket)
+                kind = PassKind(part.bucket, is_fused)
+                source = self._pass(header.model, header.lane, model, lane, (inlet.link,), kind)
                 lane.memory.push(part.base, model.spec.num_layers)
                 if lane.stream is not None:
-                    yield from lane.run_pass(header.model, (inlet.link,), part.bucket, (inlet,), part.base)
+                    yield from lane.run_pass(header.model, (inlet.link,), kind, (inlet,), part.base)
                     continue
                 for layer in source.kernels():
                     yield Wait((inlet,), part.base + layer + 1)
@@ -170,6 +177,7 @@ class CudaFFNWorker:
         ffn = self._chunk_ffn(model, header.lane)
         crossing = ChunkCrossing(self._kernels, lane.memory, [inlet.link.map()], plan, model.spec.hidden_size)
         has_ended = False
+        self._chunk_lanes.add(header.lane)
         try:
             if self._resident is not None:
                 self._resident.before_launch(lane)
@@ -178,6 +186,7 @@ class CudaFFNWorker:
             yield Wait((inlet,), plan.last_epoch)
             has_ended = True
         finally:
+            self._chunk_lanes.discard(header.lane)
             if not has_ended:
                 lane.give_up(plan.last_epoch)
 
@@ -193,12 +202,13 @@ class CudaFFNWorker:
     def has(self, model: str) -> bool:
         return model in self._models
 
-    def half_of(self, model: str, lane: int) -> FFNHalf:
-        """The model's layers for passes of a lane; a KV rank beside this one runs them."""
+    def half_of(self, model: str, lane: int, *, is_fused: bool = False) -> FFNHalf:
+        """The model's layers for passes of a lane; a KV rank beside this one, which `join` names, runs them itself."""
         held = self._models[model]
-        half = held.halves.get(lane)
+        half = held.halves.get((lane, is_fused))
         if half is None:
-            half = held.halves[lane] = FFNHalf(self._kernels, held.layers, PASS_TOKENS)
+            half = FFNHalf(self._kernels, held.layers, PASS_TOKENS, fused=is_fused)
+            held.halves[lane, is_fused] = half
         return half
 
     def chunks_of(self, model: str, lane: int) -> ChunkFFN:
@@ -238,16 +248,26 @@ class CudaFFNWorker:
             )
         return lane
 
-    def _pass(self, name: str, number: int, model: FFNModel, lane: WorkerLane, links: Links, bucket: int) -> FFNPass:
+    def _pass(
+        self, name: str, number: int, model: FFNModel, lane: WorkerLane, links: Links, kind: "PassKind"
+    ) -> FFNPass:
         def make() -> FFNPass:
-            half = self.half_of(name, number)
+            half = self.half_of(name, number, is_fused=kind.is_fused)
             crossing = FFNCrossing(self._kernels, lane.memory, links[0].map())
             hidden = model.spec.hidden_size
             # emulated kernels run in turn, and the host sees flags alone
             has_words = self._site.device.type == "cuda" and self._control != "host"
-            sums_by: SumsBy = "words" if has_words else "direct"
-            return FFNPass(self._kernels, lane.memory, half, crossing, bucket, hidden, sums_by=sums_by)
+            sums_by: SumsBy = "words" if has_words else "flags"
+            return FFNPass(self._kernels, lane.memory, half, crossing, kind.bucket, hidden, sums_by=sums_by)
 
-        source = lane.find_pass(name, links, bucket, make)
+        source = lane.find_pass(name, links, kind, make)
         assert isinstance(source, FFNPass)
         return source
+
+
+@dataclass(frozen=True)
+class PassKind:
+    """What a captured pass was made for. is_fused: a layer is one kernel, which holds the whole GPU."""
+
+    bucket: int
+    is_fused: bool

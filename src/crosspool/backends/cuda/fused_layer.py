@@ -4,17 +4,20 @@ from dataclasses import dataclass
 
 import torch
 
+from crosspool.backends.cuda.channel_map import Choices
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.moe_params import FFNScratch, moe_params
+from crosspool.backends.cuda.moe_params import WORD_VALUES, FFNScratch, moe_params
 from crosspool.backends.cuda.params import FusedParams, address
-from crosspool.backends.cuda.router import ROUTER_SMEM_BYTES, router_params, router_rows
+from crosspool.backends.cuda.router import ROUTER_SMEM_BYTES, choice_params, router_params, router_rows
 from crosspool.backends.cuda.transport_params import Meeting
 from crosspool.units import align_up, ceil_div
 
 WARPS = 8
 STAGE_BYTES = 32 * 1024  # of the block's weight streams
 RED_FLOATS, OUT_STRIDE = 160, 20
+SMEM_BYTES = 224 * 1024
+"""What a layer may take of a block's 227 KiB: the server has words of its own."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +35,30 @@ def fused_layer(
     scratch: FFNScratch,
     arrival: Meeting | None = None,
     departure: Meeting | None = None,
+    choices: Choices | None = None,
 ) -> FusedLayer:
-    """As `ffn` takes them. A dense layer is one without a router."""
-    moe = moe_params(weights, x, out, scratch, departure)
+    """As `ffn` takes them. A dense layer is one without a router; `choices` take the place of a layer's own."""
+    moe = moe_params(weights, x, out, scratch, departure, choices)
     tokens, pairs, routing = moe.tokens, moe.tokens * moe.top_k, scratch.routing
-    sums_bytes = max(2 * WARPS * ceil_div(tokens, 8) * RED_FLOATS, WARPS * OUT_STRIDE * tokens) * 4
-    work_bytes = align_up(max(sums_bytes, ROUTER_SMEM_BYTES), 16)
+    up_bytes, down_bytes = 2 * WARPS * ceil_div(tokens, 8) * RED_FLOATS * 4, WARPS * OUT_STRIDE * tokens * 4
+    lists_bytes = (3 * pairs + 2 * moe.max_unique + 2) * 4
+    values = pairs * moe.width + tokens * moe.shared_width
+    work_bytes = align_up(max(up_bytes, down_bytes, ROUTER_SMEM_BYTES), 16)
+    with_values = align_up(max(work_bytes, down_bytes + 2 * values), 16)
+    if 5 * STAGE_BYTES + with_values + lists_bytes <= SMEM_BYTES:
+        moe.near_values, work_bytes = values, with_values
+        moe.act_words = address(scratch.act_words) if values <= WORD_VALUES else None
     params = FusedParams(
         moe=moe, meetings=address(routing.meetings), logits=address(routing.logit_words), work_bytes=work_bytes
     )
-    if weights.router is None:
+    if choices is not None:
+        params.route = choice_params(weights, tokens, choices, arrival)
+    elif weights.router is None:
         params.route.arrival = arrival or Meeting()
     else:
-        params.route = router_params(weights, x, routing, arrival)
-        params.rows = router_rows(weights)
-    smem_bytes = 5 * STAGE_BYTES + work_bytes + (3 * pairs + 2 * moe.max_unique + 2) * 4
-    return FusedLayer(params, smem_bytes)
+        params.route = router_params(weights.spec, weights.router, x, routing, arrival)
+        params.rows = router_rows(weights.router)
+    return FusedLayer(params, 5 * STAGE_BYTES + work_bytes + lists_bytes)
 
 
 def launch_fused(kernels: Launcher, layer: FusedLayer) -> None:

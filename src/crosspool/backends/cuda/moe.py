@@ -2,6 +2,7 @@
 
 import torch
 
+from crosspool.backends.cuda.channel_map import Choices
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.fused_layer import (
     OUT_STRIDE,
@@ -13,7 +14,7 @@ from crosspool.backends.cuda.fused_layer import (
 )
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.moe_params import FFNScratch, moe_params
-from crosspool.backends.cuda.router import route
+from crosspool.backends.cuda.router import route, route_lists
 from crosspool.backends.cuda.transport_params import Meeting
 from crosspool.models.spec import MoEFFNSpec
 from crosspool.units import ceil_div
@@ -29,29 +30,30 @@ def ffn(
     routed: bool = False,
     fused: bool = False,
     overlap: bool = True,
-    arrival: Meeting | None = None,
     departure: Meeting | None = None,
+    choices: Choices | None = None,
 ) -> None:
     """out = this slice's FFN output of `x`: a partial sum where the FFN is cut over several ranks.
 
     x: (tokens, hidden) bf16, already normed, tokens <= 32. out: (tokens, hidden) fp32 or bf16.
     routed: `scratch.routing` already holds ids, weights and lists. overlap: False keeps the first kernel from starting
-    before all that came before has ended. arrival: a router layer waits itself for the rows that a peer puts to `x`.
-    fused: one cooperative kernel in place of three, on Hopper: the same bits, faster where a lane is alone. NOTE: it
-    holds every multiprocessor from its first wait to its end, so lanes take turns: off by default.
-    departure: the last kernel raises the flags behind `out`, which lies in a peer's memory.
+    before all that came before has ended.
+    fused: one cooperative kernel in place of three, on Hopper: the same bits, sooner. It holds every multiprocessor, so
+    lanes of one GPU take turns, which keeps them apart; beside other work it waits until the whole GPU is free.
+    departure: `out` lies in a peer's memory; the last kernel raises the flags behind it, or writes words of its epoch.
+    choices: of a router on the KV rank (`route: kv`), in place of this layer's own.
     """
     spec, routing = weights.spec, scratch.routing
     is_moe = isinstance(spec, MoEFFNSpec)
     is_fused = fused and is_moe and not routed and kernels.is_hopper
     if is_fused:
-        launch_fused(kernels, fused_layer(weights, x, out, scratch, arrival, departure))
+        launch_fused(kernels, fused_layer(weights, x, out, scratch, departure=departure, choices=choices))
         return
-    params = moe_params(weights, x, out, scratch, departure)
-    if is_moe and not routed:
-        route(kernels, weights, x, routing, overlap=overlap, arrival=arrival)
-    elif arrival is not None:
-        raise ValueError("only a router waits for its rows; let a kernel of its own wait before this layer")
+    params = moe_params(weights, x, out, scratch, departure, choices)
+    if isinstance(spec, MoEFFNSpec) and choices is not None:
+        route_lists(kernels, spec, params.tokens, params.hidden, routing, choices)
+    elif is_moe and not routed:
+        route(kernels, weights, x, routing, overlap=overlap)
     tokens, hidden, top_k = params.tokens, params.hidden, params.top_k
     stream_bytes = STAGE_BYTES * (5 if kernels.is_hopper else 3)
     lists_bytes = (2 * params.max_unique + 1 + 2 * tokens * top_k) * 4

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from crosspool.backends.cuda.channel_map import Choices
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.params import MoeParams, address, check
 from crosspool.backends.cuda.router import MAX_TOKENS, Routing
@@ -12,6 +13,8 @@ from crosspool.models.spec import MoEFFNSpec
 
 OUT_FORMS = {torch.bfloat16: 0, torch.float32: 1, torch.int64: 2}
 """int64: words of an fp32 sum and its epoch."""
+WORD_VALUES = 16 * 1024
+"""Most activations of a layer that cross between blocks as words: every block reads all of them."""
 ACTIVATIONS = {"silu": 0, "gpt_oss_swiglu": 1}
 
 
@@ -22,6 +25,7 @@ class FFNScratch:
     routing: Routing
     act: torch.Tensor  # bf16, flat: (tokens * top_k, width)
     shared_act: torch.Tensor  # bf16, flat: (tokens, shared_width)
+    act_words: torch.Tensor  # int64: two activations and an epoch each, of kernels that hold the whole device
 
     @classmethod
     def for_layers(cls, layers: list[FFNLayerWeights], max_tokens: int, device: torch.device) -> "FFNScratch":
@@ -34,6 +38,7 @@ class FFNScratch:
             Routing.allocate(max_tokens, experts, top_k, device),
             torch.empty(max(act, 8), dtype=torch.bfloat16, device=device),
             torch.empty(max(shared, 8), dtype=torch.bfloat16, device=device),
+            torch.zeros(WORD_VALUES // 2, dtype=torch.int64, device=device),
         )
 
 
@@ -43,8 +48,12 @@ def moe_params(
     out: torch.Tensor,
     scratch: FFNScratch,
     departure: Meeting | None = None,
+    choices: Choices | None = None,
 ) -> MoeParams:
-    """x: (tokens, hidden) bf16; out: (tokens, hidden) in one of OUT_FORMS. ValueError where the kernels cannot."""
+    """x: (tokens, hidden) bf16; out: (tokens, hidden) in one of OUT_FORMS. ValueError where the kernels cannot.
+
+    choices: of a router elsewhere, in place of `scratch.routing`'s.
+    """
     tokens, hidden = x.shape
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"{tokens} tokens; the small-batch FFN takes 1 to {MAX_TOKENS}, use grouped products beyond")
@@ -57,6 +66,9 @@ def moe_params(
     is_moe = isinstance(spec, MoEFFNSpec)
     top_k = spec.top_k if isinstance(spec, MoEFFNSpec) else 1
     routing = scratch.routing
+    topk_weights, scales = address(routing.topk_weights), address(routing.shared_scale)
+    if choices is not None:
+        topk_weights, scales = choices.weights, choices.scales
     return MoeParams(
         x=address(x),
         gate_up=address(weights.gate_up),
@@ -66,8 +78,8 @@ def moe_params(
         shared_gate=address(weights.shared_gate),
         shared_up=address(weights.shared_up),
         shared_down=address(weights.shared_down),
-        shared_scale=address(routing.shared_scale) if weights.has_shared_gate else None,
-        topk_weights=address(routing.topk_weights),
+        shared_scale=scales if weights.has_shared_gate else None,
+        topk_weights=topk_weights,
         num_unique=address(routing.num_unique) if is_moe else None,
         unique_ids=address(routing.unique_ids),
         unique_offsets=address(routing.unique_offsets),

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from crosspool.backends.cuda.transport_params import Meeting
+from crosspool.backends.cuda.transport_params import MAX_PEERS, Meeting
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
 MAX_PARTIALS = 8
@@ -116,15 +116,22 @@ class RouterParams(ctypes.Structure):
     ]
 
 
+class RoutePutParams(ctypes.Structure):
+    _fields_ = [
+        ("route", RouterParams),
+        ("departure", Meeting),
+        *((name, _P * MAX_PEERS) for name in ("ids", "weights", "scales")),
+    ]
+
+
 class MoeParams(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("x", "gate_up", "down", "gate_up_bias", "down_bias")),
         *((name, _P) for name in ("shared_gate", "shared_up", "shared_down", "shared_scale", "topk_weights")),
         *((name, _P) for name in ("num_unique", "unique_ids", "unique_offsets", "expert_pairs")),
-        *((name, _P) for name in ("act", "shared_act", "out")),
+        *((name, _P) for name in ("act", "shared_act", "act_words", "out")),
         *((name, _I) for name in ("tokens", "hidden", "width", "shared_width", "top_k", "activation")),
-        ("out_form", _I),
-        ("max_unique", _I),
+        *((name, _I) for name in ("out_form", "max_unique", "near_values")),
         ("departure", Meeting),
     ]
 

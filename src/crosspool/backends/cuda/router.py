@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.channel_map import Choices
+from crosspool.backends.cuda.ffn_weights import FFNLayerWeights, RouterWeights, has_shared_gate
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.params import RouterParams, address, check
 from crosspool.backends.cuda.transport_params import Meeting
-from crosspool.models.spec import MoEFFNSpec, RouterSpec
+from crosspool.models.spec import DenseFFNSpec, MoEFFNSpec, RouterSpec
 
 MAX_TOKENS = 32
 MAX_EXPERTS = 512
@@ -80,11 +81,10 @@ def route(
     routing: Routing,
     *,
     overlap: bool = True,
-    arrival: Meeting | None = None,
 ) -> None:
-    """Route `x` (tokens, hidden) bf16 by the layer's router; fp32 arithmetic. arrival: wait for a peer to put `x`."""
-    params = router_params(weights, x, routing, arrival)
-    rows = router_rows(weights)
+    """Route `x` (tokens, hidden) bf16 by the layer's router; fp32 arithmetic."""
+    params = router_params(weights.spec, weights.router, x, routing)
+    rows = router_rows(weights.router)
     kernels.launch(
         "router",
         "route",
@@ -96,9 +96,14 @@ def route(
     )
 
 
-def router_params(weights: FFNLayerWeights, x: torch.Tensor, routing: Routing, arrival: Meeting | None) -> RouterParams:
-    """The layer's router on `x`, for kernels that route. Raises ValueError where they cannot."""
-    spec, router = weights.spec, weights.router
+def router_params(
+    spec: DenseFFNSpec | MoEFFNSpec,
+    router: RouterWeights | None,
+    x: torch.Tensor,
+    routing: Routing,
+    arrival: Meeting | None = None,
+) -> RouterParams:
+    """A layer's router on `x`, for kernels that route. Raises ValueError where they cannot."""
     if not isinstance(spec, MoEFFNSpec) or router is None:
         raise ValueError("a dense layer has no router")
     tokens, hidden = x.shape
@@ -111,7 +116,7 @@ def router_params(weights: FFNLayerWeights, x: torch.Tensor, routing: Routing, a
         x=address(x),
         logits=address(routing.logits),
         ticket=address(routing.ticket),
-        shared_scale=address(routing.shared_scale) if weights.has_shared_gate else None,
+        shared_scale=address(routing.shared_scale) if has_shared_gate(spec) else None,
         **_outputs(routing),
         tokens=tokens,
         experts=spec.num_experts,
@@ -122,16 +127,37 @@ def router_params(weights: FFNLayerWeights, x: torch.Tensor, routing: Routing, a
     )
 
 
-def router_rows(weights: FFNLayerWeights) -> int:
-    """Rows of the router: experts, and the shared expert's gate where there is one."""
-    assert weights.router is not None
-    return int(weights.router.weight.shape[0])
+def choice_params(
+    weights: FFNLayerWeights, tokens: int, choices: Choices, arrival: Meeting | None = None
+) -> RouterParams:
+    """A router without weights: ids and weights come from elsewhere (`route: kv`), the lists are made here."""
+    spec = weights.spec
+    assert isinstance(spec, MoEFFNSpec)
+    _check_limits(spec, tokens, weights.hidden)
+    return RouterParams(
+        topk_ids=choices.ids,
+        topk_weights=choices.weights,
+        tokens=tokens,
+        experts=spec.num_experts,
+        top_k=spec.top_k,
+        arrival=arrival or Meeting(),
+    )
 
 
-def route_lists(kernels: Launcher, spec: MoEFFNSpec, tokens: int, hidden: int, routing: Routing) -> None:
-    """The expert lists alone, from `routing.topk_ids` that came from elsewhere (`route: kv`)."""
+def router_rows(router: RouterWeights | None) -> int:
+    """Rows of a router: experts, and the shared expert's gate where there is one."""
+    assert router is not None
+    return int(router.weight.shape[0])
+
+
+def route_lists(
+    kernels: Launcher, spec: MoEFFNSpec, tokens: int, hidden: int, routing: Routing, choices: Choices | None = None
+) -> None:
+    """The expert lists alone, from `choices`, or from `routing.topk_ids` that came from elsewhere (`route: kv`)."""
     _check_limits(spec, tokens, hidden)
     params = RouterParams(**_outputs(routing), tokens=tokens, experts=spec.num_experts, hidden=hidden, top_k=spec.top_k)
+    if choices is not None:
+        params.topk_ids = choices.ids
     kernels.launch(
         "router", "route_lists", grid=(1, 1, 1), threads=_THREADS, smem_bytes=ROUTER_SMEM_BYTES, params=params
     )

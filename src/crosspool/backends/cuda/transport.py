@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from crosspool.backends.cuda.channel_map import LinkMap, Rows
+from crosspool.backends.cuda.channel_map import Choices, LinkMap, Rows
+from crosspool.backends.cuda.kv_router import KVRouter
 from crosspool.backends.cuda.lane_memory import RECORD_WORDS, RING_SLOTS, LaneMemory
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.params import address, check
@@ -33,21 +34,38 @@ class AttentionCrossing:
     """The KV rank's side of one lane with the weights ranks of one model, in rank order."""
 
     def __init__(
-        self, kernels: Launcher, lane: LaneMemory, links: Sequence[LinkMap], *, takes_words: bool = False
+        self,
+        kernels: Launcher,
+        lane: LaneMemory,
+        links: Sequence[LinkMap],
+        *,
+        takes_words: bool = False,
+        router: KVRouter | None = None,
     ) -> None:
-        """takes_words: the peers send sums as words where they fit, as an FFN server does, and `FFNPass` by "words"."""
+        """takes_words: the peers send sums as words where they fit, as an FFN server does, and `FFNPass` by "words".
+
+        router: of a model whose experts are chosen here (`route: kv`).
+        """
         if not 1 <= len(links) <= MAX_PEERS:
             raise ValueError(f"{len(links)} weights ranks; a KV rank crosses to 1 to {MAX_PEERS}")
-        self._kernels, self._lane, self._links, self._takes_words = kernels, lane, tuple(links), takes_words
+        self._kernels, self._lane, self._links = kernels, lane, tuple(links)
+        self._takes_words, self._router = takes_words, router
 
     def norm_put(
         self, layer: int, residual: torch.Tensor, norm_weight: torch.Tensor, normed: torch.Tensor, eps: float
     ) -> None:
-        """normed = RMSNorm(residual), here and in every peer's slot. residual: (tokens, hidden) fp32; normed: bf16."""
+        """normed = RMSNorm(residual), here and in every peer's slot. residual: (tokens, hidden) fp32; normed: bf16.
+
+        Where the layer is routed here, its choices follow, and the flags behind both.
+        """
+        router = self._router if self._router is not None and self._router.routes(layer) else None
         params = NormPutParams(view=self._lane.view(), flags=Flags.at([link.outbox.flag for link in self._links]))
         tokens, hidden = residual.shape
         slots = [link.outbox.rows(layer, tokens, hidden, torch.bfloat16).address for link in self._links]
+        params.raises = router is None
         self._launch("norm_put", params, slots, layer, residual, norm_weight, normed, eps)
+        if router is not None:
+            router.put(layer, normed, self._links)
 
     def wait_norm(
         self, layer: int, residual: torch.Tensor, norm_weight: torch.Tensor, normed: torch.Tensor, eps: float
@@ -101,6 +119,10 @@ class FFNCrossing:
         """Where the layer's rows lie once `wait` has ended: bf16."""
         return self.link.inbox.rows(layer, tokens, hidden, torch.bfloat16)
 
+    def choices(self, layer: int, tokens: int, hidden: int, top_k: int) -> Choices:
+        """What a router on the KV rank decided, there with the rows."""
+        return self.link.inbox.choices(layer, tokens, hidden, top_k)
+
     def sums(self, layer: int, tokens: int, hidden: int) -> Rows:
         """Where the layer's partial sums go, in the KV rank's memory: fp32."""
         return self.link.outbox.rows(layer, tokens, hidden, torch.float32)
@@ -132,24 +154,8 @@ class FFNCrossing:
         """For a kernel that raises the flag behind its own sums in the peer's memory."""
         return Meeting(view=self.lane.view(), flags=Flags.at([self.link.outbox.flag]), layer=layer)
 
-    def put(self, layer: int, sums: torch.Tensor) -> None:
-        """Copy (tokens, hidden) fp32 to the peer's slot, then raise the flag."""
-        tokens, hidden = sums.shape
-        check("sums", sums, (tokens, hidden), torch.float32)
-        if hidden % 4:
-            raise ValueError(f"hidden size {hidden}; rows cross in 16-byte pieces, so it must be a multiple of 4")
-        params = CrossParams(
-            view=self.lane.view(),
-            raise_for=Flags.at([self.link.outbox.flag]),
-            rows=address(sums),
-            slots=Slots(self.sums(layer, tokens, hidden).address),
-            row_bytes=hidden * 4,
-            raise_layer=layer,
-        )
-        self._cross(params, tokens)
-
-    def _cross(self, params: CrossParams, blocks: int = 1) -> None:
-        self.kernels.launch("transport", "cross", grid=(blocks, 1, 1), threads=_BLOCK, smem_bytes=256, params=params)
+    def _cross(self, params: CrossParams) -> None:
+        self.kernels.launch("transport", "cross", grid=(1, 1, 1), threads=_BLOCK, smem_bytes=256, params=params)
 
 
 def begin_pass(

@@ -36,11 +36,12 @@ class NormPutParams(ctypes.Structure):
         *((name, _P) for name in ("residual", "norm_weight", "normed")),
         *((name, _I) for name in ("hidden", "layer")),
         ("eps", _F),
+        ("raises", _I),
     ]
 
 
 class WaitNormParams(ctypes.Structure):
-    _fields_ = [*NormPutParams._fields_, ("are_words", _I)]
+    _fields_ = [*NormPutParams._fields_[:-1], ("are_words", _I)]
 
 
 class CrossParams(ctypes.Structure):

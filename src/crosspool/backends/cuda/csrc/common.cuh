@@ -49,6 +49,7 @@ DEVICE u64 load_relaxed_device(const u64* p) {
 DEVICE void store_relaxed_device(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE void store_release_device(u64* p, u64 v) { asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE void add_release_device(u64* p, u64 v) { asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+DEVICE void add_relaxed_device(u64* p, u64 v) { asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 DEVICE void spin() {}
 
 // Weights are read once: keep them out of L1.
@@ -63,6 +64,7 @@ DEVICE uint2 load8(const void* p) { return *reinterpret_cast<const uint2*>(p); }
 DEVICE float4 load_float4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 // Data another block wrote during this kernel: past L1.
 DEVICE float load_float_l2(const float* p) { return __ldcg(p); }
+DEVICE u32 load_u32_l2(const int* p) { return static_cast<u32>(__ldcg(p)); }
 DEVICE float4 load_float4_l2(const float* p) { return __ldcg(reinterpret_cast<const float4*>(p)); }
 // The largest value of a warp's lanes.
 DEVICE u32 warp_max_u32(u32 v) { return __reduce_max_sync(~0u, v); }
@@ -74,6 +76,8 @@ DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=
 DEVICE float exp_full(float x) { return expf(x); }
 DEVICE float log2_full(float x) { return log2f(x); }
 DEVICE float rsqrt_full(float x) { return 1.0f / sqrtf(x); }
+// 1 / x, one unit in the last place off at most.
+DEVICE float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE void sincos_small(float x, float* s, float* c) { sincosf(x, s, c); }
 DEVICE float float_of_bits(u32 v) { return __uint_as_float(v); }
 DEVICE u32 bits_of_float(float v) { return __float_as_uint(v); }
@@ -106,11 +110,28 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
+// A place in shared memory, which the compiler does not work out anew at every use.
+typedef u32 SharedAddress;
+DEVICE SharedAddress shared_address(const void* p) {
+  u32 address = static_cast<u32>(__cvta_generic_to_shared(p));
+  asm volatile("" : "+r"(address));
+  return address;
+}
+DEVICE uint4 load16_shared(SharedAddress p) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(p));
+  return v;
+}
 // 16 bytes from global to shared memory; zeros where `valid` is false (the source must still be an address).
-DEVICE void copy_async16(void* shared, const void* global, bool valid) {
-  u32 address = static_cast<u32>(__cvta_generic_to_shared(shared));
+DEVICE void copy_async16(SharedAddress shared, const void* global, bool valid) {
   int size = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(size) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(size) : "memory");
+}
+DEVICE void copy_async16(SharedAddress shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+DEVICE void copy_async16(void* shared, const void* global, bool valid) {
+  copy_async16(static_cast<SharedAddress>(__cvta_generic_to_shared(shared)), global, valid);
 }
 DEVICE void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
@@ -179,6 +200,12 @@ struct GridMeeting {
     if (threadIdx.x == 0)
       while (load_acquire_device(counter) < target) spin();
     block_sync();
+    target += gridDim.x;
+  }
+  // In place of both where nothing is handed over by the counter: epochs go on. NOTE: only where no block can go on
+  // before every block of the grid has come this far.
+  DEVICE void pass_by() {
+    if (threadIdx.x == 0) add_relaxed_device(counter, 1);
     target += gridDim.x;
   }
 };

@@ -110,17 +110,6 @@ struct Departure {
   int layer;
 };
 
-// In place of grid_wait and grid_launch_dependents: every thread of a block calls it, and then sees the rows.
-DEVICE void grid_wait_for(const Arrival& arrival) {
-  const bool holds_back = arrival.flags.count > 0 && !arrival.view.early;
-  if (!holds_back) grid_launch_dependents();
-  grid_wait();
-  if (arrival.flags.count == 0) return;
-  await(arrival.view, arrival.flags, load_relaxed(arrival.view.lane + BASE), arrival.layer);
-  block_sync();
-  if (holds_back) grid_launch_dependents();
-}
-
 // After a block's last store of its output.
 DEVICE void depart(const Departure& departure, int blocks) {
   if (departure.flags.count == 0) return;

@@ -11,12 +11,14 @@ struct ClientParams {
   Flags answers;                          // in this rank's memory
   u8* slots[2][CLIENT_RANKS];             // the weights ranks' rows, by layer parity: (tokens, hidden) bf16
   const float* sums[2][CLIENT_RANKS];     // this rank's slots: (tokens, hidden) fp32
-  const u16* rows;                        // (layers, tokens, hidden) bf16: what each layer of a pass sends
+  const u8* rows;                         // (layers, row_bytes): what each layer of a pass sends: rows of bf16, then what
+                                          // a router would add
   float* received;                        // (layers, tokens, hidden): the sums of the last pass, in rank order, or null
   u64* times;                             // (passes + 1): when each pass began, and the last one's end
   u64 first_base;                         // of the first pass; the next ones follow at STEP
-  int passes, layers, row_bytes, values;  // row_bytes: of one layer's rows; values: of one layer's sums
+  int passes, layers, row_bytes, values;  // row_bytes: of one layer; values: of one layer's sums
   unsigned pause_mask;                    // random pauses before a put: 0 none, else a mask of nanoseconds
+  unsigned pause_ns;                      // what attention would take, before every put
   int are_words;                          // sums carry their epoch; else flags tell of them
 };
 
@@ -39,12 +41,12 @@ KERNEL(ffn_client, ClientParams, BLOCK, 1) {
     const u64 base = p.first_base + static_cast<u64>(pass) * STEP;
     if (threadIdx.x == 0) p.times[pass] = timer_ns();
     for (int layer = 0; layer < p.layers; ++layer) {
-      if (p.pause_mask) {
+      if (p.pause_mask || p.pause_ns) {
         random = random * 1664525u + 1013904223u;
-        const u64 until = timer_ns() + (random >> 8 & p.pause_mask);
+        const u64 until = timer_ns() + p.pause_ns + (random >> 8 & p.pause_mask);
         while (timer_ns() < until) {}
       }
-      const u8* from = reinterpret_cast<const u8*>(p.rows) + static_cast<i64>(layer) * p.row_bytes;
+      const u8* from = p.rows + static_cast<i64>(layer) * p.row_bytes;
       for (int i = threadIdx.x * 16; i < p.row_bytes; i += BLOCK * 16) {
         const uint4 value = load16(from + i);
         for (int rank = 0; rank < p.flags.count; ++rank) store16(p.slots[layer & 1][rank] + i, value);

@@ -238,7 +238,7 @@ DEVICE void await_rows(const ServerParams& p, ServerSmem& s, u32 turn) {
     const u64 start = timer_ns();
     u64 looked = start;
     for (bool is_there = arrival.view.deadline_ns < 0; !is_there;) {
-      for (int i = 0; i < POLLS_PER_LOOK && !is_there; ++i) is_there = load_relaxed(flag) >= want;
+      for (int i = 0; i < POLLS_PER_LOOK && !is_there; ++i) is_there = load_acquire(flag) >= want;
       if (is_there || load_relaxed_device(p.order + GIVEN_UP) == turn) break;
       spin();
       if (blockIdx.x != 0) continue;
@@ -248,7 +248,6 @@ DEVICE void await_rows(const ServerParams& p, ServerSmem& s, u32 turn) {
       looked = now;
       if (load_relaxed(arrival.view.host + ABORT) >= s.order[PASS]) give_up(p, s, turn, want);
     }
-    load_acquire(flag);
   }
   block_sync();
 }

@@ -23,9 +23,11 @@ struct MoeParams {
   const int* expert_pairs;    // (tokens * top_k), grouped by expert
   u16* act;                   // (tokens * top_k, width) bf16
   u16* shared_act;            // (tokens, shared_width) bf16
+  u64* act_words;             // both within one kernel: two values and the meeting's epoch a word, or null
   void* out;                  // (tokens, hidden) of `out_form`
   int tokens, hidden, width, shared_width, top_k, activation, out_form;
   int max_unique;             // most experts that can be chosen: min(experts, tokens * top_k), at least 1
+  int near_values;            // activations that a block's scratch holds beside its sums
   Departure departure;        // where `out` is a peer's slot
 };
 

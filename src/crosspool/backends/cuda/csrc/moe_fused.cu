@@ -6,8 +6,8 @@
 
 KERNEL(moe_fused, FusedParams, MOE_THREADS, 1) {
   FusedLayer layer(p, dynamic_smem());
-  if (p.route.arrival.flags.count > 0) layer.load_shared();  // there is time; else routing comes first
-  grid_wait_for(p.route.arrival);
+  grid_launch_dependents();
+  grid_wait();
   GridMeeting meeting(p.meetings);
   layer.run(meeting, out_epoch(p.moe));
   depart(p.moe.departure, gridDim.x);

@@ -1,5 +1,6 @@
 // The FFN of few tokens by blocks that hold the whole device: router, gate and up, down. Every block chooses experts for
-// itself once it finds all logits, which carry the meeting's epoch; before down all blocks meet. The stream of weights
+// itself once it finds all logits, which carry the meeting's epoch, or takes them as they came with the rows. Before down
+// all blocks meet or, where activations are few, each looks for them: they carry the epoch too. The stream of weights
 // hardly pauses: shared experts' tiles are on their way before the router has ended, and each block's part of the down
 // projection before the last activation is there.
 #pragma once
@@ -7,12 +8,12 @@
 #include "router.cuh"
 
 struct FusedParams {
-  RouterParams route;  // all zero in a dense layer, but for its arrival
+  RouterParams route;  // all zero in a dense layer, but for its arrival; without a weight, ids and weights are there
   MoeParams moe;
   u64* meetings;   // arrivals of blocks; every launch on it has the same grid
   u64* logits;     // (tokens, rows): value below, epoch above; of one counter of meetings
-  int rows;        // of the router; 0: a dense layer
-  int work_bytes;  // scratch between the streams and the lists
+  int rows;        // of the router; 0: none here
+  int work_bytes;  // scratch between the streams and the lists: of the router, of sums, and of `near_values`
 };
 
 struct FusedLayer {
@@ -39,6 +40,44 @@ struct FusedLayer {
   DEVICE void run(GridMeeting& meeting, u32 epoch_out) {
     const MoeParams& m = p.moe;
     const u32 epoch = meeting.epoch();
+    if (p.rows > 0) choose_here(epoch);
+    else if (p.route.tokens > 0) take_choices();
+    else *unique = 0;
+    block_sync();
+    // As words only where every block makes some: then none is left behind by those that find all.
+    const bool are_near = Acts::num_values(m) <= m.near_values;
+    const int tiles = up.shared_tiles + *unique * up.tiles;
+    const bool are_words = are_near && m.act_words != nullptr && tiles >= static_cast<int>(gridDim.x);
+    up.writes_words = are_words;
+    up.epoch = epoch;
+    up.run(*unique);
+
+    block_sync();  // the scratch changes hands
+    if (are_words) meeting.pass_by();
+    else meeting.arrive();
+    float* sums = reinterpret_cast<float*>(work);
+    u16* near = reinterpret_cast<u16*>(sums + MOE_WARPS * m.tokens * OUT_STRIDE);
+    DownStep down(m, smem, lists, weights, sums, *unique);
+    const int row_tiles = ceil_div(m.hidden, TILE_ROWS);
+    if (static_cast<int>(blockIdx.x) < row_tiles) down.begin(blockIdx.x);
+    if (are_words) gather_words(m, epoch, near);
+    else meeting.wait();
+    if (are_near) {
+      if (!are_words) gather(m, near);
+      down.acts = Acts(m, near);
+      block_sync();
+    }
+    for (int tile = blockIdx.x; tile < row_tiles; tile += gridDim.x) {
+      if (tile != static_cast<int>(blockIdx.x)) down.begin(tile);
+      if (are_near && m.tokens == 1) down.run_one(epoch_out);
+      else down.run(epoch_out);
+    }
+  }
+
+ private:
+  // Logits of this block's rows to all, choices from everybody's.
+  DEVICE void choose_here(u32 epoch) {
+    const MoeParams& m = p.moe;
     int row = blockIdx.x;
     const auto put = [&](int t, float logit) {
       store_relaxed_device(p.logits + t * p.rows + row, LogitWords::word(logit, epoch));
@@ -60,19 +99,23 @@ struct FusedLayer {
       lists.tokens[i] = lists.pairs[i] / m.top_k;
       if (blockIdx.x == 0) p.route.topk_ids[i] = router.chosen[i], p.route.topk_weights[i] = weights[i];
     }
-    if (blockIdx.x == 0 && threadIdx.x == 0 && p.rows > 0) *p.route.num_unique = *unique;
-    block_sync();
-    up.run(*unique);
-
-    block_sync();  // the scratch changes hands
-    meeting.arrive();
-    DownStep down(m, smem, lists, weights, reinterpret_cast<float*>(work), *unique);
-    const int row_tiles = ceil_div(m.hidden, TILE_ROWS);
-    if (static_cast<int>(blockIdx.x) < row_tiles) down.begin(blockIdx.x);
-    meeting.wait();
-    for (int tile = blockIdx.x; tile < row_tiles; tile += gridDim.x) {
-      if (tile != static_cast<int>(blockIdx.x)) down.begin(tile);
-      down.run(epoch_out);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *p.route.num_unique = *unique;
+  }
+  // Ids and weights that came with the rows.
+  DEVICE void take_choices() {
+    const int pairs = p.route.tokens * p.moe.top_k;
+    for (int i = threadIdx.x; i < pairs; i += MOE_THREADS) {
+      router.chosen[i] = static_cast<int>(load_u32_l2(p.route.topk_ids + i));
+      weights[i] = load_float_l2(p.route.topk_weights + i);
     }
+    RouterParams local = p.route;
+    local.num_unique = unique;
+    local.unique_ids = lists.ids;
+    local.unique_offsets = lists.offsets;
+    local.expert_pairs = lists.pairs;
+    block_sync();
+    list_experts(local, router.chosen, router.counts);
+    block_sync();
+    for (int i = threadIdx.x; i < pairs; i += MOE_THREADS) lists.tokens[i] = lists.pairs[i] / p.moe.top_k;
   }
 };

@@ -126,12 +126,12 @@ DEVICE void choose(const RouterParams& p, const Logits& logits, int token, float
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) sum += held[i] = exp_full(held[i] - top);
-    sum = warp_sum(sum);
+    const float scale = reciprocal(warp_sum(sum));
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) held[i] /= sum;
+    for (int i = 0; i < PER_LANE; ++i) held[i] *= scale;
   } else if (p.score == SIGMOID) {
 #pragma unroll
-    for (int i = 0; i < PER_LANE; ++i) held[i] = 1.0f / (1.0f + exp_full(-held[i]));
+    for (int i = 0; i < PER_LANE; ++i) held[i] = reciprocal(1.0f + exp_full(-held[i]));
   }
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
@@ -149,34 +149,40 @@ DEVICE void choose(const RouterParams& p, const Logits& logits, int token, float
       if (lane * PER_LANE + i < p.experts) held[i] = choice[lane * PER_LANE + i];
   }
 
-  float weight = 0.0f;  // of choice `lane`
-  int id = 0;
-  u32 open = 0;  // this lane's experts that are not chosen yet
+  u32 keys[PER_LANE];  // order as the values do, NaN last; 0: chosen, or no expert
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i)
-    if (lane * PER_LANE + i < p.experts) open |= 1u << i;
-  for (int k = 0; k < p.top_k; ++k) {
-    float best = 0.0f;
-    int best_i = -1;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; ++i)
-      if ((open >> i & 1) && (best_i < 0 || held[i] > best)) best = held[i], best_i = i;
-    const int owner = best_lane(best, best_i >= 0), found = min_int(owner * PER_LANE + max_int(shfl(best_i, owner), 0), p.experts - 1);
-    if (lane == owner && best_i >= 0) open &= ~(1u << best_i);
-    if (lane == k) id = found;
+  for (int i = 0; i < PER_LANE; ++i) {
+    const u32 key = orderable(held[i]);
+    keys[i] = lane * PER_LANE + i >= p.experts ? 0 : key > 0 ? key : 1;
   }
-  if (lane < p.top_k) weight = scores[id];
+  int* ids = chosen + token * p.top_k;
+  for (int k = 0; k < p.top_k; ++k) {
+    u32 mine = keys[0];
+#pragma unroll
+    for (int i = 1; i < PER_LANE; ++i) mine = keys[i] > mine ? keys[i] : mine;
+    const u32 best = warp_max_u32(mine);
+    if (lane == first_lane(mine == best)) {  // the lowest expert among equals
+      int found = 0;
+#pragma unroll
+      for (int i = PER_LANE - 1; i >= 0; --i) found = keys[i] == best ? i : found;
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) keys[i] = i == found ? 0 : keys[i];
+      ids[k] = lane * PER_LANE + found;
+    }
+  }
+  warp_sync();
+  const int id = lane < p.top_k ? ids[lane] : 0;
+  float weight = lane < p.top_k ? scores[id] : 0.0f;  // of choice `lane`
   if (p.score == SOFTMAX_OF_TOPK) {
     const float most = warp_max(lane < p.top_k ? weight : -__builtin_huge_valf());
     weight = lane < p.top_k ? exp_full(weight - most) : 0.0f;
-    weight /= warp_sum(weight);
+    weight *= reciprocal(warp_sum(weight));
   }
   if (p.renormalise) {
     const float sum = warp_sum(lane < p.top_k ? weight : 0.0f);
-    weight /= fmaxf(sum + p.renormalise_eps, 1e-37f);
+    weight *= reciprocal(fmaxf(sum + p.renormalise_eps, 1e-37f));
   }
   if (lane < p.top_k) {
-    chosen[token * p.top_k + lane] = id;
     p.topk_ids[token * p.top_k + lane] = id;
     p.topk_weights[token * p.top_k + lane] = weight * p.scale;
   }
@@ -314,9 +320,9 @@ struct RouterRow {
   }
 };
 
-// Ids and weights of every token to where `p` points, and the lists. `row(token)`: the token's logits.
+// Ids and weights of every token to where `p` points. `row(token)`: the token's logits.
 template <class Row>
-DEVICE void choose_all(const RouterParams& p, const RouterSmem& s, const Row& row) {
+DEVICE void choose_tokens(const RouterParams& p, const RouterSmem& s, const Row& row) {
   const int warp = threadIdx.x / 32;
   float *choice = s.choice + warp * MAX_EXPERTS, *scores = s.scores + warp * MAX_EXPERTS;
   for (int t = warp; t < p.tokens; t += ROUTER_WARPS) {
@@ -324,5 +330,25 @@ DEVICE void choose_all(const RouterParams& p, const RouterSmem& s, const Row& ro
     else choose<MAX_EXPERTS / 32>(p, row(t), t, choice, scores, s.chosen);
   }
   block_sync();
+}
+
+// The same, and the lists.
+template <class Row>
+DEVICE void choose_all(const RouterParams& p, const RouterSmem& s, const Row& row) {
+  choose_tokens(p, s, row);
   list_experts(p, s.chosen, s.counts);
+}
+
+// One block's row of logits to all; true in the block that finds the others' too.
+DEVICE bool is_last_of_logits(const RouterParams& p, const RouterSmem& s, const RouterRow& weight) {
+  const int rows = gridDim.x, row = blockIdx.x;
+  weight.logits(p, row, s.sums, [&](int t, float logit) { p.logits[t * rows + row] = logit; });
+  if (threadIdx.x == 0) {
+    device_fence();
+    *s.last = atomic_add(p.ticket, 1) == rows - 1;
+    device_fence();
+  }
+  block_sync();
+  if (*s.last && threadIdx.x == 0) *p.ticket = 0;
+  return *s.last;
 }

@@ -19,6 +19,7 @@ struct NormPutParams {
   u16* normed;               // (tokens, hidden) bf16: the same rows here
   int hidden, layer;
   float eps;
+  int raises;                // else a router behind this kernel raises the flags
 };
 
 // RMSNorm of the residual stream straight to the peers. One block a token; hidden is a multiple of 8.
@@ -37,7 +38,7 @@ KERNEL(norm_put, NormPutParams, BLOCK, 1) {
     for (int peer = 0; peer < p.flags.count; ++peer) store16(p.slots[peer] + (base_at + row.index(n)) * 2, packed);
     store16(p.normed + base_at + row.index(n), packed);
   }
-  raise(p.view, p.flags, load_relaxed(p.view.lane + BASE), p.layer, gridDim.x);
+  if (p.raises) raise(p.view, p.flags, load_relaxed(p.view.lane + BASE), p.layer, gridDim.x);
 }
 
 struct WaitNormParams {
