@@ -86,6 +86,7 @@ def serve(
     order: Annotated[
         str | None, typer.Option(help="of lanes' ready segments: none, ticket or priority  [priority]")
     ] = None,
+    route: Annotated[str | None, typer.Option(help="the pool that chooses experts: ffn or kv  [ffn]")] = None,
     layout: Annotated[str | None, typer.Option(help="processes (one a rank) or inprocess  [processes]")] = None,
     baseline: Annotated[
         str | None, typer.Option(help="static or elastic: whole models without pools, to measure against")

@@ -14,6 +14,7 @@ Backend = Literal["numpy", "cuda"]
 Baseline = Literal["static", "elastic"]
 Control = Literal["host", "graphs", "resident"]
 Pipeline = Literal["on", "off"]
+Route = Literal["ffn", "kv"]
 Order = Literal["none", "ticket", "priority"]
 WeightsSource = Literal["checkpoint", "random"]
 KVBacking = Literal["arena", "vmm"]
@@ -94,6 +95,7 @@ class PoolsConfig:
     weights: WeightsSource = "checkpoint"  # random: drawn on the GPUs at the models' shapes
     control: Control | None = None  # what drives the layers of decode; None: the backend's default
     order: Order | None = None  # of ready segments on a rank; None: priority, and ticket in a baseline
+    route: Route = "ffn"  # the pool that chooses experts
     layout: Layout = "processes"
     baseline: Baseline | None = None  # None: two pools; else another layout of the same memory, to measure against
     kv_pool_bytes: int = 256 * MiB  # of each KV rank: one budget over all models, cut into frames

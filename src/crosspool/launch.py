@@ -230,6 +230,7 @@ def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel
             kv_floor_bytes=model.kv_floor_bytes,
             kv_ceiling_bytes=model.kv_ceiling_bytes,
             has_random_weights=config.pools.weights == "random",
+            route=config.pools.route,
         )
         return PreparedModel(served, _frontend(model, served, directory))
     except UnsupportedModelError as error:

@@ -35,6 +35,7 @@ from crosspool.config import (
     Order,
     Pipeline,
     PoolsConfig,
+    Route,
     SchedulingConfig,
     ServerConfig,
     WeightsSource,
@@ -110,6 +111,9 @@ class Settings(BaseSettings):
     )
     order: Order | None = Field(
         None, description="which lane's ready segment a rank runs next: none, ticket, or priority, the default"
+    )
+    route: Route = Field(
+        "ffn", description="the pool that chooses experts: ffn, beside them, or kv: choices cross with the rows"
     )
     layout: Layout = Field("processes", description="a process for each rank, or all in this one")
     baseline: Baseline | None = Field(
@@ -270,6 +274,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             weights=settings.weights,
             control=settings.control,
             order=settings.order,
+            route=settings.route,
             layout=settings.layout,
             baseline=settings.baseline,
             kv_pool_bytes=parse_size(settings.kv_pool_bytes),

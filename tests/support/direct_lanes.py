@@ -5,7 +5,7 @@ import numpy as np
 from crosspool.backends.base import LaneLinks
 from crosspool.backends.numpy.ffn_worker import NumpyFFNWorker
 from crosspool.backends.numpy.kv_worker import NumpyAttentionWorker
-from crosspool.cluster.base import ModelPlacement
+from crosspool.cluster.base import ModelPlacement, Route
 from crosspool.core import SampledToken
 from crosspool.models.directory import ModelDirectory
 from crosspool.scheduler.step import StepDescriptor
@@ -42,7 +42,14 @@ class SplitModel:
     """One model on one KV rank and `num_weights` weights ranks."""
 
     def __init__(
-        self, directory: ModelDirectory, num_weights: int = 1, *, page_tokens: int, num_frames: int, frame_bytes: int
+        self,
+        directory: ModelDirectory,
+        num_weights: int = 1,
+        *,
+        page_tokens: int,
+        num_frames: int,
+        frame_bytes: int,
+        route: Route = "ffn",
     ) -> None:
         ranks = tuple(f"w{idx}" for idx in range(num_weights))
         placement = ModelPlacement(
@@ -53,6 +60,7 @@ class SplitModel:
             weights_ranks=ranks,
             page_tokens=page_tokens,
             frame_bytes=frame_bytes,
+            route=route,
         )
         self.attention = NumpyAttentionWorker(num_frames, frame_bytes)
         self.attention.add_model(placement, ignore_progress)

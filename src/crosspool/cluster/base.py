@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from crosspool.core import SampledToken
 from crosspool.kv_pool.ahead import MappingHint
@@ -12,12 +12,17 @@ from crosspool.kv_pool.split import KVSplit
 from crosspool.models.spec import DType
 from crosspool.scheduler.step import StepDescriptor, StepResult
 
+Route = Literal["ffn", "kv"]
+"""The pool that chooses experts."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelPlacement:
     """One model and the ranks that hold it: its non-FFN weights on `kv_rank`, FFN slices on `weights_ranks` in order.
 
-    hidden_size: elements of the rows that cross between the pools; the channels are sized by it.
+    hidden_size: elements of the rows that cross between the pools.
+    route: where experts are chosen, on the weights ranks or on the KV rank; then what it chose crosses behind each row,
+    up to `choices_width` more elements.
     weights_shares: relative width of each weights rank's slice; none: equal ones. A rank that shares the KV rank's GPU
     takes a smaller one.
     kv_dtype: of the cache, as engine and worker both count it; a backend refuses what it cannot hold.
@@ -40,6 +45,13 @@ class ModelPlacement:
     kv_split: KVSplit = "one"
     exchange_width: int = 0
     has_random_weights: bool = False
+    route: Route = "ffn"
+    choices_width: int = 0
+
+    @property
+    def crossing_width(self) -> int:
+        """Most elements that one token crosses with between the pools; the channels are sized by it."""
+        return self.hidden_size + self.choices_width
 
     @property
     def kv_ranks(self) -> tuple[str, ...]:

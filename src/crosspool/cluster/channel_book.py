@@ -63,7 +63,7 @@ def _widths(placements: Iterable[ModelPlacement]) -> dict[tuple[str, str], int]:
     widths: dict[tuple[str, str], int] = {}
     for placement in placements:
         for home in placement.homes:
-            rows = dict.fromkeys(((home, peer) for peer in placement.weights_ranks), placement.hidden_size)
+            rows = dict.fromkeys(((home, peer) for peer in placement.weights_ranks), placement.crossing_width)
             shares = {(min(home, peer), max(home, peer)): placement.exchange_width for peer in placement.shares(home)}
             for pair, width in (rows | shares).items():
                 widths[pair] = max(widths.get(pair, 0), width)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from crosspool.cluster.base import ModelPlacement
+from crosspool.cluster.base import ModelPlacement, Route
 from crosspool.kv_pool.split import KVSplit, exchange_width
-from crosspool.models.spec import DType, ModelSpec
+from crosspool.models.spec import DType, ModelSpec, MoEFFNSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +39,7 @@ class ServedModel:
     kv_ceiling_bytes: int | None = None
     max_context: int | None = None
     has_random_weights: bool = False
+    route: Route = "ffn"
     tokenizer: Tokenizer | None = None
 
     def __post_init__(self) -> None:
@@ -78,4 +79,12 @@ class ServedModel:
             kv_split=self.kv_split,
             exchange_width=exchange_width(self.spec, self.kv_split),
             has_random_weights=self.has_random_weights,
+            route=self.route,
+            choices_width=self.choices_width,
         )
+
+    @property
+    def choices_width(self) -> int:
+        """Elements that a token's choice of experts takes where it crosses; 0 where it does not."""
+        ffns = [layer.ffn for layer in self.spec.layers] if self.route == "kv" else []
+        return max((ffn.choices_width for ffn in ffns if isinstance(ffn, MoEFFNSpec)), default=0)

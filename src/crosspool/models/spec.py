@@ -140,6 +140,11 @@ class MoEFFNSpec:
     activation: Activation = "silu"
     expert_bias: bool = False
 
+    @property
+    def choices_width(self) -> int:
+        """Numbers that a router's choice takes for one token: expert ids, their weights, the shared expert's scale."""
+        return 2 * self.top_k + (self.shared is not None and self.shared.gated)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSpec:

@@ -31,6 +31,10 @@ FLOAT32_TENSORS = frozenset({"router", "router_bias", "choice_bias"})
 """Kept in float32 by every backend whatever the checkpoint stores (models.md: router and bias in FP32)."""
 
 
+ROUTER_TENSORS = frozenset({"router", "router_bias", "choice_bias", "shared_expert_gate"})
+"""What the KV pool holds too where experts are chosen there (`route: kv`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One canonical tensor; `layer` is None for the model's own (embedding, final norm, head)."""

@@ -6,7 +6,7 @@ functions fill NumPy arrays with it. Host memory beyond the destination is one p
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,13 +92,15 @@ def load_attention_weights(
     progress: Progress | None = None,
     *,
     is_share: bool = False,
+    also: Collection[str] = (),
 ) -> ModelWeights:
     """The KV pool's share: embedding, norms, attention, head, in `dtype`. On an error nothing is left allocated.
 
     is_share: of a KV rank that is not the model's home: attention alone, every head of it.
+    also: names of tensors of the weights pool that come with it, whole.
     """
     with Checkpoint(directory.path) as checkpoint:
-        plan = plan_load(checkpoint, directory, "kv", skip=_is_homes if is_share else None)
+        plan = plan_load(checkpoint, directory, "kv", skip=_is_homes if is_share else None, also=also)
         return _fill(checkpoint, directory, plan, dtype, progress)
 
 
@@ -127,8 +129,11 @@ def plan_load(
     num_slices: int = 1,
     shares: Sequence[float] | None = None,
     skip: Callable[[TensorSpec], bool] | None = None,
+    also: Collection[str] = (),
 ) -> LoadPlan:
     """Check the whole checkpoint against the spec and lay out one rank's share of it, without what `skip` names.
+
+    also: names of the other pool's tensors that this rank holds too, whole.
 
     Raises CheckpointError naming file, tensor and sizes; ValueError for a slice that cannot be.
     """
@@ -138,7 +143,7 @@ def plan_load(
     parts: dict[int, IntermediateSlice] = {}
     destinations = []
     for tensor in inventory.sources:
-        if tensor.pool != pool or (skip is not None and skip(tensor)):
+        if (tensor.pool != pool and tensor.name not in also) or (skip is not None and skip(tensor)):
             continue
         width = intermediate_width(tensor)
         if width is not None and width not in parts:

@@ -45,10 +45,13 @@ NUM_FRAMES = 64
 class Pair:
     """One KV worker and some FFN workers in one thread; links are opened as a cluster opens them."""
 
-    def __init__(self, directory, num_weights: int = 1, max_tokens: int = 64, shares=(), frames=None) -> None:
+    def __init__(
+        self, directory, num_weights: int = 1, max_tokens: int = 64, shares=(), frames=None, route="ffn"
+    ) -> None:
         ranks = tuple(f"w{idx}" for idx in range(num_weights))
         devices = {"kv0": 0} | {rank: idx + 1 for idx, rank in enumerate(ranks)}
         kernels, rule = EmulatedKernels(), WaitRule()
+        self.kernels = kernels
         spec = directory.spec
         self.name = "tiny"
         self.placement = ModelPlacement(
@@ -61,6 +64,7 @@ class Pair:
             frame_bytes=FRAME_BYTES,
             kv_dtype="bfloat16",
             weights_shares=shares,
+            route=route,
         )
         self.kv = CudaAttentionWorker(site("kv0", devices), kernels, rule, frames or arena())
         self.ffn = {rank: CudaFFNWorker(site(rank, devices), kernels, rule) for rank in ranks}
@@ -176,6 +180,15 @@ def test_two_weights_ranks_give_the_tokens_of_one(directory):
     prompt = prompt_of(directory, 5)
     one, two = (generate(Pair(directory, count), directory, prompt, 4, greedy()) for count in (1, 2))
     assert one == two
+
+
+def test_the_kv_rank_may_choose_the_experts(directory):
+    prompt = prompt_of(directory, 5)
+    pair = Pair(directory, 2, route="kv")
+    assert generate(pair, directory, prompt, 4, greedy()) == generate(Pair(directory), directory, prompt, 4, greedy())
+    kernels = [kernel for kernel, _, _ in pair.kernels.launches]
+    assert "route_put" in kernels
+    assert "route" not in kernels
 
 
 def test_a_rank_may_take_a_smaller_share(directory):

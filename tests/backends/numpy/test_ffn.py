@@ -106,7 +106,8 @@ def plain_ffn(spec, weights, x, ids, expert_weights):
 def expected(spec, weights, x):
     ids = expert_weights = None
     if isinstance(spec, MoEFFNSpec):
-        ids, expert_weights = build_ffn(spec, weights).route(x)
+        choices = build_ffn(spec, weights).route(x)
+        ids, expert_weights = choices.ids, choices.weights
     return plain_ffn(spec, weights, x.astype(np.float64), ids, expert_weights)
 
 
@@ -145,7 +146,7 @@ def test_experts_that_nobody_chose_are_not_read():
     spec = MOES["plain"]
     weights = random_weights(spec, 6)
     x = np.random.default_rng(6).standard_normal((2, HIDDEN)).astype(np.float32)
-    chosen = set(build_ffn(spec, weights).route(x)[0].ravel().tolist())
+    chosen = set(build_ffn(spec, weights).route(x).ids.ravel().tolist())
     for expert in set(range(8)) - chosen:
         weights["expert_gate_up"][expert] = np.nan
         weights["expert_down"][expert] = np.nan

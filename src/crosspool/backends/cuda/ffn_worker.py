@@ -43,6 +43,7 @@ class FFNModel:
 
     spec: ModelSpec
     layers: tuple[FFNLayerWeights, ...]
+    takes_choices: bool = False
     halves: dict[tuple[int, bool], FFNHalf] = field(default_factory=dict)
     routers: list[torch.Tensor | None] | None = None  # of chunks, once there was one
     chunks: dict[int, ChunkFFN] = field(default_factory=dict)
@@ -80,15 +81,18 @@ class CudaFFNWorker:
                 _, layers = draw_share(directory.spec, "weights", device, progress, index, count, shares)
             else:
                 _, layers = stream_share(directory, "weights", device, progress, index, count, shares)
-        self.add_weights(placement.name, directory.spec, pack_ffn_weights(directory.spec, iter(layers)))
+        packed = pack_ffn_weights(directory.spec, iter(layers))
+        self.add_weights(placement.name, directory.spec, packed, takes_choices=placement.route == "kv")
         self._models[placement.name].is_spread = placement.kv_split == "tokens"
         if self._site.device.type == "cuda":
             self.prepare(placement, progress)
 
-    def add_weights(self, name: str, spec: ModelSpec, layers: Sequence[FFNLayerWeights]) -> None:
-        """The same with weights that are on the device already."""
+    def add_weights(
+        self, name: str, spec: ModelSpec, layers: Sequence[FFNLayerWeights], *, takes_choices: bool = False
+    ) -> None:
+        """The same with weights that are on the device already. takes_choices: passes' experts come with their rows."""
         finish(self._site.device)
-        self._models[name] = FFNModel(spec, tuple(layers))
+        self._models[name] = FFNModel(spec, tuple(layers), takes_choices)
 
     def prepare(self, placement: ModelPlacement, progress: Progress) -> None:
         """Load what chunks need, and capture the model's common passes for every lane that is open."""
@@ -154,7 +158,14 @@ class CudaFFNWorker:
             for part in plan:
                 if self._resident is not None and is_served:
                     self._resident.post(
-                        header.model, model.layers, header.lane, lane, (inlet.link,), part.bucket, part.base
+                        header.model,
+                        model.layers,
+                        header.lane,
+                        lane,
+                        (inlet.link,),
+                        part.bucket,
+                        part.base,
+                        takes_choices=model.takes_choices,
                     )
                     continue
                 kind = PassKind(part.bucket, is_fused)
@@ -258,7 +269,16 @@ class CudaFFNWorker:
             # emulated kernels run in turn, and the host sees flags alone
             has_words = self._site.device.type == "cuda" and self._control != "host"
             sums_by: SumsBy = "words" if has_words else "flags"
-            return FFNPass(self._kernels, lane.memory, half, crossing, kind.bucket, hidden, sums_by=sums_by)
+            return FFNPass(
+                self._kernels,
+                lane.memory,
+                half,
+                crossing,
+                kind.bucket,
+                hidden,
+                sums_by=sums_by,
+                takes_choices=model.takes_choices,
+            )
 
         source = lane.find_pass(name, links, kind, make)
         assert isinstance(source, FFNPass)

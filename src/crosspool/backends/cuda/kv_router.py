@@ -36,7 +36,7 @@ class KVRouter:
     ) -> "KVRouter":
         ffns = tuple(layer.ffn for layer in spec.layers)
         moe = [ffn for ffn in ffns if isinstance(ffn, MoEFFNSpec)]
-        experts, top_k = max(ffn.num_experts for ffn in moe), max(ffn.top_k for ffn in moe)
+        experts, top_k = max((ffn.num_experts for ffn in moe), default=1), max((ffn.top_k for ffn in moe), default=1)
         return cls(kernels, lane, ffns, routers, Routing.allocate(max_tokens, experts, top_k, lane.device))
 
     def routes(self, layer: int) -> bool:

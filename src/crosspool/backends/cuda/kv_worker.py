@@ -20,10 +20,12 @@ from crosspool.backends.cuda.chunk_support import is_supported, runs_in_pieces
 from crosspool.backends.cuda.chunk_warm_up import capture_spans, warm_up_attention
 from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.exchange import TokenHome
+from crosspool.backends.cuda.ffn_weights import pack_router
 from crosspool.backends.cuda.frames import KVFrames
 from crosspool.backends.cuda.joined import JoinedCrossing, JoinedFFN, JoinedInlet, JoinedLink, await_ffn, joined_chunk
 from crosspool.backends.cuda.kv_chunk import kv_chunk
 from crosspool.backends.cuda.kv_pass import KVPass, KVRows
+from crosspool.backends.cuda.kv_router import KVRouter, Routers
 from crosspool.backends.cuda.kv_share import KVShare, ShareRows, answers, step_ranks
 from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish, prefill_streams
 from crosspool.backends.cuda.lane_memory import WaitRule
@@ -47,6 +49,7 @@ from crosspool.core import SampledToken
 from crosspool.kv_pool.geometry import PageGeometry, page_geometry
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
+from crosspool.models.tensors import ROUTER_TENSORS
 from crosspool.scheduler.step import StepDescriptor, StepHeader
 from crosspool.units import ceil_div
 
@@ -64,6 +67,7 @@ class KVModel:
     pages: PageReader
     numbers: Mapping[str, int]  # of the KV ranks that hold shares, by name
     is_spread: bool = False  # each page lies whole on one of several KV ranks
+    routers: Routers | None = None
     rows: dict[tuple[int, int], KVRows] = field(default_factory=dict)
     spans: dict[GQASpec | MLASpec, SpanGraphs] = field(default_factory=dict)
 
@@ -104,13 +108,15 @@ class CudaAttentionWorker:
         with naming_consumers(
             self._site.rank, self._site.device, f"the attention weights of {placement.name}", self._consumers
         ):
+            also = ROUTER_TENSORS if placement.route == "kv" else frozenset[str]()
             if placement.has_random_weights:
-                model, layers = draw_share(directory.spec, "kv", self._site.device, progress)
+                model, layers = draw_share(directory.spec, "kv", self._site.device, progress, also=also)
             else:
-                model, layers = stream_share(directory, "kv", self._site.device, progress)
+                model, layers = stream_share(directory, "kv", self._site.device, progress, also=also)
             weights = pack_attention_weights(directory.spec, model, iter(layers))
+            routers = [pack_router(layer) if "router" in layer else None for layer in layers] if also else None
         num_bytes = sum(tensor.nbytes for tensors in (model, *layers) for tensor in tensors.values())
-        self.add_weights(placement, directory.spec, weights, num_bytes)
+        self.add_weights(placement, directory.spec, weights, num_bytes, routers)
         if self._site.device.type == "cuda":
             try:
                 self.prepare(placement, progress)
@@ -135,16 +141,21 @@ class CudaAttentionWorker:
             )
 
     def add_weights(
-        self, placement: ModelPlacement, spec: ModelSpec, weights: AttentionWeights, num_bytes: int
+        self,
+        placement: ModelPlacement,
+        spec: ModelSpec,
+        weights: AttentionWeights,
+        num_bytes: int,
+        routers: Routers | None = None,
     ) -> None:
-        """The same with weights that are on the device already."""
+        """The same with weights that are on the device already. routers: where experts are chosen here."""
         geometry = self._geometry(placement, spec)
         frames, most = self._memory(placement, spec, geometry)
         is_spread = placement.kv_split == "tokens"
         numbers = {peer: self._kv_ranks.index(peer) for peer in placement.kv_peers} if is_spread else {}
         pages = self._pages(placement.name, geometry.frames_per_page, is_spread)
         self._models[placement.name] = KVModel(
-            spec, weights, num_bytes, geometry, frames, most, pages, numbers, is_spread
+            spec, weights, num_bytes, geometry, frames, most, pages, numbers, is_spread, routers
         )
 
     def add_share(self, placement: ModelPlacement, spec: ModelSpec) -> None:
@@ -438,7 +449,12 @@ class CudaAttentionWorker:
             crossing: Crossing
             if joined is None:
                 maps = [link.map() for link in weights]
-                crossing = AttentionCrossing(self._kernels, lane.memory, maps, takes_words=self._has_words)
+                router = None
+                if model.routers is not None:
+                    router = KVRouter.allocate(self._kernels, lane.memory, model.spec, model.routers, kind.bucket)
+                crossing = AttentionCrossing(
+                    self._kernels, lane.memory, maps, takes_words=self._has_words, router=router
+                )
             else:
                 ffn, hidden = joined.half_of(name, number), model.spec.hidden_size
                 crossing = JoinedCrossing(self._kernels, ffn, kind.bucket, hidden, self._site.device)

@@ -1,6 +1,6 @@
 """A weights rank's slice of random FFN weights: the same model whatever the number of slices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -43,12 +43,13 @@ def draw_share(
     slice_index: int = 0,
     num_slices: int = 1,
     shares: Sequence[float] | None = None,
+    also: Collection[str] = (),
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
     """(the model's own tensors, those of each layer) of a rank's share, drawn where `stream_share` reads a checkpoint.
 
-    The same model whatever the number of slices, each time.
+    The same model whatever the number of slices, each time. also: as `random_layers` takes it.
     """
-    drawn = random_layers(spec, pool, SEED, device)
+    drawn = random_layers(spec, pool, SEED, device, also)
     _, model = next(drawn)
     layers: list[dict[str, torch.Tensor]] = []
     total, done = weight_bytes(spec, pool) // num_slices, sum(tensor.nbytes for tensor in model.values())

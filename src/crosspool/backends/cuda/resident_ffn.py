@@ -47,12 +47,14 @@ class ResidentFFN:
         links: Links,
         rows: int,
         base: int,
+        *,
+        takes_choices: bool = False,
     ) -> None:
-        """One pass of `rows` rows, whose layers are computed as their rows arrive."""
+        """One pass of `rows` rows, whose layers are computed as their rows, and maybe their experts, arrive."""
         key = (model, number, links, rows)
         served = self._passes.get(key)
         if served is None:
-            served = self._passes[key] = self._make(model, layers, number, lane, links, rows)
+            served = self._passes[key] = self._make(model, layers, number, lane, links, rows, takes_choices)
         self._server.post(lane.memory, served, base)
 
     def drop(self, model: str | None = None, links: Sequence[Any] = ()) -> None:
@@ -66,7 +68,14 @@ class ResidentFFN:
         self._scratch = {key: scratch for key, scratch in self._scratch.items() if key[0] != model}
 
     def _make(
-        self, model: str, layers: Sequence[FFNLayerWeights], number: int, lane: WorkerLane, links: Links, rows: int
+        self,
+        model: str,
+        layers: Sequence[FFNLayerWeights],
+        number: int,
+        lane: WorkerLane,
+        links: Links,
+        rows: int,
+        takes_choices: bool,
     ) -> ServedPass:
         self._server.stop()  # what fills new buffers needs the GPU
         with on_device(self._site.device):
@@ -75,6 +84,6 @@ class ResidentFFN:
                 scratch = FFNScratch.for_layers(list(layers), PASS_TOKENS, self._site.device)
                 self._scratch[model, number] = scratch
             crossing = FFNCrossing(self._kernels, lane.memory, links[0].map())
-            served = serve_layers(layers, crossing, rows, scratch)
+            served = serve_layers(layers, crossing, rows, scratch, takes_choices=takes_choices)
             finish(self._site.device)
         return served

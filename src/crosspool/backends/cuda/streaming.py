@@ -8,7 +8,7 @@ for each matrix is a few microseconds, because all threads share that lock: the 
 import ctypes
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
@@ -44,15 +44,16 @@ def stream_share(
     shares: Sequence[float] | None = None,
     num_threads: int = NUM_THREADS,
     extent_bytes: int = EXTENT_BYTES,
+    also: Collection[str] = (),
 ) -> tuple[Tensors, list[Tensors]]:
-    """(the model's own tensors, those of each layer): bf16, the router's fp32.
+    """(the model's own tensors, those of each layer): bf16, the router's fp32. also: as `plan_load` takes it.
 
     Host memory beyond the page cache is two blocks a thread. An error leaves nothing allocated.
     """
     model: Tensors = {}
     layers: list[Tensors] = [{} for _ in range(directory.spec.num_layers)]
     with Checkpoint(directory.path) as checkpoint, _no_collection():
-        plan = plan_load(checkpoint, directory, pool, slice_index, num_slices, shares)
+        plan = plan_load(checkpoint, directory, pool, slice_index, num_slices, shares, also=also)
         for destination in plan.destinations:
             name, layer = destination.tensor.name, destination.tensor.layer
             make = torch.zeros if destination.is_zero else torch.empty

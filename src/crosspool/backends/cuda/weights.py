@@ -1,6 +1,6 @@
 """A model's weights on the device: from canonical tensors, wherever these come from."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,9 +63,12 @@ def ffn_weights_from_numpy(spec: ModelSpec, weights: ModelWeights, device: torch
     return pack_ffn_weights(spec, (to_device(tensors, device) for tensors in weights.layers))
 
 
-def random_layers(spec: ModelSpec, pool: Pool, seed: int, device: torch.device) -> Iterator[tuple[int | None, Tensors]]:
+def random_layers(
+    spec: ModelSpec, pool: Pool, seed: int, device: torch.device, also: Collection[str] = ()
+) -> Iterator[tuple[int | None, Tensors]]:
     """(layer, canonical tensors) of one pool, drawn on the device at true shapes; the model's own under None, first.
 
+    also: names of the other pool's tensors that come with them.
     Every tensor has its own seed, so a share is the same whatever else is drawn. Embeddings have unit variance and
     norms are one, so that attention's average does not drown the token; the router keeps the logits of normed rows
     near unit variance, so that routing is near uniform; o and down are scaled so that all layers together add an
@@ -74,7 +77,7 @@ def random_layers(spec: ModelSpec, pool: Pool, seed: int, device: torch.device) 
     groups: dict[int | None, dict[str, TensorSpec]] = {None: {}}
     seeds: dict[TensorSpec, int] = {}
     for number, tensor in enumerate(model_tensors(spec)):
-        if tensor.pool == pool:
+        if tensor.pool == pool or tensor.name in also:
             groups.setdefault(tensor.layer, {})[tensor.name] = tensor
             seeds[tensor] = seed * 1_000_003 + number
     for layer, members in groups.items():

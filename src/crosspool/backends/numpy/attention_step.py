@@ -7,6 +7,7 @@ from typing import Protocol
 
 from crosspool.backends.base import FloatArray, HalfStep, LaneLinks
 from crosspool.backends.numpy.attention_half import AttentionHalf
+from crosspool.backends.numpy.layer_router import KVRouters
 from crosspool.backends.numpy.page_reader import PageReader
 from crosspool.backends.numpy.sampler import sample
 from crosspool.backends.numpy.sequences import Sequence
@@ -31,6 +32,7 @@ class Model:
     page_tokens: int
     pages: PageReader
     exchange: Callable[["AttentionStep", LaneLinks], Exchange] | None = None
+    routers: KVRouters | None = None  # where experts are chosen here
 
 
 class AttentionStep:

@@ -8,8 +8,9 @@ import numpy as np
 
 from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.activation import activate, halve_gates
+from crosspool.backends.numpy.layer_router import Choices, LayerRouter
 from crosspool.backends.numpy.matrices import panels, product, product_into, transposed
-from crosspool.backends.numpy.router import IntArray, route, sigmoid
+from crosspool.backends.numpy.router import IntArray
 from crosspool.models.spec import Activation, DenseFFNSpec, MoEFFNSpec
 
 
@@ -33,9 +34,7 @@ class MoEFFN:
     def __init__(self, spec: MoEFFNSpec, weights: dict[str, FloatArray]) -> None:
         self.spec = spec
         self.nbytes = sum(array.nbytes for array in weights.values())
-        self._router = transposed(weights["router"])
-        self._router_bias = weights.get("router_bias")
-        self._choice_bias = weights.get("choice_bias")
+        self.route = LayerRouter(spec, weights)
         self._gate_up_width = weights["expert_gate_up"].shape[1]
         self._gate_up = list(panels(halve_gates(transposed(weights["expert_gate_up"]))))
         self._down = list(panels(weights["expert_down"].swapaxes(1, 2)))
@@ -46,26 +45,18 @@ class MoEFFN:
         if spec.shared is not None:
             shared = (weights["shared_gate"], weights["shared_up"], weights["shared_down"])
             self._shared = GatedFFN(*shared, "silu")
-        gate = weights.get("shared_expert_gate")
-        self._shared_expert_gate = None if gate is None else transposed(gate)
 
-    def __call__(self, x: FloatArray) -> FloatArray:
-        """(T, hidden) from (T, hidden), or (hidden,) from (hidden,)."""
-        ids, weights = self.route(x)
+    def __call__(self, x: FloatArray, choices: Choices | None = None) -> FloatArray:
+        """(T, hidden) from (T, hidden), or (hidden,) from (hidden,). choices: of a router elsewhere; None: its own."""
+        choices = choices or self.route(x)
+        ids, weights = choices.ids, choices.weights
         output = self._one_token(x, ids, weights) if x.ndim == 1 else self._grouped(x, ids, weights)
         if self._shared is not None:
             shared = self._shared(x)
-            if self._shared_expert_gate is not None:
-                shared *= sigmoid(x.dot(self._shared_expert_gate))
+            if choices.scale is not None:
+                shared *= choices.scale
             output += shared
         return output
-
-    def route(self, x: FloatArray) -> tuple[IntArray, FloatArray]:
-        """Expert ids and weights, both (T, k) or (k,)."""
-        logits = x.dot(self._router)
-        if self._router_bias is not None:
-            logits += self._router_bias
-        return route(logits, self.spec.router, self.spec.top_k, self._choice_bias)
 
     def _one_token(self, x: FloatArray, ids: IntArray, weights: FloatArray) -> FloatArray:
         """(hidden,): the chosen experts one after another, on the very matrices, then their weighted sum."""

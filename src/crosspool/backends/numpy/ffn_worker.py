@@ -5,26 +5,38 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from crosspool.backends.base import FloatArray, HalfStep, LaneLinks, Progress, Wait
-from crosspool.backends.numpy.ffn import build_ffn
+from crosspool.backends.numpy.ffn import MoEFFN, build_ffn
+from crosspool.backends.numpy.layer_router import choices_of
 from crosspool.backends.numpy.matrices import each_released
 from crosspool.cluster.base import ModelPlacement
 from crosspool.models.directory import read_model_dir
-from crosspool.models.spec import ModelSpec
+from crosspool.models.spec import ModelSpec, MoEFFNSpec
 from crosspool.scheduler.step import StepHeader, epoch, run_over
 from crosspool.weights_pool.loader import load_ffn_weights
 
 
 class FFNHalf:
-    """Every layer's FFN of one model, cut to one slice."""
+    """Every layer's FFN of one model, cut to one slice. takes_choices: experts come with the rows (`route: kv`)."""
 
-    def __init__(self, spec: ModelSpec, layers: Iterable[dict[str, FloatArray]]) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: ModelSpec, layers: Iterable[dict[str, FloatArray]], *, takes_choices: bool = False
+    ) -> None:
+        self.spec, self._takes_choices = spec, takes_choices
         self._layers = [build_ffn(layer.ffn, own) for layer, own in zip(spec.layers, layers, strict=True)]
         self.nbytes = sum(layer.nbytes for layer in self._layers)
 
-    def __call__(self, layer: int, x: FloatArray) -> FloatArray:
-        """(num_tokens, hidden) partial sum of the layer's FFN."""
-        ffn = self._layers[layer]
+    def width(self, layer: int) -> int:
+        """Elements with which a token crosses to this layer."""
+        ffn = self.spec.layers[layer].ffn
+        return self.spec.hidden_size + (ffn.choices_width if self._takes_choices and isinstance(ffn, MoEFFNSpec) else 0)
+
+    def __call__(self, layer: int, rows: FloatArray) -> FloatArray:
+        """(num_tokens, hidden) partial sum of the layer's FFN, of rows (num_tokens, width)."""
+        ffn, hidden = self._layers[layer], self.spec.hidden_size
+        x = rows[:, :hidden]
+        if self._takes_choices and isinstance(ffn, MoEFFN):
+            choices = choices_of(rows, hidden, ffn.spec)
+            return ffn(x[0], choices.of(0))[None] if len(x) == 1 else ffn(x, choices)
         return ffn(x[0])[None] if len(x) == 1 else ffn(x)
 
 
@@ -43,7 +55,9 @@ class NumpyFFNWorker:
         weights = load_ffn_weights(
             directory, slice_index, num_slices, np.float32, progress, placement.weights_shares or None
         )
-        self._models[placement.name] = FFNHalf(directory.spec, each_released(weights.layers))
+        self._models[placement.name] = FFNHalf(
+            directory.spec, each_released(weights.layers), takes_choices=placement.route == "kv"
+        )
 
     def run(self, header: StepHeader, links: LaneLinks) -> HalfStep[None]:
         model = self._models.get(header.model)
@@ -57,7 +71,7 @@ class NumpyFFNWorker:
             yield Wait((inlet,), flag)
             if layer == 0 < number and inlet.arrived(over):
                 return  # the run has ended early
-            rows = inlet.take(layer, header.num_tokens, model.spec.hidden_size)
+            rows = inlet.take(layer, header.num_tokens, model.width(layer))
             outlet.put(layer, flag, model(layer, rows))
 
     def remove_model(self, model: str) -> None:

@@ -144,13 +144,16 @@ class NumpyAttentionWorker:
         told: tuple[SampledToken, ...],
     ) -> HalfStep[tuple[SampledToken, ...]]:
         """Step `idx` of a run. told: the tokens of the one before it."""
-        exchange = self._models[step.header.model].exchange
+        model = self._models[step.header.model]
+        exchange, routers = model.exchange, model.routers
         split = None if exchange is None else exchange(attention, links)
         num_tokens, hidden_size = attention.hidden.shape
         outlets, inlets = tuple(links.outlets.values()), tuple(links.inlets.values())
         for layer in range(attention.half.spec.num_layers):
             flag = epoch(step.header.step_seq, idx * attention.half.spec.num_layers + layer)
             rows = attention.attend(layer) if split is None else (yield from split.attend(layer, flag))
+            if routers is not None:
+                rows = routers.joined(layer, rows)
             for outlet in outlets:
                 outlet.put(layer, flag, rows)
             yield Wait(inlets, flag, told if layer == 0 else ())

@@ -9,6 +9,7 @@ from crosspool.backends.base import FloatArray, LaneLinks, Progress
 from crosspool.backends.numpy.attention_half import AttentionHalf
 from crosspool.backends.numpy.attention_step import AttentionStep, Exchange, Model
 from crosspool.backends.numpy.kv_cache import Arena
+from crosspool.backends.numpy.layer_router import KVRouters
 from crosspool.backends.numpy.matrices import each_released
 from crosspool.backends.numpy.page_reader import PageReader
 from crosspool.backends.numpy.split_heads import HeadExchange, HeadShare, cut_heads
@@ -16,8 +17,9 @@ from crosspool.backends.numpy.split_tokens import TokenExchange, TokenShare
 from crosspool.cluster.base import ModelPlacement
 from crosspool.kv_pool.geometry import PageGeometry, page_geometry
 from crosspool.kv_pool.split import cached_spec, share_of_heads
-from crosspool.models.directory import read_model_dir
+from crosspool.models.directory import ModelDirectory, read_model_dir
 from crosspool.models.spec import GQASpec, ModelSpec
+from crosspool.models.tensors import ROUTER_TENSORS
 from crosspool.weights_pool.loader import ModelWeights, load_attention_weights
 
 
@@ -71,8 +73,11 @@ def placed_model(placement: ModelPlacement, site: Site, progress: Progress) -> M
         return _spread(placement, site, geometry, index, progress)
     if split == "heads":
         return _cut(placement, site, geometry, index, progress)
-    half = _half(directory.spec, load_attention_weights(directory, np.float32, progress), site.arena, geometry)
-    return Model(half, placement.page_tokens, site.pages(placement.name, geometry.frames_per_page))
+    weights = _home_weights(placement, directory, progress)
+    routers = _routers(placement, directory.spec, weights)
+    half = _half(directory.spec, weights, site.arena, geometry)
+    pages = site.pages(placement.name, geometry.frames_per_page)
+    return Model(half, placement.page_tokens, pages, routers=routers)
 
 
 def _spread(
@@ -88,8 +93,10 @@ def _spread(
     def exchange(step: AttentionStep, links: LaneLinks) -> Exchange:
         return TokenExchange(step, links, placement.page_tokens, site.numbers, site.rank)
 
-    half = _half(directory.spec, load_attention_weights(directory, np.float32, progress), site.arena, geometry)
-    return Model(half, placement.page_tokens, pages, exchange)
+    weights = _home_weights(placement, directory, progress)
+    routers = _routers(placement, directory.spec, weights)
+    half = _half(directory.spec, weights, site.arena, geometry)
+    return Model(half, placement.page_tokens, pages, exchange, routers)
 
 
 def _cut(
@@ -100,12 +107,26 @@ def _cut(
     num_ranks = len(placement.kv_ranks)
     spec = share_of_heads(directory.spec, index, num_ranks)
     pages = site.pages(placement.name, geometry.frames_per_page, index, num_ranks)
-    weights = load_attention_weights(directory, np.float32, progress, is_share=index > 0)
+    if index > 0:
+        weights = load_attention_weights(directory, np.float32, progress, is_share=True)
+    else:
+        weights = _home_weights(placement, directory, progress)
+    routers = None if index > 0 else _routers(placement, directory.spec, weights)
     layers = _cut_layers(directory.spec, weights, index, num_ranks)
     if index > 0:
         return Share(HeadShare(spec, layers, site.arena, geometry), placement.page_tokens, pages)
     half = AttentionHalf(spec, weights.model, layers, site.arena, geometry)
-    return Model(half, placement.page_tokens, pages, HeadExchange)
+    return Model(half, placement.page_tokens, pages, HeadExchange, routers)
+
+
+def _home_weights(placement: ModelPlacement, directory: ModelDirectory, progress: Progress) -> ModelWeights:
+    """All of the KV pool's share, with the routers where experts are chosen here."""
+    also = ROUTER_TENSORS if placement.route == "kv" else frozenset[str]()
+    return load_attention_weights(directory, np.float32, progress, also=also)
+
+
+def _routers(placement: ModelPlacement, spec: ModelSpec, weights: ModelWeights) -> KVRouters | None:
+    return KVRouters(spec, weights.layers) if placement.route == "kv" else None
 
 
 def _half(spec: ModelSpec, weights: ModelWeights, arena: Arena, geometry: PageGeometry) -> AttentionHalf:
