@@ -22,7 +22,8 @@ from benchmarks.bench_decode_step import COPY_TB_PER_S, compare, draw_slices, st
 from benchmarks.bench_moe_layer import choose_distinct, layer_bytes
 from benchmarks.ffn_client import FFNClient
 from benchmarks.full_models import CONFIGS, full_spec
-from benchmarks.gpu_timing import guarded, write_failures
+from benchmarks.gpu_timing import guarded, keep_busy, write_failures
+from benchmarks.one_gpu import OneGpu
 from benchmarks.report import RESULTS, Report
 from benchmarks.resident_model import ResidentModel
 from benchmarks.split_model import Gpus, SplitModel, step_times_ms
@@ -34,7 +35,7 @@ from crosspool.models.spec import MoEFFNSpec
 
 NUM_LAYERS = 12
 SEED = 7
-TARGETS = {1: 31.0, 2: 45.0, 4: 82.0, 8: 158.0}
+TARGETS = {"ffn": {1: 31.0}, "kv": {1: 27.0, 2: 45.0, 4: 82.0, 8: 158.0}}
 STEP_TARGETS = {"qwen3-30b-a3b": 2.6}
 HOPS_US = 5.5
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -59,6 +60,7 @@ def round_trips(
             assert isinstance(moe, MoEFFNSpec)
             if routing == "distinct" and batch * moe.top_k > moe.num_experts:
                 continue
+            keep_busy(0.2)
             client = FFNClient(gpus, layers, batch, seed=SEED + batch, takes_choices=route == "kv")
             unique = prepare_routing(gpus, layers, client, routing, route)
             times = client.run(passes)
@@ -73,7 +75,7 @@ def round_trips(
             )
             report.metric(f"ffn_roundtrip_error.{name}.b{batch}.{route}{suffix}", error, limit=2e-3)
             median = sorted(times)[len(times) // 2]
-            goal = TARGETS.get(batch) if name.startswith("qwen3") and routing == "distinct" else None
+            goal = TARGETS[route].get(batch) if name.startswith("qwen3") and routing == "distinct" else None
             print(
                 f"{name} b{batch} {routing}: {median:.2f} us, floor {floor:.1f}, target {goal}, error {error:.1e}",
                 flush=True,
@@ -98,10 +100,10 @@ def prepare_routing(
             if routing == "distinct":
                 choose_distinct(layer, x)
             ffn(gpus.kernels[1], layer, x, out, half.scratch)
-            routing, shape = half.scratch.routing, (client.batch, layer.spec.top_k)
-            unique.append(int(routing.num_unique.item()))
+            chosen, shape = half.scratch.routing, (client.batch, layer.spec.top_k)
+            unique.append(int(chosen.num_unique.item()))
             if route == "kv":
-                client.choose(routing.topk_ids.clone().view(shape), routing.topk_weights.clone().view(shape))
+                client.choose(chosen.topk_ids.clone().view(shape), chosen.topk_weights.clone().view(shape))
     return sum(unique) / len(unique)
 
 
@@ -177,24 +179,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100_000, help="of the stress run")
     parser.add_argument("--passes", type=int, default=60)
     parser.add_argument("--skip", default="", help="parts to leave out: roundtrip,decode,stress,power")
+    parser.add_argument("--routes", default="ffn,kv")
+    parser.add_argument("--routings", default="uniform,distinct")
+    parser.add_argument("--one-gpu", action="store_true", help="both sides on one GPU; no decode steps then")
     parser.add_argument("--hang-seconds", type=float, default=240.0, help="give up where nothing ends")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
-    gpus, failures, skipped = Gpus(2), dict[str, str](), options.skip.split(",")
-    idle_watts = power_watts(1)
+    gpus: Gpus = OneGpu() if options.one_gpu else Gpus(2)
+    failures, skipped = dict[str, str](), options.skip.split(",") + (["power", "decode"] if options.one_gpu else [])
+    idle_watts = 0.0 if options.one_gpu else power_watts(1)
+    hardware = "h200" if options.one_gpu else "h200-x2"
     report = Report(
-        "ffn_server", hardware="h200-x2", config={"num_layers": NUM_LAYERS, "passes": options.passes}, seed=SEED
+        "ffn_server", hardware=hardware, config={"num_layers": NUM_LAYERS, "passes": options.passes}, seed=SEED
     )
     report.summary = "The resident FFN server: round trips from another GPU, crossings included, and decode steps."
     names = options.models.split(",")
     if "roundtrip" not in skipped:
         for name in names:
             batches = [1, 2, 4, 8] if name.startswith("qwen3") else [1, 8]
-            guarded(
-                f"round trip {name}",
-                lambda n=name, b=batches: round_trips(gpus, report, n, b, ["uniform", "distinct"], options.passes),  # type: ignore[misc]
-                failures,
-            )
+            for route in options.routes.split(","):
+                guarded(
+                    f"round trip {name} {route}",
+                    lambda n=name, b=batches, r=route: round_trips(  # type: ignore[misc]
+                        gpus, report, n, b, options.routings.split(","), options.passes, r
+                    ),
+                    failures,
+                )
     if "stress" not in skipped:
         guarded("stress", lambda: stress(gpus, report, options.rounds), failures)
     if "power" not in skipped:

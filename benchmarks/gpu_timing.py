@@ -41,16 +41,23 @@ def replay_us(work: Callable[[], None], *, units: int, replays: int = 60, warm_u
 
 
 def _warm_up(graph: torch.cuda.CUDAGraph, seconds: float) -> None:
+    """Bring the clocks up, then the graph's own pace."""
+    keep_busy(seconds)
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    for _ in range(3):
+        graph.replay()
+
+
+def keep_busy(seconds: float) -> None:
     """Keep the GPU busy until its clocks are up: an idle one runs at a fraction of them, and so do short bursts."""
     matrix = torch.randn(4096, 4096, device="cuda").bfloat16()
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds:
         for _ in range(20):
             torch.mm(matrix, matrix)
-        graph.replay()
         torch.cuda.synchronize()
-    for _ in range(3):
-        graph.replay()
 
 
 def copy_tb_per_s() -> float:

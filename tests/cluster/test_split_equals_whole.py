@@ -56,7 +56,8 @@ def make_config(layout, num_weights_ranks, **changes):
     return ClusterConfig(**(fields | changes))
 
 
-def placement(directory, weights_ranks):
+def placement(directory, weights_ranks, route="ffn"):
+    ffns = [layer.ffn for layer in directory.spec.layers]
     return ModelPlacement(
         name=directory.spec.family,
         directory=directory.path,
@@ -65,6 +66,8 @@ def placement(directory, weights_ranks):
         weights_ranks=weights_ranks,
         page_tokens=PAGE_TOKENS,
         frame_bytes=FRAME_BYTES,
+        route=route,
+        choices_width=max(getattr(ffn, "choices_width", 0) for ffn in ffns) if route == "kv" else 0,
     )
 
 
@@ -138,6 +141,17 @@ def test_threads_and_processes(directories, undivided, layout, num_weights_ranks
         wait_for(cluster, ModelReady, len(families))
         lanes = scripts(directories, families)
         check(undivided, families, num_weights_ranks, lanes, play(cluster, lanes))
+
+
+def test_experts_may_be_chosen_on_the_kv_rank(directories, undivided):
+    families = (*THREE, "qwen2_moe")  # a gated shared expert is weighed there too
+    config = make_config("processes", 2)
+    with running(config) as cluster:
+        for family in families:
+            cluster.add_model(placement(directories[family], config.weights_ranks, route="kv"))
+        wait_for(cluster, ModelReady, len(families))
+        lanes = scripts(directories, families)
+        check(undivided, families, 2, lanes, play(cluster, lanes))
 
 
 def test_each_pool_holds_its_own_bytes_only(directories):
