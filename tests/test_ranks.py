@@ -8,7 +8,16 @@ import pytest
 from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig, ServerConfig
 from crosspool.errors import CrossPoolError
 from crosspool.launch import cluster_config, demo_models, engine_config, prepare_models
-from crosspool.ranks import hosts, kv_bytes_of_each, kv_ranks, kv_ranks_of, num_lanes, weights_ranks, weights_ranks_of
+from crosspool.ranks import (
+    hosts,
+    kv_bytes_of_each,
+    kv_ranks,
+    kv_ranks_of,
+    num_lanes,
+    prefill_ranks,
+    weights_ranks,
+    weights_ranks_of,
+)
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import live_deployment
 
@@ -27,6 +36,28 @@ def test_two_pools_stay_what_they_were():
     assert kv_ranks_of(MODELS[1], config) == ("kv1", "kv0")
     assert kv_bytes_of_each(config) == 12 * MiB
     assert num_lanes(config) == (2, 1)
+
+
+def test_prefill_ranks_have_a_lane_each():
+    config = deployment(prefill="dedicated", num_prefill_ranks=2)
+    assert prefill_ranks(config) == ("p0", "p1")
+    assert num_lanes(config) == (2, 2)
+    assert engine_config(config).prefill_ranks == cluster_config(config).prefill_ranks == ("p0", "p1")
+    assert prefill_ranks(deployment()) == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(num_prefill_ranks=2), "prefill_ranks is 2 with prefill inline; set prefill dedicated"),
+        (dict(prefill="dedicated", num_prefill_ranks=0), "prefill_ranks is 0; it must be at least 1"),
+        (dict(prefill="dedicated", backend="cuda"), "prefill is dedicated with backend cuda; .* use inline"),
+        (dict(prefill="dedicated", baseline="static"), "prefill is dedicated with baseline static, .* use inline"),
+    ],
+)
+def test_prefill_ranks_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        deployment(**changes)
 
 
 def test_static_models_lie_whole_at_one_place_with_memory_of_their_own():
@@ -157,3 +188,18 @@ def test_every_layout_gives_the_same_answers_and_static_the_shortest_context():
     assert refused.status_code == 400
     assert "no memory of its own" in refused.json()["error"]["message"]
     assert accepted.status_code == 200
+
+
+def test_a_server_with_a_prefill_rank_answers_and_shows_it():
+    answers = []
+    for prefill in ("inline", "dedicated"):
+        config = deployment(models=demo_models()[:1], prefill=prefill, layout="inprocess")
+        name = config.models[0].served_name
+        body = {"model": name, "prompt": "the quick brown fox " * 12, "max_tokens": 6, "temperature": 0}
+        with live_deployment(config) as live:
+            reply = httpx2.post(f"{live.url}/v1/completions", json=body, timeout=60)
+            assert reply.status_code == 200, reply.text
+            answers.append(reply.json()["choices"][0]["text"])
+            workers = httpx2.get(f"{live.url}/health").json()["workers"]
+            assert ("p0" in workers) == (prefill == "dedicated"), workers
+    assert answers[0] == answers[1]

@@ -69,6 +69,10 @@ def serve(
         str | None, typer.Option(help="a model's KV over KV ranks: heads, tokens, one or auto  [auto]")
     ] = None,
     weights_ranks: Annotated[int | None, typer.Option(help="ranks that every FFN is sliced over  [1]")] = None,
+    prefill: Annotated[
+        str | None, typer.Option(help="inline in the pools, or dedicated: on ranks of its own  [inline]")
+    ] = None,
+    prefill_ranks: Annotated[int | None, typer.Option(help="ranks that compute prompts, with dedicated  [1]")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs that the ranks share in turn (cuda)  [one a rank]")] = None,
     backend: Annotated[str | None, typer.Option(help="numpy, or cuda with a GPU for each rank  [numpy]")] = None,
     weights: Annotated[

@@ -11,6 +11,7 @@ from crosspool.units import GiB, KiB, MiB
 
 Layout = Literal["inprocess", "processes"]
 Backend = Literal["numpy", "cuda"]
+Prefill = Literal["inline", "dedicated"]
 Baseline = Literal["static", "elastic"]
 Control = Literal["host", "graphs", "resident"]
 Pipeline = Literal["on", "off"]
@@ -104,6 +105,8 @@ class PoolsConfig:
     kv_split: KVSplit = "auto"  # of models that say nothing else
     frame_bytes: int = 2 * MiB
     num_weights_ranks: int = 1
+    prefill: Prefill = "inline"  # dedicated: by ranks that hold whole models, instead of by the pools
+    num_prefill_ranks: int = 1  # with dedicated
     num_gpus: int | None = None  # that the ranks share, in turn; None: one for each
 
     def __post_init__(self) -> None:
@@ -132,6 +135,17 @@ class PoolsConfig:
             raise ValueError(f"kv_backing is vmm with kv_ranks {self.num_kv_ranks}; use arena, or one KV rank")
         if self.num_weights_ranks < 1:
             raise ValueError(f"weights_ranks is {self.num_weights_ranks}; it must be at least 1")
+        if self.num_prefill_ranks < 1:
+            raise ValueError(f"prefill_ranks is {self.num_prefill_ranks}; it must be at least 1")
+        if self.num_prefill_ranks > 1 and self.prefill == "inline":
+            raise ValueError(f"prefill_ranks is {self.num_prefill_ranks} with prefill inline; set prefill dedicated")
+        if self.prefill == "dedicated" and self.backend != "numpy":
+            raise ValueError(
+                f"prefill is dedicated with backend {self.backend}; only the NumPy backend has prefill ranks, so use "
+                "inline"
+            )
+        if self.prefill == "dedicated" and self.baseline is not None:
+            raise ValueError(f"prefill is dedicated with baseline {self.baseline}, which has no pools; use inline")
 
     @property
     def driven_by(self) -> Control:

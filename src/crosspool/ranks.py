@@ -29,6 +29,12 @@ def weights_ranks(config: DeploymentConfig) -> tuple[str, ...]:
     return tuple(f"w{index}" for index in range(number))
 
 
+def prefill_ranks(config: DeploymentConfig) -> tuple[str, ...]:
+    """None where the pools compute prompts."""
+    pools = config.pools
+    return tuple(f"p{index}" for index in range(pools.num_prefill_ranks if pools.prefill == "dedicated" else 0))
+
+
 def hosts(config: DeploymentConfig) -> tuple[tuple[str, ...], ...]:
     """Ranks that share a process; none where each has one of its own."""
     if config.pools.baseline is None:
@@ -128,7 +134,8 @@ def num_lanes(config: DeploymentConfig) -> tuple[int, int]:
     """Lanes for decode and for prefill."""
     scheduling = config.scheduling
     if config.pools.baseline is None:
-        return scheduling.num_decode_lanes, scheduling.num_prefill_lanes
+        own = len(prefill_ranks(config))  # a prefill rank runs one model at a time
+        return scheduling.num_decode_lanes, own or scheduling.num_prefill_lanes
     is_whole = config.pools.baseline == "static" or are_apart(config)
     each = max(1, len(config.models)) * (1 if is_whole else _num_places(config))
     return each, each

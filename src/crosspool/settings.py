@@ -35,6 +35,7 @@ from crosspool.config import (
     Order,
     Pipeline,
     PoolsConfig,
+    Prefill,
     Route,
     SchedulingConfig,
     ServerConfig,
@@ -125,6 +126,10 @@ class Settings(BaseSettings):
     kv_backing: KVBacking = Field("arena", description="one allocation, or vmm: frames mapped into a range a model")
     kv_split: KVSplit = Field("auto", description="how a model's KV lies over KV ranks: heads, tokens, one or auto")
     weights_ranks: int = Field(1, description="ranks that every FFN is sliced over")
+    prefill: Prefill = Field(
+        "inline", description="prompts run in the pools, or dedicated: on ranks that hold whole models, one at a time"
+    )
+    prefill_ranks: int = Field(1, description="ranks that compute prompts, with prefill dedicated; a lane for each")
     gpus: int | None = Field(None, description="GPUs that the ranks share in turn, with cuda; default: one for each")
     max_num_seqs: int = Field(32, description="sequences of a model that run at once")
     max_num_batched_tokens: int | None = Field(
@@ -283,6 +288,8 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             kv_backing=settings.kv_backing,
             kv_split=settings.kv_split,
             num_weights_ranks=settings.weights_ranks,
+            prefill=settings.prefill,
+            num_prefill_ranks=settings.prefill_ranks,
             num_gpus=settings.gpus,
         ),
         scheduling=SchedulingConfig(

@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from benchmarks.full_models import CONFIGS
 from benchmarks.bench_layouts_gpu import Load
+from benchmarks.full_models import CONFIGS
 from benchmarks.peers.ballast import GIB, ballast_bytes
 from benchmarks.peers.bench_peers import peer_settings
 from benchmarks.peers.instances import PEERS, PeerOptions, instances, write_peer_dir

@@ -395,6 +395,7 @@ def test_two_kv_ranks_share_a_weights_rank(tmp_path):
         (dict(model="nobody"), "no model 'nobody' is placed; there are: a"),
         (dict(num_tokens=65), "more than max_tokens_per_step 64"),
         (dict(kv_rank="kv9"), "a lives on kv0"),
+        (dict(prefill_rank="p0"), "step names prefill rank p0, but a lies on no prefill rank"),
     ],
 )
 def test_a_wrong_step_is_refused_by_name(tmp_path, change, message):

@@ -26,7 +26,7 @@ def bring_up(supervisor, host, ranks, now_s):
         supervisor.has_loaded(rank, now_s)
 
 
-def placement(name="m", hidden_size=8, kv_rank="kv0", weights_ranks=("w0",)):
+def placement(name="m", hidden_size=8, kv_rank="kv0", weights_ranks=("w0",), **changes):
     return ModelPlacement(
         name=name,
         directory=Path(name),
@@ -35,6 +35,7 @@ def placement(name="m", hidden_size=8, kv_rank="kv0", weights_ranks=("w0",)):
         weights_ranks=weights_ranks,
         page_tokens=16,
         frame_bytes=4096,
+        **changes,
     )
 
 
@@ -209,6 +210,13 @@ class TestChannelBook:
         assert not book.needs_lane(1)
         assert book.needs_lane(2)
         assert book.missing(models, lambda rank: True) == [Link(2, "kv0", "w0", 200), Link(2, "kv0", "w1", 80)]
+
+    def test_a_link_with_a_prefill_rank_holds_a_whole_contexts_kv_of_a_layer(self):
+        book = ChannelBook(num_lanes=1, max_tokens_per_step=10)
+        narrow = placement("a", prefill_ranks=("p0",), kv_row_width=6, context_tokens=100)
+        assert book.missing([narrow], lambda rank: rank != "w0") == [Link(0, "kv0", "p0", 600)]
+        wide = placement("b", prefill_ranks=("p0",), kv_row_width=200, context_tokens=5)
+        assert book.missing([narrow, wide], lambda rank: rank != "w0") == [Link(0, "kv0", "p0", 2000)]
 
     def test_a_lost_rank_needs_its_links_anew_and_an_unused_pair_is_closed(self):
         book = ChannelBook(num_lanes=1, max_tokens_per_step=1)

@@ -10,7 +10,15 @@ from crosspool.core import SampledToken, SamplingParams, TokenLogprob
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepResult, StepRow
 
 HEADER = StepHeader(
-    lane=3, model="m", step_seq=9, phase="prefill", num_tokens=4, priority=1, kv_rank="kv1", num_steps=2
+    lane=3,
+    model="m",
+    step_seq=9,
+    phase="prefill",
+    num_tokens=4,
+    priority=1,
+    kv_rank="kv1",
+    num_steps=2,
+    prefill_rank="p1",
 )
 ROW = StepRow(
     sequence_id=5,

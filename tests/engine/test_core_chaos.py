@@ -15,12 +15,12 @@ from crosspool.errors import CapacityError, DeadlineExceededError, QueueFullErro
 from tests.support.core_drive import Drive, a_config, a_model
 
 MODELS = [
-    a_model("p", page_tokens=4, frames_per_page=1, max_context=64, weights_ranks=("w0",)),
-    a_model("q", page_tokens=3, frames_per_page=2, max_context=48, weights_ranks=("w0", "w1")),
+    a_model("p", page_tokens=4, frames_per_page=1, max_context=64, weights_ranks=("w0",), prefill_ranks=("p0", "p1")),
+    a_model("q", page_tokens=3, frames_per_page=2, max_context=48, weights_ranks=("w0", "w1"), prefill_ranks=("p0",)),
     a_model("r", page_tokens=8, frames_per_page=3, max_context=96, weights_ranks=("w1",)),
     a_model("s", page_tokens=4, frames_per_page=2, max_context=64, weights_ranks=("w1",), kv_rank="kv1"),
 ]
-RANKS = ("kv0", "kv1", "w0", "w1")
+RANKS = ("p0", "p1", "kv0", "kv1", "w0", "w1")
 
 
 def add_at_random(drive: Drive, rng: random.Random) -> None:
@@ -49,6 +49,7 @@ def chaos(
         max_num_seqs=rng.randint(1, 6),
         num_decode_lanes=rng.randint(1, 3),
         num_prefill_lanes=rng.randint(1, 2),
+        prefill_ranks=("p0", "p1")[: rng.randint(0, 2)],
         ageing_s=rng.choice((0.0, 0.05, 2.0)),
         bypass_window=rng.choice((0, 3)),
         recovery_timeout_s=timeout_s,

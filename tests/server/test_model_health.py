@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from crosspool.engine.stats import EngineStats, LaneStats, ModelStats
-from crosspool.server.health import judge_model, judge_workers
+from crosspool.server.health import health_of, judge_model, judge_workers
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.live_server import live_server
 from tests.support.server_fixtures import fake_app
@@ -59,6 +59,20 @@ def test_a_model_over_several_kv_ranks_depends_on_all_of_them() -> None:
     stats = moment(ranks_down={"kv1": 99.0})
     assert (judge_model(INFO, stats).state, judge_model(split, stats).state) == ("idle", "recovering")
     assert {"kv0", "kv1", "w0"} == set(judge_workers([split], stats))
+
+
+def test_a_prefill_rank_that_is_away_is_shown_and_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = replace(INFO, prefill_ranks=("p0",))
+    stats = moment(lane_since_s=60.0, ranks_down={"p0": 20.0})
+    assert judge_workers([info], stats)["p0"].state == "stuck"
+    assert judge_workers([info], moment(lane_since_s=60.0))["p0"].state == "idle", "decode is none of its work"
+    assert judge_model(info, stats).state == "idle"
+    engine = FakeEngine(("tiny",))
+    monkeypatch.setattr(engine, "models", lambda: [info])
+    monkeypatch.setattr(engine, "stats", lambda: stats)
+    assert health_of(engine).is_live
+    monkeypatch.setattr(engine, "stats", lambda: moment(ranks_down={"w0": 20.0}))
+    assert health_of(engine).state == "stuck"
 
 
 def test_workers_are_told_apart() -> None:

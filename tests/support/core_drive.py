@@ -29,6 +29,7 @@ def a_model(
     kv_peers: Sequence[str] = (),
     kv_split: KVSplit = "one",
     eos: Sequence[int] = (),
+    prefill_ranks: Sequence[str] = (),
 ) -> ServedModel:
     """A model without weights."""
     rope = RopeSpec(theta=1e4, dim=8)
@@ -55,6 +56,7 @@ def a_model(
         kv_rank=kv_rank,
         kv_peers=tuple(kv_peers),
         kv_split=kv_split,
+        prefill_ranks=tuple(prefill_ranks),
     )
 
 

@@ -55,6 +55,7 @@ class Deployment:
                 kv_ranks=turned(self.config.kv_ranks, index),
                 kv_split=kv_split,
                 weights_ranks=WEIGHTS_RANKS,
+                prefill_ranks=self.config.prefill_ranks,
                 frame_bytes=FRAME_BYTES,
                 page_tokens=16,
                 name=family,
@@ -66,6 +67,7 @@ class Deployment:
                 layout=layout,  # type: ignore[arg-type]
                 kv_ranks=self.config.kv_ranks,
                 weights_ranks=WEIGHTS_RANKS,
+                prefill_ranks=self.config.prefill_ranks,
                 num_frames=self.config.num_frames,
                 frame_bytes=FRAME_BYTES,
                 max_tokens_per_step=self.config.max_tokens_per_step,

@@ -111,7 +111,8 @@ class SimulatedCluster:
             self._after(0.0, now, _failed(step, (), "a rank is away"))
 
     def _needs(self, step: StepDescriptor) -> tuple[str, ...]:
-        return self.models[step.header.model].placement.step_ranks(step.header.kv_rank)
+        header = step.header
+        return self.models[header.model].placement.step_ranks(header.kv_rank, header.prefill_rank)
 
     def _begin(self, step: StepDescriptor, now: float) -> None:
         """Decide how the step will end, and when."""

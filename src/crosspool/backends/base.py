@@ -114,6 +114,28 @@ class ShareWorker(Protocol):
         ...
 
 
+class PrefillWorker(Protocol):
+    """A whole model beside the pools: computes chunks of prompts and hands their KV over, layer by layer.
+
+    It holds no request state: a sequence's earlier KV comes from its home with each chunk. Crossing n of a step is
+    layer n in either direction, and the one after the last layer carries the residual stream of rows that sample.
+    """
+
+    def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
+        """Load the whole model. On an error nothing of it stays loaded."""
+        ...
+
+    def run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[None]:
+        """Compute a chunk. Raises ValueError for a step that cannot run here."""
+        ...
+
+    def remove_model(self, model: str) -> None: ...
+
+    def memory_bytes(self) -> Mapping[str, int]:
+        """Bytes held, by kind: `attention_weights`, `ffn_weights`, `kv_cache` (of the chunk under way)."""
+        ...
+
+
 class FFNWorker(Protocol):
     """The weights pool's half: router, experts, shared experts, dense FFN; holds no request state and no KV.
 

@@ -30,6 +30,8 @@ class ModelPlacement:
     home is `kv_rank` and these hold shares; under `one` each is the home of its own sequences.
     exchange_width: most elements that one token crosses with between two KV ranks.
     has_random_weights: the ranks draw weights of the model's shapes, the same each time; no checkpoint is read.
+    prefill_ranks: those that hold the whole model to compute chunks of its prompts; kv_row_width: elements of a token's
+    KV in a layer, which they hand over; context_tokens: most tokens of one sequence.
     """
 
     name: str
@@ -47,6 +49,9 @@ class ModelPlacement:
     has_random_weights: bool = False
     route: Route = "ffn"
     choices_width: int = 0
+    prefill_ranks: tuple[str, ...] = ()
+    kv_row_width: int = 0
+    context_tokens: int = 0
 
     @property
     def crossing_width(self) -> int:
@@ -61,7 +66,7 @@ class ModelPlacement:
     @property
     def ranks(self) -> tuple[str, ...]:
         """Every rank that holds a part of the model, KV ranks first."""
-        return (*self.kv_ranks, *self.weights_ranks)
+        return (*self.kv_ranks, *self.weights_ranks, *self.prefill_ranks)
 
     @property
     def homes(self) -> tuple[str, ...]:
@@ -72,9 +77,9 @@ class ModelPlacement:
         """The KV ranks that take part in the steps that `home` leads, beside it."""
         return () if self.kv_split == "one" else self.kv_peers
 
-    def step_ranks(self, home: str) -> tuple[str, ...]:
+    def step_ranks(self, home: str, prefill_rank: str | None = None) -> tuple[str, ...]:
         """The ranks that a step led by `home` needs, it first."""
-        return (home, *self.shares(home), *self.weights_ranks)
+        return (home, *self.shares(home), *self.weights_ranks) if prefill_rank is None else (home, prefill_rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from crosspool.cluster.base import ModelPlacement
 class Link:
     """The two channels of one lane between two ranks, and the elements a slot of theirs holds.
 
-    The first channel leads from `rank`, a KV rank, to `peer`: a weights rank, or another KV rank.
+    The first channel leads from `rank`, a KV rank, to `peer`: a weights rank, a prefill rank, or another KV rank.
     """
 
     lane: int
@@ -36,10 +36,9 @@ class ChannelBook:
     def missing(self, placements: Iterable[ModelPlacement], is_up: Callable[[str], bool]) -> list[Link]:
         """Links to open so that every pair of ranks that shares a model, and is up, has them wide enough; now open."""
         links = []
-        for (rank, peer), width in _widths(placements).items():
+        for (rank, peer), capacity in self._capacities(placements).items():
             if not (is_up(rank) and is_up(peer)):
                 continue
-            capacity = width * self._max_tokens
             for lane in range(self._num_lanes):
                 key = (lane, rank, peer)
                 if self._open.get(key, 0) < capacity:
@@ -53,18 +52,21 @@ class ChannelBook:
 
     def unused(self, placements: Iterable[ModelPlacement]) -> list[tuple[str, str]]:
         """Pairs (rank, peer) that no model needs any more; their links are now closed."""
-        pairs = {key[1:] for key in self._open} - set(_widths(placements))
+        pairs = {key[1:] for key in self._open} - set(self._capacities(placements))
         self._open = {key: capacity for key, capacity in self._open.items() if key[1:] not in pairs}
         return sorted(pairs)
 
-
-def _widths(placements: Iterable[ModelPlacement]) -> dict[tuple[str, str], int]:
-    """The widest rows that cross between each pair. Two KV ranks have one link, whichever of them leads a step."""
-    widths: dict[tuple[str, str], int] = {}
-    for placement in placements:
-        for home in placement.homes:
-            rows = dict.fromkeys(((home, peer) for peer in placement.weights_ranks), placement.crossing_width)
-            shares = {(min(home, peer), max(home, peer)): placement.exchange_width for peer in placement.shares(home)}
-            for pair, width in (rows | shares).items():
-                widths[pair] = max(widths.get(pair, 0), width)
-    return widths
+    def _capacities(self, placements: Iterable[ModelPlacement]) -> dict[tuple[str, str], int]:
+        """The most elements that cross at once between each pair. Two KV ranks have one link, whoever leads a step."""
+        found: dict[tuple[str, str], int] = {}
+        for placement in placements:
+            for home in placement.homes:
+                rows = placement.crossing_width * self._max_tokens
+                handed = placement.kv_row_width * max(self._max_tokens, placement.context_tokens)
+                pairs = dict.fromkeys(((home, peer) for peer in placement.weights_ranks), rows)
+                pairs |= dict.fromkeys(((home, peer) for peer in placement.prefill_ranks), max(rows, handed))
+                for peer in placement.shares(home):
+                    pairs[min(home, peer), max(home, peer)] = placement.exchange_width * self._max_tokens
+                for pair, capacity in pairs.items():
+                    found[pair] = max(found.get(pair, 0), capacity)
+        return found

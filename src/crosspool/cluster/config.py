@@ -19,6 +19,7 @@ class ClusterConfig:
     layout: Layout = "processes"
     kv_ranks: tuple[str, ...] = ("kv0",)
     weights_ranks: tuple[str, ...] = ("w0",)
+    prefill_ranks: tuple[str, ...] = ()  # each computes chunks of prompts, one model at a time
     hosts: tuple[tuple[str, ...], ...] = ()  # ranks that share a thread or process; those not named get one each
     backend: str = "numpy"  # or `cuda`, or a module (`worker.make_worker`)
     num_frames: int  # of each KV rank
@@ -61,7 +62,7 @@ class ClusterConfig:
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        return self.kv_ranks + self.weights_ranks
+        return self.kv_ranks + self.weights_ranks + self.prefill_ranks
 
     @property
     def device_of(self) -> dict[str, int]:

@@ -104,10 +104,18 @@ class RankCluster:
 
     def add_model(self, placement: ModelPlacement) -> None:
         """Begin to load the model everywhere. Raises ValueError for a taken name or an unknown rank."""
-        for rank in placement.ranks:
-            pool = self._config.kv_ranks if rank in placement.kv_ranks else self._config.weights_ranks
-            if rank not in pool:
-                raise ValueError(f"model {placement.name} is placed on {rank!r}, which is none of {', '.join(pool)}")
+        config = self._config
+        pools = (
+            (placement.kv_ranks, config.kv_ranks),
+            (placement.weights_ranks, config.weights_ranks),
+            (placement.prefill_ranks, config.prefill_ranks),
+        )
+        for ranks, pool in pools:
+            for rank in ranks:
+                if rank not in pool:
+                    raise ValueError(
+                        f"model {placement.name} is placed on {rank!r}, which is none of {', '.join(pool) or 'no rank'}"
+                    )
         if not placement.weights_ranks or len(set(placement.weights_ranks)) < len(placement.weights_ranks):
             raise ValueError(f"weights ranks of {placement.name} are {placement.weights_ranks}; name each rank once")
         if len(set(placement.kv_ranks)) < len(placement.kv_ranks):
@@ -150,7 +158,11 @@ class RankCluster:
             raise ValueError(
                 f"step has {header.num_tokens} tokens, more than max_tokens_per_step {self._config.max_tokens_per_step}"
             )
-        ranks = placement.step_ranks(header.kv_rank)
+        prefill_rank = header.prefill_rank
+        if prefill_rank is not None and prefill_rank not in placement.prefill_ranks:
+            names = ", ".join(placement.prefill_ranks) or "no prefill rank"
+            raise ValueError(f"step names prefill rank {prefill_rank}, but {header.model} lies on {names}")
+        ranks = placement.step_ranks(header.kv_rank, prefill_rank)
         away = tuple(rank for rank in ranks if self._supervisor.state(rank) is not RankState.READY)
         if away:
             is_final = any(self._supervisor.state(rank) is RankState.FAILED for rank in away)
@@ -162,10 +174,8 @@ class RankCluster:
         if not self._flights:
             self._watch_s = 0.0
         behind = self._flights.begin(header, ranks)
-        for rank in placement.weights_ranks:
-            self._send(rank, messages.Step(header, behind))
-        for rank in (*placement.shares(header.kv_rank), header.kv_rank):
-            self._send(rank, messages.Step(step, behind))
+        for rank in reversed(ranks):  # the leading one last
+            self._send(rank, messages.Step(header if rank in placement.weights_ranks else step, behind))
 
     def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None:
         """Let the KV rank drop sequences; one that is away has none."""

@@ -192,10 +192,11 @@ class RankLoop:
             if not isinstance(work, StepDescriptor):
                 links = self._links(header, (header.kv_rank,))
                 half = self._worker.ffn.run(work, links)
+            elif self._worker.prefill_worker is not None:
+                links = self._links(header, (header.kv_rank,))
+                half = self._worker.prefill_worker.run(work, links)
             elif self._leads(header):
-                placement = self._placements.get(header.model)
-                peers = ((), ()) if placement is None else (placement.weights_ranks, placement.shares(self.name))
-                links = self._links(header, *peers)
+                links = self._links(header, *self._peers(header))
                 half = self._worker.attention.run(work, links)
             else:
                 links = self._links(header, (), (header.kv_rank,))
@@ -210,6 +211,15 @@ class RankLoop:
         run = LaneRun(header, half, links, self._around.clock(), self._deadline_s(header))
         run.clocks = tuple(found for peer in links.outlets if (found := self._clocks.get((header.lane, peer))))
         self._runs[header.lane] = run
+
+    def _peers(self, header: StepHeader) -> tuple[Sequence[str], Sequence[str]]:
+        """Those whose rows the leading rank waits for in every layer, and those of its exchange."""
+        placement = self._placements.get(header.model)
+        if placement is None:
+            return (), ()
+        if header.prefill_rank is not None:
+            return (header.prefill_rank,), ()
+        return placement.weights_ranks, placement.shares(self.name)
 
     def _leads(self, header: StepHeader) -> bool:
         """Whether this rank's word ends the step."""

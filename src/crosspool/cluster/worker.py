@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from crosspool.backends.base import AttentionWorker, FFNWorker, Inlet, Outlet, Progress, ShareWorker
+from crosspool.backends.base import (
+    AttentionWorker,
+    FFNWorker,
+    Inlet,
+    Outlet,
+    PrefillWorker,
+    Progress,
+    ShareWorker,
+)
 from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.config import ClusterConfig
 from crosspool.kv_pool.ahead import MappingHint
@@ -65,10 +73,11 @@ class MapsPages(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RankWorker:
-    """A worker of one of the pools: an attention worker on a KV rank, an FFN worker on a weights rank."""
+    """A rank's worker: an attention worker on a KV rank, an FFN worker on a weights rank, or a prefill worker."""
 
     attention_worker: AttentionWorker | None = None
     ffn_worker: FFNWorker | None = None
+    prefill_worker: PrefillWorker | None = None
     links: OpensLinks | None = None  # None: channels in host memory
     share_worker: ShareWorker | None = None  # None: the backend cannot split a model over KV ranks
     mapping: MapsPages | None = None  # None: frames are where they are
@@ -79,7 +88,7 @@ class RankWorker:
 
     @property
     def loads(self) -> LoadsModels:
-        return self.ffn if self.attention_worker is None else self.attention_worker
+        return self.attention_worker or self.prefill_worker or self.ffn
 
     @property
     def attention(self) -> AttentionWorker:
@@ -105,6 +114,8 @@ def make_worker(config: ClusterConfig, rank: str) -> RankWorker:
     `ffn_worker(rank)`.
     """
     is_kv = rank in config.kv_ranks
+    if rank in config.prefill_ranks and config.backend != "numpy":
+        raise ValueError(f"{rank} is a prefill rank, which backend {config.backend} does not have; use prefill inline")
     if config.backend == "numpy":
         return _numpy_worker(config, rank)
     if config.backend == "cuda":
@@ -135,6 +146,10 @@ def _numpy_worker(config: ClusterConfig, rank: str) -> RankWorker:
         mapped = _mapped_frames(*sizes) if config.kv_backing == "vmm" else None
         worker = NumpyAttentionWorker(*sizes, rank, config.kv_ranks, mapped)
         return RankWorker(attention_worker=worker, share_worker=worker, mapping=mapped)
+    if rank in config.prefill_ranks:
+        from crosspool.backends.numpy.prefill_worker import NumpyPrefillWorker
+
+        return RankWorker(prefill_worker=NumpyPrefillWorker(rank))
     from crosspool.backends.numpy.ffn_worker import NumpyFFNWorker
 
     return RankWorker(ffn_worker=NumpyFFNWorker(rank))

@@ -114,6 +114,7 @@ def make_step(
     rows: Items[StepRow],
     joining: Items[NewSequence],
     num_steps: int = 1,
+    prefill_rank: str | None = None,
 ) -> StepDescriptor:
     header = StepHeader(
         lane=lane,
@@ -124,5 +125,6 @@ def make_step(
         priority=DECODE_PRIORITY if phase == "decode" else PREFILL_PRIORITY,
         kv_rank=kv_rank,
         num_steps=num_steps,
+        prefill_rank=prefill_rank,
     )
     return StepDescriptor(header=header, rows=tuple(rows), joining=tuple(joining))

@@ -19,6 +19,7 @@ class EngineConfig:
     kv_budget_bytes: int = 256 * MiB  # physical KV memory of one KV rank; frame 0 of it is kept for masked lanes
     frame_bytes: int = 2 * MiB
     kv_ranks: tuple[str, ...] = ("kv0",)  # in the order in which their frames are numbered, as the cluster has them
+    prefill_ranks: tuple[str, ...] = ()  # that compute prompts beside the pools; prefill lanes take them in turn
     num_decode_lanes: int = 2
     num_prefill_lanes: int = 1
     decode_steps: int = 1  # that a batch may take by itself before the engine hands out more

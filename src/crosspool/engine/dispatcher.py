@@ -13,6 +13,7 @@ from crosspool.engine.config import EngineConfig
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Flight, Lane, ParkedStep, Trouble, rows_of
 from crosspool.engine.model_load import ModelLoad
+from crosspool.engine.prefill_ranks import PrefillRanks, with_bounded_past
 from crosspool.engine.ranks import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
 from crosspool.engine.shared_prefill import shared_chunks
@@ -37,6 +38,7 @@ class Dispatcher:
         self.num_stalls = 0
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._longest_run = config.decode_steps
+        self.prefill_ranks = PrefillRanks(config.prefill_ranks, ranks)
         self._num_decode_lanes = config.num_decode_lanes
         self._loads = loads
         self._kv = kv
@@ -50,6 +52,7 @@ class Dispatcher:
     def remove_model(self, name: str) -> None:
         for turns in self._turns.values():
             turns.remove(name)
+        self.prefill_ranks.remove_model(name)
 
     def take_turn(self, name: str, phase: Phase) -> None:
         """The model has got a lane of the phase: its next turn comes after everyone else's."""
@@ -139,6 +142,7 @@ class Dispatcher:
         not_before_s: float,
     ) -> None:
         part, members = rows_of(step, sequences, kept)
+        part = replace(part, header=replace(part.header, prefill_rank=None))  # the pools can do it as well
         self.parked.append(ParkedStep(part, members, self._ranks_of(step), trouble, not_before_s))
         for sequence in members:
             sequence.take_step(part.num_steps)
@@ -277,16 +281,40 @@ class Dispatcher:
         return None
 
     def _prefill_step(self, lane: Lane, now: float) -> StepDescriptor | None:
-        """The next model's chunk, shared by its prefilling sequences."""
+        """The next model's chunk, shared by its prefilling sequences: on the lane's prefill rank, or in the pools."""
         names = {name for name, load in self._loads.items() if load.prefilling}
-        for name in self._turns["prefill"].ready(names) if names else ():
-            load = self._loads[name]
-            waiting = [sequence for sequence in load.prefilling.values() if not sequence.in_step]
-            for home in self._homes(load, waiting):
-                chunks = self._chunks(load, home, [sequence for sequence in waiting if sequence.kv_rank == home])
-                if chunks:
-                    batch = [chunk.sequence for chunk in chunks]
-                    return self._start(lane, load, home, batch, [prefill_row(chunk) for chunk in chunks], now)
+        if not names:
+            return None
+        rank = self.prefill_ranks.of_lane(lane.index - self._num_decode_lanes)
+        turns = self._turns["prefill"].ready(names)
+        if rank is not None:
+            own = [self._loads[name] for name in turns if self.prefill_ranks.computes(rank, self._loads[name])]
+            for name in self.prefill_ranks.order(rank, own, now):
+                step = self._prefill_of(lane, self._loads[name], now, rank)
+                if step is not None:
+                    self.prefill_ranks.take(rank, name)
+                    return step
+            turns = [name for name in turns if self._loads[name] not in own]
+        for name in turns:
+            step = self._prefill_of(lane, self._loads[name], now)
+            if step is not None:
+                return step
+        return None
+
+    def _prefill_of(
+        self, lane: Lane, load: ModelLoad, now: float, prefill_rank: str | None = None
+    ) -> StepDescriptor | None:
+        waiting = [sequence for sequence in load.prefilling.values() if not sequence.in_step]
+        homes = self._homes(load, waiting)
+        if prefill_rank is not None:  # no weights rank has a part in it
+            homes = [home for home in load.needs if self._ranks.are_up((home,))]
+        for home in homes:
+            chunks = self._chunks(load, home, [sequence for sequence in waiting if sequence.kv_rank == home])
+            if prefill_rank is not None:
+                chunks = with_bounded_past(chunks, load.model.model_limit)
+            if chunks:
+                batch, rows = [chunk.sequence for chunk in chunks], [prefill_row(chunk) for chunk in chunks]
+                return self._start(lane, load, home, batch, rows, now, prefill_rank=prefill_rank)
         return None
 
     def _chunks(self, load: ModelLoad, home: str, waiting: Items[Sequence]) -> list[Chunk]:
@@ -312,6 +340,7 @@ class Dispatcher:
         rows: Items[StepRow],
         now: float,
         num_steps: int = 1,
+        prefill_rank: str | None = None,
     ) -> StepDescriptor:
         self.take_turn(load.model.name, lane.phase)
         joining: list[NewSequence] = []
@@ -331,6 +360,7 @@ class Dispatcher:
             rows=rows,
             joining=joining,
             num_steps=num_steps,
+            prefill_rank=prefill_rank,
         )
         lane.start(step, tuple(batch), now)
         return step

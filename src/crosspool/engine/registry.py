@@ -63,6 +63,7 @@ class ModelRegistry:
             kv_peers=model.kv_peers,
             kv_split=model.kv_split,
             weights_ranks=model.weights_ranks,
+            prefill_ranks=model.prefill_ranks,
             kv_bytes_per_token=model.spec.kv_bytes_per_token(model.kv_dtype),
             experts_by_layer=tuple(
                 layer.ffn.top_k if isinstance(layer.ffn, MoEFFNSpec) else 0 for layer in model.spec.layers

@@ -24,6 +24,7 @@ def served_model(
     page_tokens: int | None = None,
     max_context: int | None = None,
     kv_dtype: DType = "float32",
+    prefill_ranks: Sequence[str] = (),
 ) -> ServedModel:
     """Read a directory's JSON files; no weights are touched. kv_dtype: what the backend's cache holds.
 
@@ -41,6 +42,7 @@ def served_model(
         spec=model_dir.spec,
         directory=model_dir.path,
         weights_ranks=tuple(weights_ranks),
+        prefill_ranks=tuple(prefill_ranks),
         page_tokens=tokens,
         frames_per_page=geometry.frames_per_page,
         frame_bytes=frame_bytes,

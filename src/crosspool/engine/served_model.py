@@ -18,7 +18,8 @@ class ServedModel:
     `frames_per_page` frames of one rank, or under `heads` of each.
     has_random_weights: drawn at the model's shapes; no checkpoint is read.
     max_context: asked limit of prompt plus output tokens; None means the model's own. frames_per_page: from
-    `kv_pool/geometry.py`. weights_ranks: in the order in which their partial sums are added.
+    `kv_pool/geometry.py`. weights_ranks: in the order in which their partial sums are added. prefill_ranks: those that
+    hold it whole, to compute its prompts.
     kv_floor_bytes are kept for the model in its KV rank's pool, kv_ceiling_bytes are the most it may hold there; both
     as it is first served, they may change later. tokenizer: turns output ids into text; without one, outputs carry ids
     only.
@@ -31,6 +32,7 @@ class ServedModel:
     page_tokens: int
     frames_per_page: int
     frame_bytes: int
+    prefill_ranks: tuple[str, ...] = ()
     kv_rank: str = "kv0"
     kv_peers: tuple[str, ...] = ()
     kv_split: KVSplit = "one"
@@ -81,6 +83,9 @@ class ServedModel:
             has_random_weights=self.has_random_weights,
             route=self.route,
             choices_width=self.choices_width,
+            prefill_ranks=self.prefill_ranks,
+            kv_row_width=self.spec.kv_elements_per_token_layer,
+            context_tokens=self.model_limit,
         )
 
     @property

@@ -35,6 +35,7 @@ class ModelInfo:
     experts_by_layer: tuple[int, ...] = ()  # experts that a token goes to; 0 for a dense layer
     kv_peers: tuple[str, ...] = ()  # KV ranks beside kv_rank that hold KV of the model
     kv_split: KVSplit = "one"
+    prefill_ranks: tuple[str, ...] = ()  # that hold it whole; without them its prompts run in the pools
 
     @property
     def kv_ranks(self) -> tuple[str, ...]:
@@ -42,7 +43,7 @@ class ModelInfo:
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """Every rank that holds a part of the model."""
+        """Every rank that the model cannot be served without."""
         return (*self.kv_ranks, *self.weights_ranks)
 
 

@@ -51,6 +51,7 @@ class StepHeader:
     priority: int = 0  # smaller runs first under the `priority` order
     kv_rank: str = "kv0"  # leads the step: the home of its sequences
     num_steps: int = 1  # of a run: decode steps that follow each other by themselves
+    prefill_rank: str | None = None  # computes the chunk and hands its KV over; None: both pools compute it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

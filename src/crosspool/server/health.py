@@ -45,7 +45,11 @@ def health_of(engine: EngineClient) -> Health:
         engine.check()
     except CrossPoolError as error:
         return Health("stopped", detail=str(error))
-    return judge(engine.stats())
+    stats, spare = engine.stats(), {rank for info in engine.models() for rank in info.prefill_ranks}
+    if spare:  # while one is away its prompts run in the pools
+        down = {rank: since for rank, since in stats.ranks_down.items() if rank not in spare}
+        stats = replace(stats, ranks_down=down)
+    return judge(stats)
 
 
 def judge(stats: EngineStats) -> Health:
@@ -75,7 +79,8 @@ def judge_model(info: ModelInfo, stats: EngineStats) -> Health:
 
 def judge_workers(models: Sequence[ModelInfo], stats: EngineStats) -> dict[str, Health]:
     """The state of every rank. A rank is as busy, or as stuck, as the step that has been longest in flight on it."""
-    ranks_of = {info.name: info.ranks for info in models}
+    ranks_of = {info.name: (*info.ranks, *info.prefill_ranks) for info in models}
+    prefill_ranks = {rank for info in models for rank in info.prefill_ranks}
     found: dict[str, Health] = {}
     for rank in dict.fromkeys(rank for ranks in ranks_of.values() for rank in ranks):
         if rank in stats.ranks_down:
@@ -84,7 +89,10 @@ def judge_workers(models: Sequence[ModelInfo], stats: EngineStats) -> dict[str, 
         since = [
             lane.since_s
             for lane in stats.lanes
-            if lane.model is not None and lane.since_s is not None and rank in ranks_of.get(lane.model, ())
+            if lane.model is not None
+            and lane.since_s is not None
+            and rank in ranks_of.get(lane.model, ())
+            and (lane.phase == "prefill" or rank not in prefill_ranks)
         ]
         loading = [info.name for info in models if info.state == "loading" and rank in ranks_of[info.name]]
         if since:

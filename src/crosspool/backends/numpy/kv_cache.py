@@ -116,6 +116,16 @@ class LayerCache:
         """Store (num_tokens, row) at `offsets` of pages, whose `frames` are those of each of their places."""
         self._rows[frames[self._frame_idx], offsets] = rows
 
+    @property
+    def row_width(self) -> int:
+        """Elements of one token."""
+        return int(self._rows.shape[-1])
+
+    def read_at(self, frames: Sequence[IntArray], offsets: IntArray) -> FloatArray:
+        """(num_tokens, row) at `offsets` of pages, as `write_at` stores them."""
+        rows: FloatArray = self._rows[frames[self._frame_idx], offsets]
+        return rows
+
     def read(self, row: RowSlots, begin: int, end: int) -> tuple[FloatArray, FloatArray]:
         """Keys (kv_heads, D, n) and values (kv_heads, n, D_v) of positions [begin, end).
 
@@ -154,6 +164,10 @@ class LayerCache:
         page = (row.num_slots - 1) // self._page_tokens
         rows: FloatArray = self._rows[row.frames[self._frame_idx][: page + 1]]
         return rows.reshape(-1, rows.shape[-1])[: row.num_slots]
+
+    def read_earlier(self, row: RowSlots) -> FloatArray:
+        """(first_position, row) of what was cached before the row's own tokens."""
+        return self.read_rows(RowSlots(0, 0, row.first_position, row.frames))
 
 
 def layer_caches(arena: Arena, geometry: PageGeometry, spec: ModelSpec) -> tuple[LayerCache, ...]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from crosspool.backends.base import FloatArray, HalfStep, LaneLinks, Progress, Wait
 from crosspool.backends.numpy.attention_half import AttentionHalf
 from crosspool.backends.numpy.attention_step import AttentionStep, Model
+from crosspool.backends.numpy.handed_chunk import handed_chunk
 from crosspool.backends.numpy.host_vmm import arena_at
 from crosspool.backends.numpy.kv_cache import new_arena
 from crosspool.backends.numpy.page_reader import PageReader
@@ -120,6 +121,10 @@ class NumpyAttentionWorker:
 
     def _run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
         """The steps of a run, one after another; it ends early once all its sequences have ended."""
+        if step.header.prefill_rank is not None:
+            attention = self.begin(step, step.header.model)
+            num_sampled = sum(row.sample for row in step.rows)
+            return (yield from handed_chunk(attention, step.header, links, num_sampled))
         told: tuple[SampledToken, ...] = ()
         ended: set[int] = set()
         for idx in range(step.num_steps):

@@ -1,0 +1,69 @@
+"""PrefillRanks: which prefill rank a prefill lane uses, and whose prompts it takes next."""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
+
+from crosspool.engine.batcher import Chunk
+from crosspool.engine.model_load import ModelLoad
+from crosspool.engine.ranks import RankHealth
+from crosspool.models.tensors import weight_bytes
+from crosspool.scheduler.residency import SWITCH_BYTES_PER_S, Residency, WaitingModel
+
+
+class PrefillRanks:
+    """The prefill ranks of a deployment; none: all prompts run in the pools.
+
+    A rank that is away costs time alone: its lane's prompts run in the pools until it is back.
+    """
+
+    def __init__(self, names: Items[str], ranks: RankHealth) -> None:
+        self._names, self._ranks = tuple(names), ranks
+        self._residencies = {name: Residency() for name in names}
+
+    def of_lane(self, number: int) -> str | None:
+        """The rank of the prefill lane of this number, if it is up."""
+        if not self._names:
+            return None
+        name = self._names[number % len(self._names)]
+        if self._ranks.are_up((name,)):
+            return name
+        self._residencies[name] = Residency()  # it comes back empty
+        return None
+
+    def computes(self, rank: str | None, load: ModelLoad) -> bool:
+        """Whether the rank can hand over the model's KV: a page lies whole on the home."""
+        return rank in load.model.prefill_ranks and load.model.kv_split == "one"
+
+    def order(self, rank: str, loads: Iterable[ModelLoad], now_s: float) -> list[str]:
+        """Models with prompts to run, in the order in which they should get the rank."""
+        waiting = []
+        for load in loads:
+            arrivals = [sequence.request.arrival_s for sequence in load.prefilling.values() if not sequence.in_step]
+            if arrivals:
+                seconds = weight_bytes(load.model.spec) / SWITCH_BYTES_PER_S
+                waiting.append(WaitingModel(load.model.name, min(arrivals), seconds))
+        return self._residencies[rank].order(waiting, now_s)
+
+    def take(self, rank: str, model: str) -> None:
+        self._residencies[rank].take(model)
+
+    def remove_model(self, name: str) -> None:
+        for residency in self._residencies.values():
+            residency.forget(name)
+
+    @property
+    def residents(self) -> Mapping[str, str | None]:
+        """By rank: the model in place."""
+        return {name: residency.resident for name, residency in self._residencies.items()}
+
+
+def with_bounded_past(chunks: Items[Chunk], most: int) -> list[Chunk]:
+    """The first chunks whose sequences have at most `most` tokens cached together: these cross in one piece a layer."""
+    found: list[Chunk] = []
+    cached = 0
+    for chunk in chunks:
+        cached += chunk.sequence.num_cached_tokens
+        if found and cached > most:
+            break
+        found.append(chunk)
+    return found

@@ -1,0 +1,100 @@
+"""Which prompts go to a prefill rank, in which order, and what happens when it is away."""
+
+from __future__ import annotations
+
+from crosspool.engine.batcher import Chunk
+from crosspool.engine.prefill_ranks import with_bounded_past
+from crosspool.engine.sequence import Sequence
+from tests.support.core_drive import Drive, a_config, a_model
+
+
+def drive_of(*names: str, **changes) -> Drive:
+    models = [a_model(name, prefill_ranks=("p0",)) for name in names]
+    return Drive(a_config(512, prefill_ranks=("p0",), max_num_seqs=64, **changes), models)
+
+
+def prefills(drive: Drive, since: int = 0) -> list[tuple[str, str | None]]:
+    """(model, prefill rank) of each prefill step."""
+    steps = drive.cluster.steps[since:]
+    return [(step.header.model, step.header.prefill_rank) for step in steps if step.header.phase == "prefill"]
+
+
+def test_prompts_run_on_the_prefill_rank_and_decode_in_the_pools():
+    drive = drive_of("a")
+    drive.add("a", prompt=40, max_tokens=4)
+    drive.run()
+    assert prefills(drive) == [("a", "p0")] * 3
+    assert {step.header.prefill_rank for step in drive.cluster.steps if step.header.phase == "decode"} == {None}
+    drive.check_all_ended()
+
+
+def test_the_rank_stays_with_a_model_while_it_has_prompts_of_about_the_same_age():
+    drive = drive_of("a", "b")
+    drive.cluster.durations.update(a=0.001, b=0.001)
+    for _ in range(6):
+        for name in "ab":
+            drive.add(name, prompt=16, max_tokens=1)
+        drive.now += 1e-9  # far less than a switch
+    drive.run()
+    order = [model for model, _ in prefills(drive)]
+    assert order == ["a"] * 6 + ["b"] * 6
+    drive.check_all_ended()
+
+
+def test_without_a_prefill_rank_two_models_take_turns():
+    drive = Drive(a_config(512, max_num_seqs=64), [a_model("a"), a_model("b")])
+    for _ in range(3):
+        for name in "ab":
+            drive.add(name, prompt=16, max_tokens=1)
+    drive.run()
+    assert prefills(drive) == [("a", None), ("b", None)] * 3
+
+
+def test_while_the_rank_is_away_prompts_run_in_the_pools_and_its_step_is_replayed_there():
+    drive = drive_of("a")
+    drive.cluster.durations["a"] = 0.01
+    drive.add("a", prompt=64, max_tokens=4)
+    drive.turn()
+    assert prefills(drive) == [("a", "p0")]
+    drive.cluster.lose("p0", drive.now, back_in_s=5.0)
+    drive.run(until_s=drive.now + 1.0)
+    assert prefills(drive)[1:] == [("a", None)] * 4, "the replay, and the three chunks after it"
+    assert len(drive.ends) == 1
+    drive.run()
+    count = len(drive.cluster.steps)
+    drive.add("a", prompt=16, max_tokens=1)
+    drive.run()
+    assert prefills(drive, count) == [("a", "p0")], "it is back and is not used"
+    drive.check_all_ended()
+
+
+def test_prompts_need_no_weights_rank():
+    drive = drive_of("a")
+    drive.cluster.durations["a"] = 0.01
+    drive.cluster.lose("w0", drive.now, back_in_s=2.0)
+    drive.add("a", prompt=16, max_tokens=3)
+    drive.run(until_s=drive.now + 1.0)
+    assert prefills(drive) == [("a", "p0")]
+    drive.run()
+    drive.check_all_ended()
+
+
+def test_a_model_that_the_rank_does_not_hold_runs_in_the_pools():
+    drive = Drive(a_config(512, prefill_ranks=("p0",)), [a_model("a", prefill_ranks=("p0",)), a_model("b")])
+    drive.add("a", prompt=16, max_tokens=1)
+    drive.add("b", prompt=16, max_tokens=1)
+    drive.run()
+    assert set(prefills(drive)) == {("a", "p0"), ("b", None)}
+    drive.check_all_ended()
+
+
+def test_what_crosses_at_once_is_bounded_but_for_a_single_sequence():
+    drive = drive_of("a")
+    ids = [drive.add("a", prompt=8)[0] for _ in range(3)]
+    sequences: list[Sequence] = [drive.core._sequences[number] for number in ids]
+    for sequence, cached in zip(sequences, (30, 20, 1), strict=True):
+        sequence.num_cached_tokens = cached
+    chunks = [Chunk(sequence, 1) for sequence in sequences]
+    assert with_bounded_past(chunks, 50) == chunks[:2]
+    assert with_bounded_past(chunks, 51) == chunks
+    assert with_bounded_past(chunks, 10) == chunks[:1]
