@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import select
@@ -14,7 +15,7 @@ from functools import partial
 from crosspool.cluster.control import ControlSocket
 from crosspool.cluster.doorbell import Board, ringer
 from crosspool.cluster.host import make_host_loop
-from crosspool.cluster.loading import LoadThreads, one_line
+from crosspool.cluster.loading import LoadThreads, Start, one_line
 from crosspool.cluster.messages import Boot, Ending, FromRank, ToRank
 from crosspool.cluster.processes import STACKS_SIGNAL
 
@@ -71,6 +72,24 @@ class SocketInbox:
         return emit
 
 
+class SettledLoads:
+    """A `loading.Start` that takes what was loaded out of the garbage collector's sight.
+
+    A full collection of a process that has torch loaded takes tenths of a second, in which none of its lanes is served.
+    Nothing is collected first, since other models' lanes run meanwhile.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+
+    def __call__(self, run: Callable[[], None], name: str) -> None:
+        def settled() -> None:
+            run()
+            gc.freeze()
+
+        self._start(settled, name)
+
+
 def main(control_fd: int) -> int:
     """Boot, then run the host's loop until the parent says stop, or is gone; gives the exit code."""
     # Ctrl-C and a supervisor's SIGTERM reach the whole process group: the parent decides when its ranks end.
@@ -97,7 +116,10 @@ def _run(boot: Boot, inbox: SocketInbox) -> int:
     inbox.watch(board, boot.host, ringer(boot.doorbells[parent], board, parent))
     loop = None
     try:
-        loop = make_host_loop(boot.config, boot.host, boot.doorbells, board, inbox, LoadThreads(), boot.config.spin_us)
+        loads = SettledLoads(LoadThreads())
+        loop = make_host_loop(boot.config, boot.host, boot.doorbells, board, inbox, loads, boot.config.spin_us)
+        gc.collect()
+        gc.freeze()
         loop.run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise

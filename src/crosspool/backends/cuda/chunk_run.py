@@ -21,6 +21,9 @@ from crosspool.backends.cuda.transport import begin_pass, end_pass
 PIECES_AHEAD = 3
 """Pieces of a layer that are enqueued before the device has ended an earlier one."""
 
+NO_CROSSING = -1
+"""Yielded by a chunk's kernels where they wait for nobody and others may be served."""
+
 
 def run_pieces(
     launcher: Launcher,
@@ -30,10 +33,12 @@ def run_pieces(
     kernels: Iterator[int],
     has_neighbours: Callable[[], bool],
 ) -> HalfStep[None]:
-    """Enqueue all of `kernels`, which yields the number of each crossing before it waits for it.
+    """Enqueue all of `kernels`, which yields the number of each crossing before it waits for it, or NO_CROSSING.
 
-    has_neighbours: whether other lanes of this device decode now. A chunk that is given up half-way ends on the device
-    as well, once its waits have given up, so that the lane is free for the next step.
+    Other lanes are served at each of these, also while the chunk is not far enough ahead: its first pieces, and what is
+    planned before them, take the host ten milliseconds together. has_neighbours: whether other lanes of this device
+    decode now. A chunk that is given up half-way ends on the device as well, once its waits have given up, so that the
+    lane is free for the next step.
     """
     lane.memory.push(plan.base, plan.num_crossings)
     with _stream(lane, False):
@@ -50,18 +55,23 @@ def run_pieces(
                     event.record()
                     ended.append(event)
             if lane.stream is None:  # emulated kernels run at once: wait in their stead
-                if number is not None:
+                if number is not None and number != NO_CROSSING:
                     yield Wait(inlets, plan.base + number + 1)
-            elif len(ended) > PIECES_AHEAD:
-                oldest = ended.popleft()
-                for inlet in inlets:
-                    inlet.pace = oldest.query
-                yield Wait(inlets, plan.base + 1)
+                continue
+            pace = ended.popleft().query if len(ended) > PIECES_AHEAD else _at_once
+            for inlet in inlets:
+                inlet.pace = pace
+            yield Wait(inlets, plan.base + 1)
     finally:
         for inlet in inlets:
             inlet.pace = None
         with _stream(lane, has_neighbours()):
             end_pass(launcher, lane.memory, plan.num_crossings)
+
+
+def _at_once() -> bool:
+    """The pace of a chunk that may go on."""
+    return True
 
 
 def _stream(lane: WorkerLane, is_shared: bool) -> AbstractContextManager[Any]:

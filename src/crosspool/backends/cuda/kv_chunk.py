@@ -8,6 +8,7 @@ from crosspool.backends.cuda.batch import Batch, SampledRow
 from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
 from crosspool.backends.cuda.chunk_half import ChunkHalf
 from crosspool.backends.cuda.chunk_plan import ChunkPlan
+from crosspool.backends.cuda.chunk_run import NO_CROSSING
 from crosspool.backends.cuda.lane_memory import SAMPLING_WORDS, pinned
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.outcome import Outcome
@@ -23,12 +24,17 @@ def kv_chunk(
     batch: Batch,
     outcome: Outcome,
 ) -> Iterator[int]:
-    """Enqueue the chunk's kernels on torch's current stream; yields each crossing's number before its wait."""
+    """Enqueue the chunk's kernels on torch's current stream; yields each crossing's number before its wait.
+
+    The first layer waits for none, and lets others be served before each of its pieces.
+    """
     half = make_half()
     half.embed()
     for layer in range(plan.num_layers):
         for piece in plan.pieces:
-            if layer > 0:
+            if layer == 0:
+                yield NO_CROSSING
+            else:
                 yield plan.crossing(layer - 1, piece)
                 crossing.wait(layer - 1, piece)
                 half.add(layer - 1, piece, crossing.received(layer - 1, piece, torch.float32))
