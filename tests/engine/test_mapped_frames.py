@@ -12,6 +12,7 @@ import httpx2
 import pytest
 
 from crosspool.config import DeploymentConfig, KVBacking, ModelConfig, PoolsConfig, SchedulingConfig
+from crosspool.engine.limit_change import LimitChange
 from crosspool.units import KiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.tiny_models import write_tiny_model
@@ -119,6 +120,24 @@ async def test_after_the_kv_rank_was_killed_nothing_is_lost_and_pages_are_mapped
         counts = stats.backings["kv0"]
         assert counts.maps > 30
         assert (counts.decode_waits, counts.full_waits) == (0, 0), counts
+
+
+@pytest.mark.parametrize("layout", ["inprocess", "processes"])
+async def test_memory_beyond_the_budget_goes_back_to_the_driver_and_comes_again(
+    plain: LiveDeployment, directories: dict[str, Path], layout: str
+) -> None:
+    expected = await answers(plain)
+    with live_deployment(deployment(directories, "vmm", AMPLE, layout)) as live:
+        live.engine.set_limits(LimitChange(budget_bytes=SHORT * 64 * KiB))
+        assert await answers(live) == expected
+        assert live.stats().backings["kv0"].absent_frames == AMPLE - SHORT
+        kv_cache = live.engine.memory_bytes()["kv0"]["kv_cache"]
+        assert kv_cache == (SHORT + 1) * 64 * KiB
+        live.engine.set_limits(LimitChange(budget_bytes=AMPLE * 64 * KiB))
+        assert await answers(live) == expected
+        counts = live.stats().backings["kv0"]
+        assert counts.absent_frames == 0
+        assert counts.failures == 0
 
 
 async def test_a_model_that_goes_gives_its_range_back(directories: dict[str, Path]) -> None:

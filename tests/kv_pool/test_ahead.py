@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crosspool.kv_pool.ahead import AheadOfNeed, MappingHint
+from crosspool.kv_pool.ahead import AheadOfNeed, Hint, MappingHint, MemoryHint
 from crosspool.kv_pool.pool import KVPool
 
 
@@ -13,14 +13,14 @@ def a_pool(num_frames: int = 20) -> KVPool:
     return pool
 
 
-def expected(hints: list[MappingHint]) -> dict[str, int]:
-    return {hint.model: len(hint.expected) for hint in hints if hint.expected}
+def expected(hints: list[Hint]) -> dict[str, int]:
+    return {hint.model: len(hint.expected) for hint in hints if isinstance(hint, MappingHint) and hint.expected}
 
 
-def given_back(hints: list[MappingHint]) -> dict[str, int]:
+def given_back(hints: list[Hint]) -> dict[str, int]:
     found: dict[str, int] = {}
     for hint in hints:
-        if hint.given_back:
+        if isinstance(hint, MappingHint) and hint.given_back:
             found[hint.model] = found.get(hint.model, 0) + len(hint.given_back)
     return found
 
@@ -107,3 +107,45 @@ def test_a_removed_model_leaves_nothing_behind():
     pool.remove_model("q")
     assert ahead.hints({"p": 0}, 10.0) == []
     assert pool.num_loose == 20
+
+
+def memory(hints: list[Hint]) -> tuple[int, int]:
+    """Frames withdrawn and restored."""
+    found = [hint for hint in hints if isinstance(hint, MemoryHint)]
+    return sum(len(hint.withdrawn) for hint in found), sum(len(hint.restored) for hint in found)
+
+
+def test_frames_beyond_the_limits_go_as_they_come_free_and_are_back_at_once():
+    pool = a_pool()
+    ahead = AheadOfNeed(pool)
+    held = pool.allocate("p", 15)
+    ahead.leave_unused(8, is_settling=False)
+    assert memory(ahead.hints({"p": 0, "q": 0}, 0.0)) == (5, 0)
+    pool.free("p", held[:6])
+    assert memory(ahead.hints({"p": 0, "q": 0}, 0.0)) == (3, 0)
+    assert pool.num_free == 3
+    ahead.leave_unused(0, is_settling=False)
+    assert pool.num_free == 11, "before the worker is told"
+    assert memory(ahead.hints({"p": 0, "q": 0}, 0.0)) == (0, 8)
+    assert memory(ahead.hints({"p": 0, "q": 0}, 0.0)) == (0, 0)
+
+
+def test_while_limits_settle_all_memory_stays():
+    pool = a_pool()
+    ahead = AheadOfNeed(pool)
+    ahead.leave_unused(5, is_settling=False)
+    ahead.hints({"p": 0, "q": 0}, 0.0)
+    ahead.leave_unused(9, is_settling=True)
+    assert pool.num_free == 20
+    assert memory(ahead.hints({"p": 0, "q": 0}, 0.0, may_withdraw=False)) == (0, 5)
+    assert memory(ahead.hints({"p": 0, "q": 0}, 0.0)) == (9, 0)
+
+
+def test_a_worker_that_started_anew_is_told_again_what_it_need_not_have():
+    pool = a_pool()
+    ahead = AheadOfNeed(pool)
+    ahead.leave_unused(5, is_settling=False)
+    ahead.hints({"p": 0, "q": 0}, 0.0)
+    ahead.started_anew()
+    assert memory(ahead.hints({"p": 0, "q": 0}, 0.0)) == (5, 0)
+    assert pool.num_withdrawn == 5

@@ -143,3 +143,27 @@ def test_a_block_table_tells_each_page_once():
     assert table.clear() == [(1,), (2,), (5,)]
     table.extend(((7,),))
     assert table.take_unsent() == (0, ((7,),))
+
+
+def test_frames_that_are_withdrawn_are_nobodys_until_they_are_restored():
+    pool = KVPool(11)
+    pool.add_model("a", 2)
+    held = pool.allocate("a", 1)
+    pool.free("a", pool.allocate("a", 1))
+    assert pool.num_shelved("a") == 1
+    frames = pool.withdraw(7)
+    assert len(set(frames)) == 7
+    assert not set(frames) & set(held[0])
+    assert pool.withdrawn == frames
+    assert pool.num_free == 1
+    assert pool.allocate("a", 1) is None
+    assert pool.withdraw(5) == pool.withdrawn[7:]
+    assert (pool.num_free, pool.num_withdrawn) == (0, 8), "what is held stays"
+    restored = pool.restore(3)
+    assert len(restored) == 3
+    assert pool.num_free == 3
+    (page,) = pool.allocate("a", 1)
+    assert set(page) <= set(restored)
+    pool.restore(100)
+    assert pool.num_withdrawn == 0
+    assert pool.num_free == 6

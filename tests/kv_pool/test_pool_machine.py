@@ -115,7 +115,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.world.num_failed == 0
         self.world.look_ahead(100.0)
         self.world.look_ahead(100.0)
-        assert self.world.pool.num_loose == self.world.pool.budget, "idle pages were not taken back"
+        pool = self.world.pool
+        assert pool.num_loose + pool.num_withdrawn == pool.budget, "idle pages were not taken back"
         self.world.close()
 
 
@@ -152,8 +153,15 @@ def settled(world: PoolWorld) -> None:
     """Everything has ended: idle pages are taken back, and nothing of the driver's is left."""
     world.look_ahead(100.0)
     world.look_ahead(100.0)
-    assert world.pool.num_loose == world.pool.budget, "idle pages were not taken back"
-    assert world.backing.counts().mapped_frames == 0
+    world.look_ahead(100.0)
+    assert world.pool.num_loose + world.pool.num_withdrawn == world.pool.budget, "idle pages were not taken back"
+    counts = world.backing.counts()
+    assert counts.mapped_frames == 0
+    unused = world.pool.budget - world.budget.limits.budget
+    assert world.pool.num_withdrawn == unused
+    if isinstance(world.backing, VmmBacking):
+        assert counts.absent_frames == unused, "memory that the limits leave unused is the driver's"
+        assert len(world.driver.contents) == world.pool.num_frames - unused
     world.close()
 
 

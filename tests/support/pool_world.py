@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from crosspool.engine.admission import Claim, PageBudget
-from crosspool.kv_pool.ahead import AheadOfNeed
+from crosspool.kv_pool.ahead import AheadOfNeed, MemoryHint
 from crosspool.kv_pool.backing.arena import ArenaBacking
 from crosspool.kv_pool.backing.base import Backing, FrameRange
 from crosspool.kv_pool.backing.driver import DriverError
@@ -130,6 +130,8 @@ class PoolWorld:
         held = {key: tuple(sequence.pages) for key, sequence in self.live.items()}
         self.budget.set_limits(limits)
         assert held == {key: tuple(sequence.pages) for key, sequence in self.live.items()}
+        unused = self.pool.budget - limits.budget
+        self.ahead.leave_unused(unused, is_settling=self.budget.is_settling)
         return True
 
     def evict(self, model: str) -> None:
@@ -151,9 +153,13 @@ class PoolWorld:
         demand = dict.fromkeys(WIDTHS, 0)
         for sequence in self.live.values():
             demand[sequence.model] += 1
-        for hint in self.ahead.hints(demand, self.now):
-            self.backing.give_back(hint.model, hint.given_back)
-            self.backing.expect(hint.model, hint.expected)
+        for hint in self.ahead.hints(demand, self.now, may_withdraw=not self.budget.is_settling):
+            if isinstance(hint, MemoryHint):
+                self.backing.restore(hint.restored)
+                self.backing.withdraw(hint.withdrawn)
+            else:
+                self.backing.give_back(hint.model, hint.given_back)
+                self.backing.expect(hint.model, hint.expected)
         if isinstance(self.backing, VmmBacking):
             self.backing.drain()
 
@@ -166,15 +172,16 @@ class PoolWorld:
         assert len(owned) == len(set(owned)), "a frame has two owners"
         assert 0 not in owned
         held = self.held()
-        assert sum(held.values()) + self.pool.num_free == self.pool.budget
+        assert sum(held.values()) + self.pool.num_free + self.pool.num_withdrawn == self.pool.budget
+        assert not set(owned) & set(self.pool.withdrawn), "a frame that was withdrawn has an owner"
         assert len(owned) == sum(held.values())
         limits = self.budget.limits
         if not self.budget.is_settling:
             assert limits.charge(held) <= limits.budget
             assert all(held[model] <= limits.ceiling(model) for model in WIDTHS)
         if self.budget.claims:
-            free = self.pool.budget - sum(held.values())
-            assert min(claim.left for claim in self.budget.claims.values()) <= free, "nobody can go on"
+            left = min(claim.left for claim in self.budget.claims.values())
+            assert left <= self.pool.num_free, "nobody can go on"
 
     def finish_all(self) -> None:
         """From wherever it is: everything ends, nobody starves, and every page comes back."""
@@ -190,7 +197,7 @@ class PoolWorld:
                     progress |= self.grow(sequence_id)
             assert progress, f"deadlock: {self.budget.claims} within {self.budget.limits}"
         assert not self.budget.is_settling
-        assert self.pool.num_free == self.pool.budget
+        assert self.pool.num_free + self.pool.num_withdrawn == self.pool.budget
         self.check()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from crosspool.cluster.base import (
     RankReady,
     StepFailed,
 )
-from crosspool.kv_pool.ahead import MappingHint
+from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.scheduler.step import StepDescriptor
 
@@ -81,7 +81,7 @@ class ApartCluster:
         for slot in range(self._num_slots[kv_rank]):
             self._inner.forget(own_rank(kv_rank, slot), sequence_ids)
 
-    def map_ahead(self, kv_rank: str, hints: Sequence[MappingHint]) -> None:
+    def map_ahead(self, kv_rank: str, hints: Sequence[Hint]) -> None:
         for slot in range(self._num_slots[kv_rank]):
             self._inner.map_ahead(own_rank(kv_rank, slot), hints)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from crosspool.core import SampledToken
-from crosspool.kv_pool.ahead import MappingHint
+from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.kv_pool.split import KVSplit
 from crosspool.models.spec import DType
@@ -190,7 +190,7 @@ class Cluster(Protocol):
 
     def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None: ...
 
-    def map_ahead(self, kv_rank: str, hints: Sequence[MappingHint]) -> None:
+    def map_ahead(self, kv_rank: str, hints: Sequence[Hint]) -> None:
         """Tell a KV rank with mapped frames what models will need soon, and what nobody needs."""
         ...
 

@@ -12,7 +12,7 @@ from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Doorbell
 from crosspool.cluster.region import FileRegion, Region
 from crosspool.core import SampledToken
-from crosspool.kv_pool.ahead import MappingHint
+from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.scheduler.step import StepDescriptor, StepHeader, StepResult
 
@@ -73,7 +73,7 @@ class Forget:
 class MapAhead:
     """Map pages that models will need, take back those that they do not (KV ranks with mapped frames only)."""
 
-    hints: tuple[MappingHint, ...]
+    hints: tuple[Hint, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from crosspool.cluster.region import Region
 from crosspool.cluster.roster import Roster
 from crosspool.cluster.supervisor import RankState, Supervisor
 from crosspool.cluster.turned import TurnedHost
-from crosspool.kv_pool.ahead import MappingHint
+from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.scheduler.step import StepDescriptor
 
@@ -181,7 +181,7 @@ class RankCluster:
         """Let the KV rank drop sequences; one that is away has none."""
         self._send(kv_rank, messages.Forget(tuple(sequence_ids)))
 
-    def map_ahead(self, kv_rank: str, hints: Sequence[MappingHint]) -> None:
+    def map_ahead(self, kv_rank: str, hints: Sequence[Hint]) -> None:
         """Tell a KV rank with mapped frames what models will need."""
         self._send(kv_rank, messages.MapAhead(tuple(hints)))
 

@@ -364,7 +364,10 @@ class RankLoop:
     def _report_mapping(self, mapping: MapsPages) -> None:
         counts = mapping.counts()
         if counts != self._told_counts:
+            has_other_memory = self._told_counts is None or counts.absent_frames != self._told_counts.absent_frames
             self._told_counts = counts
+            if has_other_memory:
+                self._report_memory()
             self._around.emit(messages.BackingReport(counts))
 
     def _report_memory(self) -> None:

@@ -17,7 +17,7 @@ from crosspool.backends.base import (
 )
 from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.config import ClusterConfig
-from crosspool.kv_pool.ahead import MappingHint
+from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class OpensLinks(Protocol):
 class MapsPages(Protocol):
     """The KV frames of a rank where they are mapped ahead of need (`kv_pool/backing`)."""
 
-    def hint(self, hints: Sequence[MappingHint]) -> None:
+    def hint(self, hints: Sequence[Hint]) -> None:
         """What models will need soon, and what nobody needs."""
         ...
 

@@ -84,6 +84,9 @@ class KVRankPages:
         self.budget.set_limits(limits)
         if self.prefix is not None:
             self.prefix.hold_to_limits()
+        if self.ahead is not None:
+            unused = self.pool.budget - limits.budget
+            self.ahead.leave_unused(unused, is_settling=self.budget.is_settling)
 
     def _size(self, *more: ServedModel) -> PoolSize:
         models = [*self._models.values(), *more]
@@ -219,6 +222,8 @@ class KVRankPages:
         """The rank has started anew: no free page is mapped already."""
         for model in self._models:
             self.pool.unshelve(model)
+        if self.ahead is not None:
+            self.ahead.started_anew()
 
     def frames_used(self, model: str) -> int:
         """Frames in block tables of the model, each once."""

@@ -41,7 +41,7 @@ from crosspool.errors import (
     UnknownModelError,
     WorkerLostError,
 )
-from crosspool.kv_pool.ahead import MappingHint
+from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.block_table import BlockTable
 from crosspool.scheduler.step import StepDescriptor, StepResult
 
@@ -413,14 +413,14 @@ class EngineCore:
         """
         return self.dispatcher.fill_ahead(now)
 
-    def mapping_hints(self, now: float) -> dict[str, list[MappingHint]]:
+    def mapping_hints(self, now: float) -> dict[str, list[Hint]]:
         """By KV rank whose frames are mapped: pages its models will need, and pages that nobody needs."""
         found = {}
         for kv_rank, pages in self.pages.items():
             if pages.ahead is None:
                 continue
             here = {name: load.num_live for name, load in self.loads.items() if kv_rank in load.model.kv_ranks}
-            if hints := pages.ahead.hints(here, now):
+            if hints := pages.ahead.hints(here, now, may_withdraw=not pages.budget.is_settling):
                 found[kv_rank] = hints
         return found
 

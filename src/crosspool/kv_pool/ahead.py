@@ -25,8 +25,19 @@ class MappingHint:
     given_back: tuple[Page, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryHint:
+    """What a KV worker is told about frames: those whose memory goes back to the driver, those that get some again."""
+
+    withdrawn: tuple[int, ...] = ()
+    restored: tuple[int, ...] = ()
+
+
+Hint = MappingHint | MemoryHint
+
+
 class AheadOfNeed:
-    """The watermarks of one pool."""
+    """The watermarks of one pool, and the frames that its limits leave unused."""
 
     def __init__(self, pool: KVPool, idle_s: float = IDLE_S) -> None:
         self._pool = pool
@@ -34,9 +45,30 @@ class AheadOfNeed:
         pool.taken_apart = self._taken_apart
         self._idle_s = idle_s
         self._idle_since_s: dict[str, float] = {}
+        self._num_unused = 0
+        self._untold: list[int] = []  # withdrawn frames that a worker which started anew has memory for
+        self._restored: list[int] = []
 
-    def hints(self, demand: Mapping[str, int], now: float) -> list[MappingHint]:
-        """Fill shelves and take back. demand: by model, how many live sequences it has; every model of the pool."""
+    def leave_unused(self, num_frames: int, *, is_settling: bool) -> None:
+        """As many frames are beyond the limits from now on; those that are wanted again are free at once.
+
+        is_settling: live sequences were promised more than the limits allow, so all memory is needed until they end.
+        """
+        self._num_unused = num_frames
+        kept = 0 if is_settling else num_frames
+        self._restored += self._pool.restore(max(0, self._pool.num_withdrawn - kept))
+
+    def started_anew(self) -> None:
+        """The worker has memory for every frame."""
+        self._untold = list(self._pool.withdrawn)
+        self._restored.clear()
+
+    def hints(self, demand: Mapping[str, int], now: float, *, may_withdraw: bool = True) -> list[Hint]:
+        """Fill shelves and take back. demand: by model, how many live sequences it has; every model of the pool.
+
+        may_withdraw: whether all that live sequences were promised lies within the limits.
+        """
+        found: list[Hint] = list(self._memory(may_withdraw))
         given_back = [MappingHint(model=model, given_back=(page,)) for model, page in self._taken_apart]
         self._taken_apart.clear()
         given_back += self._aged(demand, now)
@@ -47,7 +79,17 @@ class AheadOfNeed:
                 given_back += self._make_loose(model, short)
                 if made := self._pool.stock(model, short):
                     expected.append(MappingHint(model=model, expected=made))
-        return given_back + expected
+        return [*found, *given_back, *expected]
+
+    def _memory(self, may_withdraw: bool) -> list[MemoryHint]:
+        """What the limits leave unused goes; first, what is back in use comes."""
+        restored, untold = self._restored, self._untold
+        self._restored, self._untold = [], []
+        if may_withdraw:
+            untold += self._pool.withdraw(max(0, self._num_unused - self._pool.num_withdrawn))
+        if not restored and not untold:
+            return []
+        return [MemoryHint(withdrawn=tuple(untold), restored=tuple(restored))]
 
     def next_moment(self) -> float | None:
         """When a model has been idle for long enough."""

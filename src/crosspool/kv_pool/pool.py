@@ -47,6 +47,7 @@ class KVPool:
         self._loose: list[int] = []  # a stack: frames in recent use are handed out first
         self._shares: dict[str, _Share] = {}
         self._turn = 0
+        self._withdrawn: list[int] = []
         self.taken_apart: list[tuple[str, Page]] | None = None
         """Where pages of shelves that were taken apart are noted down, for whoever wants to know (`ahead.py`)."""
 
@@ -54,6 +55,15 @@ class KVPool:
     def budget(self) -> int:
         """Frames that can be handed out: all but frame 0."""
         return self.num_frames - 1
+
+    @property
+    def withdrawn(self) -> tuple[int, ...]:
+        """Frames that are not handed out until they are restored: nobody's, and not free."""
+        return tuple(self._withdrawn)
+
+    @property
+    def num_withdrawn(self) -> int:
+        return len(self._withdrawn)
 
     @property
     def num_loose(self) -> int:
@@ -136,6 +146,33 @@ class KVPool:
         for page in pages:
             self._loose.extend(page)
         return pages
+
+    def withdraw(self, num_frames: int) -> tuple[int, ...]:
+        """Take up to `num_frames` free frames out of use, those on shelves last; returns them."""
+        count = min(num_frames, self.num_free)
+        if count > self.num_loose:
+            self._take_apart_until(count)
+        while len(self._loose) < count:
+            self._loose.append(self._fresh)
+            self._fresh += 1
+        frames = tuple(self._loose[len(self._loose) - count :])
+        del self._loose[len(self._loose) - count :]
+        self._withdrawn.extend(frames)
+        self.num_free -= count
+        return frames
+
+    def restore(self, num_frames: int) -> tuple[int, ...]:
+        """Bring frames that were withdrawn back into use, the last ones first; returns them."""
+        first = max(0, len(self._withdrawn) - num_frames)
+        frames = tuple(self._withdrawn[first:])
+        del self._withdrawn[first:]
+        self._loose.extend(frames)
+        self.num_free += len(frames)
+        return frames
+
+    def _take_apart_until(self, num_loose: int) -> None:
+        while self.num_loose < num_loose:
+            self._take_apart(num_loose - self.num_loose)
 
     def _make_pages(self, num_pages: int, width: int, pages: list[Page]) -> None:
         """Append pages of free frames. The caller knows that there are enough."""

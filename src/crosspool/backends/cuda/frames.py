@@ -10,7 +10,7 @@ from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.link import Site
 from crosspool.backends.cuda.shared_arena import SharedArena
 from crosspool.backends.cuda.vmm import GRANULARITY, CudaVmmDriver, range_memory
-from crosspool.kv_pool.ahead import MappingHint
+from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts, BackingKind
 from crosspool.kv_pool.backing.mapped_frames import MappedFrames, StepKey
 from crosspool.scheduler.step import StepDescriptor
@@ -21,8 +21,10 @@ class KVFrames(Protocol):
     """What a KV worker needs of its frames. Called by the thread that runs steps, `add_model` by one that loads."""
 
     frame_bytes: int
-    num_bytes: int
     is_torch_memory: bool  # whether torch's allocator counts these bytes
+
+    @property
+    def num_bytes(self) -> int: ...
 
     def add_model(self, model: str, frames_per_page: int) -> torch.Tensor:
         """(frames, frame_bytes) uint8: where the frame numbers of the model's placed pages lie."""
@@ -49,8 +51,12 @@ class ArenaFrames:
     def __init__(self, arena: torch.Tensor, shared: SharedArena | None = None) -> None:
         """arena: (num_frames, frame_bytes) uint8; of `shared`, where other processes of this GPU use it too."""
         self._arena, self._shared = arena, shared
-        self.frame_bytes, self.num_bytes = arena.shape[1], arena.nbytes
+        self.frame_bytes = arena.shape[1]
         self.is_torch_memory = shared is None
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self._arena.nbytes)
 
     def add_model(self, model: str, frames_per_page: int) -> torch.Tensor:
         return self._arena
@@ -76,8 +82,12 @@ class DeviceFrames:
     def __init__(self, mapped: MappedFrames, frame_bytes: int, device: torch.device) -> None:
         self._mapped = mapped
         self._device = device
-        self.frame_bytes, self.num_bytes = frame_bytes, mapped.num_bytes
+        self.frame_bytes = frame_bytes
         self._given_up: list[tuple[StepKey, LaneMemory]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return self._mapped.num_bytes
 
     def add_model(self, model: str, frames_per_page: int) -> torch.Tensor:
         memory = range_memory(self._mapped.add_model(model, frames_per_page), self._device)
@@ -113,7 +123,7 @@ class DeviceFrames:
     def forget(self, sequence_ids: Sequence[int]) -> None:
         self._mapped.forget(sequence_ids)
 
-    def hint(self, hints: Sequence[MappingHint]) -> None:
+    def hint(self, hints: Sequence[Hint]) -> None:
         self._settle()
         self._mapped.hint(hints)
 

@@ -30,6 +30,10 @@ class ArenaBacking:
 
     def give_back(self, model: str, pages: Iterable[Page]) -> None: ...
 
+    def withdraw(self, frames: Iterable[int]) -> None: ...
+
+    def restore(self, frames: Iterable[int]) -> None: ...
+
     def counts(self) -> BackingCounts:
         return BackingCounts()
 

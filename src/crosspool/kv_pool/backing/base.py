@@ -26,6 +26,7 @@ class FrameRange:
 class BackingCounts:
     """What a backing has done since it was made. An arena does nothing.
 
+    absent_frames: those whose memory was given back to the driver.
     decode_waits: steps of decode that waited for the driver although unmapped frames were there: 0 if all goes well.
     full_waits: the same where every frame was mapped already, so that one had to be unmapped first.
     prefill_waits: steps of prefill that waited. wait_s: longest of all waits.
@@ -35,6 +36,7 @@ class BackingCounts:
     unmaps: int = 0
     failures: int = 0
     mapped_frames: int = 0
+    absent_frames: int = 0
     decode_waits: int = 0
     full_waits: int = 0
     prefill_waits: int = 0
@@ -75,6 +77,14 @@ class Backing(Protocol):
 
     def give_back(self, model: str, pages: Iterable[Page]) -> None:
         """Nobody uses these pages, and the model will not get them again soon."""
+        ...
+
+    def withdraw(self, frames: Iterable[int]) -> None:
+        """Nobody has these frames until they are restored: their memory goes back to the driver, if it can."""
+        ...
+
+    def restore(self, frames: Iterable[int]) -> None:
+        """Models may get these frames again; they are absent until the driver has given memory for them."""
         ...
 
     def counts(self) -> BackingCounts: ...

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from crosspool.kv_pool.ahead import MappingHint
+from crosspool.kv_pool.ahead import Hint, MemoryHint
 from crosspool.kv_pool.backing.base import BackingCounts, FrameRange
 from crosspool.kv_pool.backing.driver import VmmDriver
 from crosspool.kv_pool.backing.vmm import VmmBacking
@@ -23,7 +23,12 @@ class MappedFrames:
                 f"frame_bytes is {frame_bytes}; with kv_backing vmm it must be a multiple of {granularity}"
             )
         self._backing = VmmBacking(driver, num_frames, frame_bytes)
-        self.num_bytes = num_frames * frame_bytes
+        self._num_frames, self._frame_bytes = num_frames, frame_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the frames that have memory."""
+        return (self._num_frames - self._backing.counts().absent_frames) * self._frame_bytes
 
     def add_model(self, model: str, frames_per_page: int) -> FrameRange:
         """The model's view of the pool. Most of it is not mapped at any time."""
@@ -58,10 +63,14 @@ class MappedFrames:
     def forget(self, sequence_ids: Iterable[int]) -> None:
         self._backing.forget(sequence_ids)
 
-    def hint(self, hints: Sequence[MappingHint]) -> None:
+    def hint(self, hints: Sequence[Hint]) -> None:
         for hint in hints:
-            self._backing.give_back(hint.model, hint.given_back)
-            self._backing.expect(hint.model, hint.expected)
+            if isinstance(hint, MemoryHint):
+                self._backing.restore(hint.restored)
+                self._backing.withdraw(hint.withdrawn)
+            else:
+                self._backing.give_back(hint.model, hint.given_back)
+                self._backing.expect(hint.model, hint.expected)
 
     def counts(self) -> BackingCounts:
         return self._backing.counts()

@@ -11,6 +11,7 @@ ended too (their *epochs* are over): a step that was given up may still run on a
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from crosspool.kv_pool.backing.mapped_page import MappedPage, ModelRange, PageState
 from crosspool.kv_pool.pool import Page
@@ -44,7 +45,17 @@ class FreeRange:
     place: ModelRange
 
 
-Operation = MapPage | UnmapPage | FreeRange
+@dataclass(frozen=True, slots=True)
+class CreateFrame:
+    frame: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseFrame:
+    frame: int
+
+
+Operation = MapPage | UnmapPage | FreeRange | CreateFrame | ReleaseFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +84,10 @@ class Mapper:
         self._active: dict[Hashable, _Running] = {}
         self._epoch = 0
         self._free_ranges_at_s = 0.0
+        self._absent: set[int] = set()  # frames without memory
+        self._leaving: dict[int, None] = {}  # frames whose memory is to go, in order
+        self._coming: dict[int, None] = {}  # absent ones that are to have some again
+        self._frames_at_s = 0.0
         self._under_way: Operation | None = None
 
     def mapped(self) -> list[MappedPage]:
@@ -84,9 +99,15 @@ class Mapper:
         return len(self._at)
 
     @property
+    def num_absent_frames(self) -> int:
+        """Frames whose memory was given back."""
+        return len(self._absent)
+
+    @property
     def has_backlog(self) -> bool:
         """Whether something is left to do, now or once a step has ended."""
-        return bool(self._urgent or self._expected or self._doomed or self._retired)
+        pages = self._urgent or self._expected or self._doomed or self._retired
+        return bool(pages or self._leaving or self._coming)
 
     def add_model(self, model: str, base: int, frames_per_page: int, num_slots: int) -> ModelRange:
         """Raises ValueError for a second model of that name."""
@@ -153,6 +174,25 @@ class Mapper:
             if found is not None and not found.users:
                 self._doom(found)
 
+    def withdraw(self, frames: Iterable[int]) -> None:
+        """Give back these frames' memory once they are mapped nowhere. No page has them from now on."""
+        for frame in frames:
+            self._coming.pop(frame, None)
+            if frame in self._absent:
+                continue
+            self._leaving[frame] = None
+            page = self._claims.get(frame)
+            if page is not None and not page.users:
+                self._doom(page)
+
+    def restore(self, frames: Iterable[int]) -> None:
+        """Pages may have these frames again; those without memory get some."""
+        for frame in frames:
+            if frame in self._leaving:
+                del self._leaving[frame]
+            elif frame in self._absent:
+                self._coming[frame] = None
+
     def is_blocked(self, page: MappedPage) -> bool:
         """Whether some of the page's frames are mapped in another place."""
         return any(self._at.get(frame, page) is not page for frame in page.page)
@@ -160,7 +200,13 @@ class Mapper:
     def next_operation(self, now: float) -> Operation | None:
         """What the driver is to do now; its outcome goes to `ended` before anything else is given out."""
         if self._under_way is None:
-            self._under_way = self._towards_wanted(now) or self._unneeded(now) or self._freed_range(now)
+            self._under_way = (
+                self._towards_wanted(now)
+                or self._created(now)
+                or self._unneeded(now)
+                or self._freed_range(now)
+                or self._released(now)
+            )
         else:
             return None
         match self._under_way:
@@ -171,6 +217,9 @@ class Mapper:
                     self._at[frame] = page
             case UnmapPage(page):
                 page.state = PageState.UNMAPPING
+            case ReleaseFrame(frame):  # whoever wants it meanwhile waits until it has memory again
+                del self._leaving[frame]
+                self._absent.add(frame)
         return self._under_way
 
     def retry_s(self) -> float | None:
@@ -178,6 +227,8 @@ class Mapper:
         resting = [page.not_before_s for queue in self._queues for page in queue if page.failures]
         if any(not place.pages for place in self._retired):
             resting.append(self._free_ranges_at_s)
+        if self._frames_at_s and (self._coming or self._leaving):
+            resting.append(self._frames_at_s)
         return min(resting, default=None)
 
     def ended(self, operation: Operation, error: str | None, now: float) -> None:
@@ -195,6 +246,27 @@ class Mapper:
                 else:
                     self.num_failures += 1
                     self._free_ranges_at_s = now + LONGEST_RETRY_S
+
+            case CreateFrame(frame):
+                self._frame_ended(error, now)
+                if error is None:
+                    self._absent.discard(frame)
+                    if frame in self._coming:
+                        del self._coming[frame]
+                    else:  # withdrawn again meanwhile
+                        self._leaving[frame] = None
+            case ReleaseFrame(frame):
+                self._frame_ended(error, now)
+                if error is not None:
+                    self._absent.discard(frame)
+                    if frame in self._coming:
+                        del self._coming[frame]
+                    else:
+                        self._leaving[frame] = None
+
+    def _frame_ended(self, error: str | None, now: float) -> None:
+        self._frames_at_s = 0.0 if error is None else now + LONGEST_RETRY_S
+        self.num_failures += error is not None
 
     @property
     def _queues(self) -> tuple[deque[MappedPage], ...]:
@@ -217,6 +289,7 @@ class Mapper:
         found.is_doomed = False
         for frame in page:
             self._claims[frame] = found
+        self.restore(page)  # a step may bring frames before it is told that they are back in use
         return found
 
     def _doom(self, page: MappedPage) -> None:
@@ -239,6 +312,19 @@ class Mapper:
             return False
         return all(step.epoch > page.released_at for step in self._active.values())
 
+    def _created(self, now: float) -> CreateFrame | None:
+        if not self._coming or now < self._frames_at_s:
+            return None
+        return CreateFrame(next(iter(self._coming)))
+
+    def _released(self, now: float) -> ReleaseFrame | None:
+        if now < self._frames_at_s:
+            return None
+        for frame in islice(self._leaving, NUM_LOOKED_AT):
+            if frame not in self._at:
+                return ReleaseFrame(frame)
+        return None
+
     def _towards_wanted(self, now: float) -> Operation | None:
         """Map the first wanted page that can be, or make room for it."""
         for queue in (self._urgent, self._expected):
@@ -246,6 +332,12 @@ class Mapper:
                 page = queue[0]
                 if page.state is not PageState.WANTED or (queue is self._expected and page.is_urgent):
                     queue.popleft()
+                    continue
+                lacking = [frame for frame in page.page if frame in self._absent]
+                if lacking:
+                    if lacking[0] in self._coming and now >= self._frames_at_s:
+                        return CreateFrame(lacking[0])
+                    queue.rotate(-1)
                     continue
                 blockers = {id(other): other for frame in page.page if (other := self._at.get(frame)) is not None}
                 for other in blockers.values():

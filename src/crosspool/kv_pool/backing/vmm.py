@@ -1,8 +1,8 @@
 """VmmBacking: frames as physical memory of their own, mapped into a contiguous range of addresses for each model.
 
-Physical memory is created once. A page's frames lie side by side in its model's range, which is what kernels that know
-no frames need. All driver calls but those of `add_model` are made by a thread of this object, so that steps wait only
-for a page that nobody expected. What is done next is `mapper.py`'s decision.
+Physical memory is created at start; frames that are withdrawn give theirs back. A page's frames lie side by side in its
+model's range, which is what kernels that know no frames need. All driver calls but those of `add_model` are made by a
+thread of this object, so that steps wait only for a page that nobody expected. `mapper.py` decides what is done next.
 """
 
 import logging
@@ -14,7 +14,7 @@ from typing import Any
 from crosspool.kv_pool.backing.base import BackingCounts, FrameRange
 from crosspool.kv_pool.backing.driver import DriverError, VmmDriver, call
 from crosspool.kv_pool.backing.mapped_page import MappedPage
-from crosspool.kv_pool.backing.mapper import FreeRange, MapPage, Mapper, Operation, UnmapPage
+from crosspool.kv_pool.backing.mapper import CreateFrame, FreeRange, MapPage, Mapper, Operation, ReleaseFrame, UnmapPage
 from crosspool.kv_pool.pool import Page
 
 logger = logging.getLogger(__name__)
@@ -54,17 +54,18 @@ class VmmBacking:
         self._aliases: set[int] = set()  # bases at which frame 0 is mapped
         self._broken: set[int] = set()  # bases of ranges that no model got, and that are to be freed
         self._leftovers: dict[int, int] = {}  # address -> bytes, mapped and in nobody's place
-        self._handles: list[Any] = []
-        self._create(driver.allocation_properties())
+        self._handles: list[Any] = []  # by frame; None: without memory
+        self._properties = driver.allocation_properties()
+        self._create()
         self._thread: threading.Thread | None = None
         if has_thread:
             self._thread = threading.Thread(target=self._run, name="crosspool-mapper", daemon=True)
             self._thread.start()
 
-    def _create(self, properties: Any) -> None:
+    def _create(self) -> None:
         try:
             for _ in range(self._num_frames):
-                self._handles.append(call(self._driver, "cuMemCreate", self._frame_bytes, properties, 0))
+                self._handles.append(self._memory_of_a_frame())
         except DriverError as error:
             created = len(self._handles)
             for handle in self._handles:
@@ -73,6 +74,9 @@ class VmmBacking:
                 f"{error} after {created} of {self._num_frames} frames of {self._frame_bytes} bytes; "
                 "lower kv_pool_bytes"
             ) from None
+
+    def _memory_of_a_frame(self) -> Any:
+        return call(self._driver, "cuMemCreate", self._frame_bytes, self._properties, 0)
 
     def add_model(self, model: str, frames_per_page: int) -> FrameRange:
         for broken in list(self._broken):
@@ -158,6 +162,16 @@ class VmmBacking:
             self._mapper.give_back(model, pages)
             self._changed.notify_all()
 
+    def withdraw(self, frames: Iterable[int]) -> None:
+        with self._changed:
+            self._mapper.withdraw(frames)
+            self._changed.notify_all()
+
+    def restore(self, frames: Iterable[int]) -> None:
+        with self._changed:
+            self._mapper.restore(frames)
+            self._changed.notify_all()
+
     def counts(self) -> BackingCounts:
         with self._changed:
             return BackingCounts(
@@ -165,6 +179,7 @@ class VmmBacking:
                 unmaps=self._mapper.num_unmaps,
                 failures=self._mapper.num_failures,
                 mapped_frames=self._mapper.num_mapped_frames,
+                absent_frames=self._mapper.num_absent_frames,
                 decode_waits=self._decode_waits,
                 full_waits=self._full_waits,
                 prefill_waits=self._prefill_waits,
@@ -184,7 +199,9 @@ class VmmBacking:
         for base in list(self._ranges):
             self._quietly(self._free_range, base)
         while self._handles:
-            self._quietly(call, self._driver, "cuMemRelease", self._handles.pop())
+            handle = self._handles.pop()
+            if handle is not None:
+                self._quietly(call, self._driver, "cuMemRelease", handle)
 
     def drain(self) -> None:
         """Do everything that can be done now. For a backing without a thread."""
@@ -227,8 +244,13 @@ class VmmBacking:
                     call(self._driver, "cuMemUnmap", self._address(page), len(page.page) * self._frame_bytes)
                 case FreeRange(place):
                     self._free_range(place.base)
+                case CreateFrame(frame):
+                    self._handles[frame - self._first_frame] = self._memory_of_a_frame()
+                case ReleaseFrame(frame):
+                    call(self._driver, "cuMemRelease", self._handles[frame - self._first_frame])
+                    self._handles[frame - self._first_frame] = None
         except DriverError as error:
-            logger.warning("%s of %s: %s", type(operation).__name__, _model_of(operation), error)
+            logger.warning("%s: %s", _described(operation), error)
             return str(error)
         return None
 
@@ -275,5 +297,11 @@ class VmmBacking:
             logger.warning("not freed: %s", error)
 
 
-def _model_of(operation: Operation) -> str:
-    return operation.place.model if isinstance(operation, FreeRange) else operation.page.place.model
+def _described(operation: Operation) -> str:
+    match operation:
+        case CreateFrame(frame) | ReleaseFrame(frame):
+            return f"{type(operation).__name__} {frame}"
+        case FreeRange(place):
+            return f"FreeRange of {place.model}"
+        case MapPage(page) | UnmapPage(page):
+            return f"{type(operation).__name__} of {page.place.model}"
