@@ -60,9 +60,10 @@ def round_trips(
             assert isinstance(moe, MoEFFNSpec)
             if routing == "distinct" and batch * moe.top_k > moe.num_experts:
                 continue
-            keep_busy(0.2)
             client = FFNClient(gpus, layers, batch, seed=SEED + batch, takes_choices=route == "kv")
             unique = prepare_routing(gpus, layers, client, routing, route)
+            keep_busy(0.4)
+            client.run(passes)
             times = client.run(passes)
             error = client.error()
             floor = layer_bytes(layers[0], unique) / COPY_TB_PER_S / 1e6 + HOPS_US

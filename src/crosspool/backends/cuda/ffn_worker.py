@@ -59,7 +59,8 @@ class CudaFFNWorker:
         self._models: dict[str, FFNModel] = {}
         self._lanes: dict[int, WorkerLane] = {}
         self._joined: set[str] = set()  # KV ranks that run this worker's layers themselves
-        self._chunk_lanes: set[int] = set()
+        self._chunk_lanes: set[int] = set()  # that have a prompt's kernels under way
+        self._fused_lanes: set[int] = set()  # that have fused passes under way
         is_alone = list(site.devices.values()).count(site.index) <= 1
         self._may_fuse = site.device.type == "cuda" and kernels.is_hopper and is_alone
 
@@ -154,7 +155,9 @@ class CudaFFNWorker:
                 self._resident.before_launch(lane)
             # A fused layer takes the whole GPU: lanes then take turns, layer by layer, but it would wait for a prompt's
             # kernels.
-            is_fused = self._may_fuse and not self._chunk_lanes
+            is_fused = self._may_fuse and not is_served and not self._chunk_lanes
+            if is_fused:
+                self._fused_lanes.add(header.lane)
             for part in plan:
                 if self._resident is not None and is_served:
                     self._resident.post(
@@ -179,6 +182,7 @@ class CudaFFNWorker:
             yield Wait((inlet,), last_epoch)
             has_ended = True
         finally:
+            self._fused_lanes.discard(header.lane)
             if not has_ended:
                 lane.give_up(last_epoch)
 
@@ -190,6 +194,9 @@ class CudaFFNWorker:
         has_ended = False
         self._chunk_lanes.add(header.lane)
         try:
+            fused = tuple(LaneIdle(self._lanes[number].memory) for number in sorted(self._fused_lanes))
+            if fused:  # else each of their layers would wait for the chunk; passes that follow are not fused
+                yield Wait(fused, OPEN_EPOCH)
             if self._resident is not None:
                 self._resident.before_launch(lane)
             kernels = ffn_chunk(ffn, crossing, plan)
