@@ -202,4 +202,6 @@ def test_a_server_with_a_prefill_rank_answers_and_shows_it():
             answers.append(reply.json()["choices"][0]["text"])
             workers = httpx2.get(f"{live.url}/health").json()["workers"]
             assert ("p0" in workers) == (prefill == "dedicated"), workers
+            metrics = httpx2.get(f"{live.url}/metrics").text
+            assert ('crosspool:prefill_switches_total{rank="p0"} 1.0' in metrics) == (prefill == "dedicated")
     assert answers[0] == answers[1]

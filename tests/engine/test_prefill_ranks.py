@@ -38,6 +38,7 @@ def test_the_rank_stays_with_a_model_while_it_has_prompts_of_about_the_same_age(
     drive.run()
     order = [model for model, _ in prefills(drive)]
     assert order == ["a"] * 6 + ["b"] * 6
+    assert drive.core.stats(drive.now).prefill_switches == {"p0": 2}
     drive.check_all_ended()
 
 

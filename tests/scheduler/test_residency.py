@@ -39,6 +39,9 @@ def test_a_model_that_is_gone_is_no_longer_in_place():
     assert residency.resident is None
     residency.take("a")
     assert residency.num_switches == 2
+    residency.lost()
+    residency.take("a")
+    assert residency.num_switches == 3, "a rank that was lost has nothing in place"
 
 
 def simulate(rates, switch_s, work_s, seconds, patience, seed):

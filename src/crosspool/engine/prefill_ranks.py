@@ -1,6 +1,6 @@
 """PrefillRanks: which prefill rank a prefill lane uses, and whose prompts it takes next."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from crosspool.engine.batcher import Chunk
@@ -27,7 +27,7 @@ class PrefillRanks:
         name = self._names[number % len(self._names)]
         if self._ranks.are_up((name,)):
             return name
-        self._residencies[name] = Residency()  # it comes back empty
+        self._residencies[name].lost()
         return None
 
     def computes(self, rank: str | None, load: ModelLoad) -> bool:
@@ -52,9 +52,9 @@ class PrefillRanks:
             residency.forget(name)
 
     @property
-    def residents(self) -> Mapping[str, str | None]:
-        """By rank: the model in place."""
-        return {name: residency.resident for name, residency in self._residencies.items()}
+    def num_switches(self) -> dict[str, int]:
+        """By rank: how often a model was brought in."""
+        return {name: residency.num_switches for name, residency in self._residencies.items()}
 
 
 def with_bounded_past(chunks: Items[Chunk], most: int) -> list[Chunk]:

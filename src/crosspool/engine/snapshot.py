@@ -30,6 +30,7 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
         last_step_s=core.last_step_s,
         busy_since_s=min(busy, default=None),
         ranks_down=dict(core.ranks.down_since_s),
+        prefill_switches=core.dispatcher.prefill_ranks.num_switches,
     )
 
 

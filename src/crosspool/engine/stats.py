@@ -160,3 +160,4 @@ class EngineStats:
     busy_since_s: float | None
     ranks_down: dict[str, float]
     backings: dict[str, BackingCounts] = field(default_factory=dict)  # by KV rank with mapped frames
+    prefill_switches: dict[str, int] = field(default_factory=dict)  # by prefill rank: models brought in

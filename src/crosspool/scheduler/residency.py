@@ -47,6 +47,10 @@ class Residency:
             self.num_switches += 1
 
     def forget(self, model: str) -> None:
-        """The model is gone, or its rank has come back empty."""
+        """The model is gone."""
         if model == self.resident:
             self.resident = None
+
+    def lost(self) -> None:
+        """The rank is away, and comes back empty."""
+        self.resident = None

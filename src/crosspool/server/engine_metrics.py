@@ -194,6 +194,13 @@ def _steps(stats: EngineStats) -> Iterator[Family]:
     yield lanes
     yield CounterMetricFamily("crosspool:steps", "steps that ended", value=stats.num_steps)
     yield CounterMetricFamily("crosspool:step_replays", "steps run again after a failure", value=stats.num_replays)
+    if stats.prefill_switches:
+        switches = CounterMetricFamily(
+            "crosspool:prefill_switches", "models brought in on a prefill rank", labels=("rank",)
+        )
+        for rank, count in stats.prefill_switches.items():
+            switches.add_metric([rank], count)
+        yield switches
     yield CounterMetricFamily("crosspool:ranks_lost", "workers that died or hung", value=stats.num_ranks_lost)
     yield GaugeMetricFamily("crosspool:ranks_down", "workers being restarted", value=len(stats.ranks_down))
 
