@@ -8,8 +8,9 @@ import numpy as np
 
 from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.activation import activate, halve_gates
+from crosspool.backends.numpy.experts import Experts, Group
 from crosspool.backends.numpy.layer_router import Choices, LayerRouter
-from crosspool.backends.numpy.matrices import panels, product, product_into, transposed
+from crosspool.backends.numpy.matrices import panels, product, transposed
 from crosspool.backends.numpy.router import IntArray
 from crosspool.models.spec import Activation, DenseFFNSpec, MoEFFNSpec
 
@@ -35,9 +36,8 @@ class MoEFFN:
         self.spec = spec
         self.nbytes = sum(array.nbytes for array in weights.values())
         self.route = LayerRouter(spec, weights)
-        self._gate_up_width = weights["expert_gate_up"].shape[1]
-        self._gate_up = list(panels(halve_gates(transposed(weights["expert_gate_up"]))))
-        self._down = list(panels(weights["expert_down"].swapaxes(1, 2)))
+        self._gate_up = Experts(halve_gates(transposed(weights["expert_gate_up"])))
+        self._down = Experts(weights["expert_down"].swapaxes(1, 2))
         gate_up_bias = weights.get("expert_gate_up_bias")
         self._gate_up_bias = None if gate_up_bias is None else halve_gates(gate_up_bias.copy())
         self._down_bias = weights.get("expert_down_bias")
@@ -61,14 +61,10 @@ class MoEFFN:
     def _one_token(self, x: FloatArray, ids: IntArray, weights: FloatArray) -> FloatArray:
         """(hidden,): the chosen experts one after another, on the very matrices, then their weighted sum."""
         experts = ids.tolist()
-        gate_up = np.empty((len(experts), self._gate_up_width), dtype=np.float32)
-        for expert, row in zip(experts, gate_up, strict=True):
-            product_into(x, self._gate_up[expert], row)
+        gate_up = self._gate_up.of_one(x, experts)
         if self._gate_up_bias is not None:
             gate_up += self._gate_up_bias[ids]
-        outputs = np.empty((len(experts), len(x)), dtype=np.float32)
-        for expert, row, output in zip(experts, activate(gate_up, self.spec.activation), outputs, strict=True):
-            product_into(row, self._down[expert], output)
+        outputs = self._down.of_each(activate(gate_up, self.spec.activation), experts)
         if self._down_bias is not None:
             outputs += self._down_bias[ids]
         summed: FloatArray = weights.dot(outputs)
@@ -79,25 +75,19 @@ class MoEFFN:
         pairs = ids.ravel()
         order = pairs.argsort(kind="stable")
         groups = self._groups(pairs)
-        rows = x.take(order // ids.shape[1], axis=0)
-        gate_up = np.empty((len(pairs), self._gate_up_width), dtype=np.float32)
-        for expert, group in groups:
-            product_into(rows[group], self._gate_up[expert], gate_up[group])
+        gate_up = self._gate_up.of_groups(x.take(order // ids.shape[1], axis=0), groups)
         if self._gate_up_bias is not None:
             gate_up += self._gate_up_bias[pairs[order]]
-        activated = activate(gate_up, self.spec.activation)
-        outputs = np.empty((len(pairs), x.shape[1]), dtype=np.float32)
-        for expert, group in groups:
-            product_into(activated[group], self._down[expert], outputs[group])
+        outputs = self._down.of_groups(activate(gate_up, self.spec.activation), groups)
         if self._down_bias is not None:
             outputs += self._down_bias[pairs[order]]
         by_token = outputs.take(order.argsort(), axis=0).reshape(*ids.shape, -1)
         summed: FloatArray = np.matmul(weights[:, None], by_token)[:, 0]
         return summed
 
-    def _groups(self, pairs: IntArray) -> list[tuple[int, int | slice]]:
+    def _groups(self, pairs: IntArray) -> list[tuple[int, Group]]:
         """Each expert that any pair chose, with its place among the sorted pairs: that of its only one, or a slice."""
-        groups: list[tuple[int, int | slice]] = []
+        groups: list[tuple[int, Group]] = []
         start = 0
         for expert, count in enumerate(np.bincount(pairs, minlength=self.spec.num_experts).tolist()):
             if count:

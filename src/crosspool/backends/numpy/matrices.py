@@ -38,20 +38,12 @@ def product(x: FloatArray, matrix: FloatArray) -> FloatArray:
     if num_panels == 1:
         whole: FloatArray = x.dot(matrix[0])
         return whole
-    result = np.empty((*x.shape[:-1], num_panels * width), dtype=np.float32)
-    product_into(x, matrix, result)
-    return result
-
-
-def product_into(x: FloatArray, matrix: FloatArray, out: FloatArray) -> None:
-    """The same, written to `out`, contiguous in its last axis."""
-    num_panels, _, width = matrix.shape
-    if num_panels == 1:
-        x.dot(matrix[0], out)
-    elif x.ndim == 1:
-        np.matmul(x, matrix, out=out.reshape(num_panels, width))
-    else:
-        np.matmul(x, matrix, out=out.reshape(len(x), num_panels, width).swapaxes(0, 1))
+    if x.ndim == 1:
+        one: FloatArray = np.matmul(x, matrix).reshape(-1)
+        return one
+    by_row = np.empty((len(x), num_panels, width), dtype=np.float32)
+    np.matmul(x, matrix, by_row.swapaxes(0, 1))
+    return by_row.reshape(len(x), -1)
 
 
 def columns(matrix: FloatArray, numbers: np.ndarray) -> FloatArray:
