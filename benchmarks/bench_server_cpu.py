@@ -66,11 +66,11 @@ def main() -> int:
     keep_to(clients_cores)
     try:
         port = mine.recv()
-        load_before = os.getloadavg()[0]
         tokens_per_s, cpu_us = asyncio.run(throughput(port, args.seconds, psutil.Process(server.pid)))
+        others = OtherWork()
         overhead_ms = ttft_overhead(port, args.probes)
+        others_cores = others.cores()
         client_ms = client_alone(args.probes // 2, servers_cores)
-        load = max(load_before, os.getloadavg()[0])
     finally:
         server.terminate()
         server.join(10)
@@ -79,9 +79,7 @@ def main() -> int:
     report.metric("sse_cpu_us_per_token", cpu_us, note="of the server's process, whatever else the machine does")
     report.samples("server_ttft_overhead_ms", overhead_ms, note=f"beside {NUM_PACED_STREAMS} streams")
     report.samples("probe_client_ms", client_ms, note="the same client at a process that answers at once")
-    report.metric(
-        "machine_load", load, note="runnable processes on the machine; above its cores, others slow this down"
-    )
+    report.metric("others_cores", others_cores, note="that other processes were busy on meanwhile; they slow this down")
     soak = None
     if args.soak_json is not None:
         soak = json.loads(args.soak_json.read_text())
@@ -95,12 +93,30 @@ def main() -> int:
     report.summary = (
         f"{tokens_per_s:.0f} SSE tokens a second through the whole server; the median first token costs "
         f"{sorted(overhead_ms)[len(overhead_ms) // 2]:.2f} ms beside {NUM_PACED_STREAMS} streams. "
-        f"The machine's load was {load:.1f} on {os.cpu_count()} cores. {args.note}"
+        f"Other processes were busy on {others_cores:.2f} of {os.cpu_count()} cores meanwhile. {args.note}"
     )
     for path in report.write():
         print(path)
     print(report.as_markdown())
     return 0
+
+
+class OtherWork:
+    """What processes that are not this benchmark's take of the machine, from now on."""
+
+    def __init__(self) -> None:
+        self._from_s, self._took_s = time.perf_counter(), self._taken_s()
+
+    def cores(self) -> float:
+        """Cores that they were busy on."""
+        return (self._taken_s() - self._took_s) / (time.perf_counter() - self._from_s)
+
+    def _taken_s(self) -> float:
+        machine, this = psutil.cpu_times(), psutil.Process()
+        idle_s = machine.idle + getattr(machine, "iowait", 0.0)
+        guests_s = getattr(machine, "guest", 0.0) + getattr(machine, "guest_nice", 0.0)  # part of user and nice
+        own_s = sum(this.cpu_times()[:4]) + sum(sum(child.cpu_times()[:2]) for child in this.children(recursive=True))
+        return float(sum(machine) - idle_s - guests_s - own_s)
 
 
 def split_cores() -> tuple[Cores, Cores]:
