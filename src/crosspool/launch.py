@@ -114,6 +114,14 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
             "only, so use control graphs or resident"
         )
     engine = engine_config(config)
+    if backend == "cuda" and config.pools.driven_by == "host" and config.pools.num_kv_ranks > 1:
+        raise CrossPoolError(
+            f"control is host with kv_ranks {config.pools.num_kv_ranks}, whose exchange is a part of graphs; use graphs"
+        )
+    if backend == "cuda" and config.pools.driven_by == "host" and engine.decode_steps > 1:
+        raise CrossPoolError(
+            f"decode_steps is {engine.decode_steps} with control host, which drives every step; leave one of them out"
+        )
     cluster = ClusterConfig(
         backend=backend,
         layout=config.pools.layout,

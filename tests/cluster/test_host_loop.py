@@ -21,6 +21,7 @@ class StubLoop:
         self.is_busy = False
         self.handled = []
         self.num_looks = 0
+        self.nap = 0.0
         self.when_looked = lambda: None
         self.said_hello = self.is_closed = False
 
@@ -28,6 +29,9 @@ class StubLoop:
         self.num_looks += 1
         self.when_looked()
         return self.num_ready > 0
+
+    def nap_s(self):
+        return self.nap
 
     def looks(self):
         return [self.has_work]
@@ -150,3 +154,16 @@ def test_a_look_around_finds_what_comes_meanwhile_without_a_sleep():
     rig.host.turn()
     assert loop.num_ready == 1
     rig.close()
+
+
+def test_a_host_whose_ranks_wait_for_devices_naps_and_does_not_look_all_the_time(rig, monkeypatch):
+    naps = []
+    monkeypatch.setattr("crosspool.cluster.host_loop.time.sleep", naps.append)
+    (loop,) = rig.loops
+    loop.is_busy, loop.nap = True, 5e-4
+    for _ in range(3):
+        assert rig.host.turn()
+    assert naps == [5e-4] * 3
+    loop.num_ready = 1
+    rig.host.turn()
+    assert (loop.num_ready, len(naps)) == (0, 3)

@@ -14,6 +14,7 @@ from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.work_clock import WorkClock
 from crosspool.cluster.worker import RankWorker
+from crosspool.core import SampledToken
 from crosspool.scheduler.order import ORDER_POLICIES
 from crosspool.scheduler.step import StepDescriptor, StepHeader, epoch
 from tests.support.fake_backend import FakeFFNWorker, FakeModel
@@ -33,6 +34,8 @@ class ScriptedAttention:
         self.clock = None
         self.fails_at = None
         self.forgotten = []
+        self.told = {}  # by layer: tokens that its wait tells
+        self.nap_s = self.rest_until_s = 0.0
         self.models = set()
 
     def add_model(self, placement, progress):
@@ -58,7 +61,10 @@ class ScriptedAttention:
                     raise RuntimeError("out of\nluck")
                 for outlet in links.outlets.values():
                     outlet.put(layer, epoch(header.step_seq, layer), np.ones((1, 8), np.float32))
-                yield Wait(tuple(links.inlets.values()), epoch(header.step_seq, layer))
+                told = self.told.get(layer, ())
+                yield Wait(
+                    tuple(links.inlets.values()), epoch(header.step_seq, layer), told, self.nap_s, self.rest_until_s
+                )
             return (header.step_seq,)
         except GeneratorExit:
             self.closed.append((header.lane, header.step_seq))
@@ -142,6 +148,39 @@ def test_a_step_runs_to_its_end_and_counts_work_and_wait_apart(make_rig):
     assert finished.result.wait_s == pytest.approx(6.0)
     assert rig.rung == ["w0"] * 3
     assert not rig.loop.is_busy
+
+
+def test_what_a_wait_tells_is_told_once_and_before_the_result(make_rig):
+    rig = make_rig()
+    rig.worker.told = {1: (SampledToken(7, 3),)}
+    rig.step()
+    for layer in range(3):
+        rig.spin()
+        rig.answer(0, layer)
+    rig.spin()
+    told, finished = rig.said
+    assert told == messages.StepTold(0, 1, (SampledToken(7, 3),))
+    assert isinstance(finished, StepFinished)
+
+
+def test_a_rank_may_nap_only_while_all_its_steps_wait_for_devices(make_rig):
+    rig = make_rig()
+    assert rig.loop.nap_s() > 1.0, "without steps it asks for nothing"
+    rig.worker.nap_s = 5e-4
+    rig.step(0)
+    assert rig.loop.nap_s() == 0.0, "its first segment is ready"
+    rig.spin()
+    assert rig.loop.nap_s() == 5e-4
+    rig.answer(0, 0)
+    rig.worker.rest_until_s = rig.clock.now_s + 0.25
+    rig.spin()
+    assert rig.loop.nap_s() == 0.25, "the next will hardly have come before"
+    rig.clock.now_s += 0.5
+    assert rig.loop.nap_s() == 5e-4
+    rig.worker.nap_s = 0.0
+    rig.step(1)
+    rig.spin()
+    assert rig.loop.nap_s() == 0.0, "the other lane's peer is a host"
 
 
 def test_the_weights_ranks_clocks_tell_the_ffn_apart_from_the_transfer(make_rig):

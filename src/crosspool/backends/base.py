@@ -44,13 +44,15 @@ class Wait(NamedTuple):
     """What a half-step needs before its next segment: every one of `inlets` at `epoch`.
 
     told: tokens of a step of a run that has ended; the rank tells them while the run goes on. nap_s: nothing stands
-    still if it looks so late, since a device goes on by itself; 0: it is to look all the time.
+    still if it looks so late, since a device goes on by itself; 0: it is to look all the time. rest_until_s: before
+    then (time.monotonic) it probably has not come, and a rank that may nap need not look.
     """
 
     inlets: Sequence[Inlet]
     epoch: int
     told: tuple[SampledToken, ...] = ()
     nap_s: float = 0.0
+    rest_until_s: float = 0.0
 
     def satisfied(self) -> bool:
         epoch = self.epoch

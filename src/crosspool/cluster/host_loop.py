@@ -14,6 +14,9 @@ from crosspool.cluster.rank_loop import RankLoop
 LOOK_TURNS = 256
 """After so many turns of work on end descriptors are asked too: a parent that is gone posts nothing."""
 
+LONGEST_NAP_S = 0.005
+"""Of hosts whose ranks wait for devices alone: so late it may learn of a message."""
+
 BUSY_NAP_S = 0.05
 """Longest sleep while something is in flight, so that the host's beat goes on and no lost ring costs more."""
 
@@ -115,6 +118,11 @@ class HostLoop:
     def _rest(self) -> None:
         """Sleep until a ring, a message or a deadline; first look for a short time if a step is in flight."""
         is_busy = any(loop.is_busy for loop in self._loops.values())
+        nap_s = min(loop.nap_s() for loop in self._loops.values())
+        if is_busy and nap_s > 0:  # devices go on by themselves: nobody rings, and nothing stands still
+            time.sleep(min(nap_s, LONGEST_NAP_S))
+            self._has_slept = True
+            return
         if is_busy and self._spin_s > 0 and self._look_around():
             return
         self._board.set_asleep(self._host, True)

@@ -83,7 +83,8 @@ class RankLoop:
         """How long a host may look away from this rank: 0 unless all it waits for goes on by itself."""
         if self._loader.is_busy:
             return 0.0
-        return min((run.nap_s for run in self._runs.values()), default=NO_NAP_NEEDED_S)
+        now_s = self._around.clock()
+        return min((run.nap_s(now_s) for run in self._runs.values()), default=NO_NAP_NEEDED_S)
 
     def next_deadline_s(self) -> float | None:
         """When the first wait runs out, on the loop's clock."""

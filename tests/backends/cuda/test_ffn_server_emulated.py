@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from crosspool.backends.cuda.channel_map import LinkMap  # noqa: E402
 from crosspool.backends.cuda.ffn_server import FFNServer, serve_layers  # noqa: E402
-from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule  # noqa: E402
+from crosspool.backends.cuda.lane_memory import LaneMemory, RunPlace, WaitRule  # noqa: E402
 from crosspool.backends.cuda.moe import ffn  # noqa: E402
 from crosspool.backends.cuda.moe_params import FFNScratch  # noqa: E402
 from crosspool.backends.cuda.transport import FFNCrossing  # noqa: E402
@@ -166,6 +166,21 @@ def test_two_passes_posted_ahead_run_in_order(tmp_path):
     server.post(lane.memory, lane.served, BASE * 2)
     assert lane.memory.done_epoch == BASE * 2 + 3
     lane.check(2)
+
+
+def test_passes_of_a_run_that_has_ended_early_are_skipped(tmp_path):
+    lane = Lane(layers_of("qwen3_moe", tmp_path), 1)
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory], idle_s=0.0)
+    over = BASE + 10
+    for step in range(2):
+        lane.memory.post(BASE + 3 * step, 3, lane.served.layers.data_ptr(), RunPlace(over, step, 2 - step))
+    lane.raise_flag(over)  # the KV rank has ended the run with its first step
+    server.post(lane.memory, lane.served, BASE + 6, RunPlace(over, 2, 0))
+    assert lane.memory.done_epoch == BASE + 9
+    assert lane.answered == BASE + 3, "the first pass alone was computed"
+    lane.raise_flag(BASE * 2 + 3)
+    server.post(lane.memory, lane.served, BASE * 2)
+    assert lane.answered == BASE * 2 + 3, "and the lane goes on"
 
 
 def test_a_peer_past_its_deadline_ends_its_pass_alone(tmp_path):

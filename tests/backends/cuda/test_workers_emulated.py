@@ -83,6 +83,7 @@ class Pair:
             outlet, inlet = self.ends[rank]
             halves[rank] = worker.run(step.header, LaneLinks({"kv0": outlet}, {"kv0": inlet}))
         waits, result, count = dict.fromkeys(halves), None, 0
+        self.told = []  # of a run: tokens of all its steps but the last
         while halves:
             ready = [rank for rank in halves if waits[rank] is None or waits[rank].satisfied()]
             assert ready, f"nobody can go on: {waits}"
@@ -94,6 +95,7 @@ class Pair:
                 count += 1
                 try:
                     waits[rank] = next(halves[rank])
+                    self.told += [waits[rank].told] if waits[rank].told else []
                 except StopIteration as stop:
                     result = stop.value if rank == "kv0" else result
                     del halves[rank]

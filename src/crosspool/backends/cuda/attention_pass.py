@@ -5,6 +5,7 @@ from typing import Protocol
 
 import torch
 
+from crosspool.backends.cuda.advance import advance
 from crosspool.backends.cuda.attention_half import AttentionHalf
 from crosspool.backends.cuda.exchange import TokenHome
 from crosspool.backends.cuda.lane_memory import LaneMemory
@@ -23,6 +24,11 @@ class Crossing(Protocol):
     def wait_norm(
         self, layer: int, residual: torch.Tensor, norm_weight: torch.Tensor, normed: torch.Tensor, eps: float
     ) -> None: ...
+
+    @property
+    def peer_flags(self) -> list[int]:
+        """Addresses of the flags of this rank's rows, in the peers' memory; none where nobody waits for them."""
+        ...
 
 
 class AttentionPass:
@@ -48,6 +54,13 @@ class AttentionPass:
         self._is_decode, self._prefetches, self._home = is_decode, prefetches, home
         rows = len(half.token_ids)
         self._sampler = Sampler(kernels, rows, half.spec.vocab_size, half.residual.device) if samples else None
+
+    def advance(self, again: int = 0) -> None:
+        """Enqueue what decides whether the run goes on with its next step."""
+        tokens = None if self._sampler is None else self._sampler.tokens
+        rows, num_layers = len(self.half.token_ids), self.half.spec.num_layers
+        flags = self._crossing.peer_flags
+        advance(self._kernels, self._lane, num_layers, flags, rows=rows, tokens=tokens, again=again)
 
     def kernels(self) -> Iterator[int]:
         """Enqueue every kernel; yields each layer before its wait, so that a caller may wait in the kernels' stead.

@@ -1,11 +1,12 @@
 """The rows of a step as the KV worker runs them: one row a token, with its position and its sequence's block table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from crosspool.backends.cuda.lane_memory import STOP_IDS
 from crosspool.backends.numpy.sampler import SamplingRow
 from crosspool.backends.numpy.sequences import Sequence, row_slots
 from crosspool.core import SampledToken
@@ -57,14 +58,38 @@ class Batch:
         self.positions: IntArray = np.array(positions, dtype=np.int64)
         self.row_of_token: IntArray = np.array(rows, dtype=np.int64)
 
+    def stop_ids(self) -> npt.NDArray[np.int32] | None:
+        """(rows, STOP_IDS): what ends each row, -1 where there is less; None where a row has more than that."""
+        stops = [sequence.sampling.stop_token_ids for sequence in self._sequences]
+        if any(len(own) > STOP_IDS for own in stops):
+            return None
+        return np.array([[*own, *[-1] * (STOP_IDS - len(own))] for own in stops], dtype=np.int32)
+
+    def ended(self, tokens: Mapping[int, SampledToken]) -> set[int]:
+        """The rows that drew, among `tokens` by row, one of their stop tokens."""
+        return {idx for idx, token in tokens.items() if self._sequences[idx].ends_with(self.rows[idx], token.token_id)}
+
+    def end_run(self, num_steps: int) -> None:
+        """The run ends with this step, though `num_steps` more were asked for: its sequences have all ended."""
+        for row, sequence in zip(self.rows, self._sequences, strict=True):
+            sequence.fill(row.num_cached_tokens + row.num_new_tokens + num_steps + 1)
+
     def num_rows_of(self, start: int, stop: int) -> int:
         """Rows that the tokens [start, stop) belong to."""
         return int(self.row_of_token[stop - 1] - self.row_of_token[start]) + 1
 
-    def sampling_row(self, sampled: SampledRow) -> SamplingRow:
-        return self._sequences[sampled.row].sampling_row(self.rows[sampled.row])
+    def sampling_row(self, sampled: SampledRow, ahead: int = 0) -> SamplingRow:
+        """How a row's token is drawn, or that of a step of its run `ahead` of this one."""
+        row = self._sequences[sampled.row].sampling_row(self.rows[sampled.row])
+        return replace(row, position=row.position + ahead) if ahead else row
 
     def commit(self, tokens: Mapping[int, SampledToken]) -> None:
         """Make the step's outcome visible: block tables, and the SampledToken of each row that drew one."""
         for idx, (sequence, row, table) in enumerate(zip(self._sequences, self.rows, self.tables, strict=True)):
             sequence.commit(row, table, tokens.get(idx))
+
+    def commit_ahead(self, step: int, tokens: Mapping[int, SampledToken]) -> None:
+        """The same of a run's step, by its number; this batch holds the rows of the first."""
+        for idx, (sequence, row, table) in enumerate(zip(self._sequences, self.rows, self.tables, strict=True)):
+            ahead = replace(row, num_cached_tokens=row.num_cached_tokens + step)
+            sequence.commit(ahead, table, tokens[idx])

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal
 
+from crosspool.backends.cuda.advance import advance
 from crosspool.backends.cuda.ffn_half import FFNHalf
 from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
@@ -32,6 +33,11 @@ class FFNPass:
         self._kernels, self._lane, self._half, self._crossing = kernels, lane, half, crossing
         self._rows, self._hidden = rows, hidden
         self._sums_by, self._takes_choices = sums_by, takes_choices
+
+    def advance(self, again: int = 0) -> None:
+        """Enqueue what waits for the next step's rows, and ends the run where none come."""
+        flags = [self._crossing.link.inbox.flag]
+        advance(self._kernels, self._lane, len(self._half.layers), flags, again=again)
 
     def kernels(self) -> Iterator[int]:
         """Enqueue every kernel; yields each layer before its wait."""

@@ -14,7 +14,7 @@ import torch
 
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.fused_layer import fused_layer
-from crosspool.backends.cuda.lane_memory import RECORD_WORDS, RING_SLOTS, LaneMemory, pinned
+from crosspool.backends.cuda.lane_memory import RECORD_WORDS, RING_SLOTS, LaneMemory, RunPlace, pinned
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.moe_params import FFNScratch
 from crosspool.backends.cuda.params import FusedParams
@@ -116,8 +116,11 @@ class FFNServer:
         """Have later launches take this much shared memory, so that a pass that needs it starts no new one."""
         self._smem_bytes = max(self._smem_bytes, smem_bytes)
 
-    def post(self, lane: LaneMemory, served: ServedPass, base: int) -> None:
-        """One pass of the lane: its layers are computed as their rows arrive. Launches the server where it has left."""
+    def post(self, lane: LaneMemory, served: ServedPass, base: int, place: RunPlace | None = None) -> None:
+        """One pass of the lane: its layers are computed as their rows arrive. Launches the server where it has left.
+
+        place: of its step in a run; the pass is skipped where that has ended early.
+        """
         with self._lock:  # a full barrier between the posted word and the look at the server's
             is_new = all(known is not lane for known in self._lanes)
             if (is_new or served.smem_bytes > self._smem_bytes) and not self.has_left:
@@ -127,7 +130,7 @@ class FFNServer:
             if is_new:
                 self._lanes.append(lane)
             self.reserve(served.smem_bytes)
-            lane.post(base, served.num_layers, served.layers.data_ptr())
+            lane.post(base, served.num_layers, served.layers.data_ptr(), place)
         if self.has_left:
             self._start()
 

@@ -13,6 +13,7 @@ from crosspool.backends.cuda.chunk_plan import chunk_plan
 from crosspool.backends.cuda.chunk_run import run_pieces
 from crosspool.backends.cuda.chunk_support import is_supported, runs_in_pieces
 from crosspool.backends.cuda.chunk_warm_up import warm_up_ffn
+from crosspool.backends.cuda.decode_run import LAST_NAP_S, places, rest_of_run
 from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.ffn_chunk import ffn_chunk
 from crosspool.backends.cuda.ffn_half import FFNHalf
@@ -20,10 +21,10 @@ from crosspool.backends.cuda.ffn_pass import FFNPass, SumsBy
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.joined import IdleInlet, JoinedLink
 from crosspool.backends.cuda.lane import LaneIdle, Links, WorkerLane, device_inlets, enter, finish, prefill_streams
-from crosspool.backends.cuda.lane_memory import WaitRule
+from crosspool.backends.cuda.lane_memory import RunPlace, WaitRule
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, DeviceOutlet, Site
-from crosspool.backends.cuda.passes import PASS_TOKENS, passes
+from crosspool.backends.cuda.passes import PASS_TOKENS, bucket_of, passes
 from crosspool.backends.cuda.prepare import COMMON_BUCKETS, open_lanes
 from crosspool.backends.cuda.random_slices import draw_share, num_bytes
 from crosspool.backends.cuda.resident_ffn import ResidentFFN
@@ -34,7 +35,7 @@ from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.config import Control
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
-from crosspool.scheduler.step import StepHeader
+from crosspool.scheduler.step import StepHeader, epoch
 
 
 @dataclass
@@ -145,8 +146,11 @@ class CudaFFNWorker:
         if not model.is_spread and runs_in_pieces(header, model.spec):
             yield from self._run_chunk(header, model, lane, inlet)
             return
-        plan = passes(header.num_tokens, header.step_seq, model.spec.num_layers)
         yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
+        if header.num_steps > 1:
+            yield from self._run_several(header, model, lane, inlet)
+            return
+        plan = passes(header.num_tokens, header.step_seq, model.spec.num_layers)
         last_epoch = plan[-1].base + model.spec.num_layers
         has_ended = False
         try:
@@ -185,6 +189,66 @@ class CudaFFNWorker:
             self._fused_lanes.discard(header.lane)
             if not has_ended:
                 lane.give_up(last_epoch)
+
+    def _run_several(self, header: StepHeader, model: FFNModel, lane: WorkerLane, inlet: DeviceInlet) -> HalfStep[None]:
+        """A run by one graph, or by passes posted to the server; the KV rank may end it early."""
+        num_layers, bucket = model.spec.num_layers, bucket_of(header.num_tokens)
+        steps, last_epoch = places(header, num_layers), epoch(header.step_seq, header.num_steps * num_layers - 1)
+        links = (inlet.link,)
+        has_ended = False
+        try:
+            if self._resident is not None and self._resident.can_serve(lane):
+                for base, place in steps:
+                    self._resident.post(
+                        header.model,
+                        model.layers,
+                        header.lane,
+                        lane,
+                        links,
+                        bucket,
+                        base,
+                        takes_choices=model.takes_choices,
+                        place=place,
+                    )
+            else:
+                if self._resident is not None:
+                    self._resident.before_launch(lane)
+                kind = PassKind(bucket, self._may_fuse and not self._chunk_lanes)
+                if kind.is_fused:
+                    self._fused_lanes.add(header.lane)
+                source = self._pass(header.model, header.lane, model, lane, links, kind)
+                if lane.stream is None:
+                    yield from self._run_emulated(source, steps, lane, inlet, num_layers)
+                else:
+                    for base, place in steps:
+                        lane.memory.push(base, num_layers, place=place)
+                    lane.run_loop(header.model, links, kind)
+            begun_s = time.monotonic()
+            yield Wait((inlet,), last_epoch, (), LAST_NAP_S, rest_of_run(lane.memory, header.num_steps))
+            lane.memory.step_s = (time.monotonic() - begun_s) / header.num_steps
+            has_ended = True
+        finally:
+            self._fused_lanes.discard(header.lane)
+            if not has_ended:
+                lane.give_up(last_epoch)
+
+    def _run_emulated(
+        self,
+        source: FFNPass,
+        steps: list[tuple[int, RunPlace]],
+        lane: WorkerLane,
+        inlet: DeviceInlet,
+        num_layers: int,
+    ) -> HalfStep[None]:
+        """Kernels without a device, which run in turn: the loop looks itself whether more rows come."""
+        for base, place in steps:
+            if place.step:
+                yield Wait((inlet,), base + 1)
+                if inlet.arrived(place.over):
+                    return
+            lane.memory.push(base, num_layers)
+            for layer in source.kernels():
+                yield Wait((inlet,), base + layer + 1)
 
     def _run_chunk(self, header: StepHeader, model: FFNModel, lane: WorkerLane, inlet: DeviceInlet) -> HalfStep[None]:
         plan = chunk_plan(header.num_tokens, header.step_seq, model.spec.num_layers)

@@ -62,6 +62,10 @@ class JoinedCrossing:
         self._kernels, self._ffn = kernels, ffn
         self._sums = torch.empty(rows, hidden, dtype=torch.float32, device=device)
 
+    @property
+    def peer_flags(self) -> list[int]:
+        return []
+
     def norm_put(
         self, layer: int, residual: torch.Tensor, norm_weight: torch.Tensor, normed: torch.Tensor, eps: float
     ) -> None:

@@ -92,3 +92,6 @@ class KVPass:
 
     def kernels(self) -> Iterator[int]:
         return self._pass.kernels()
+
+    def advance(self, again: int = 0) -> None:
+        self._pass.advance(again)

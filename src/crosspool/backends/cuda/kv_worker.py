@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
+from crosspool.backends.cuda.advance import release
 from crosspool.backends.cuda.attention_pass import Crossing
-from crosspool.backends.cuda.batch import Batch, SampledRow
+from crosspool.backends.cuda.batch import Batch, IntArray, SampledRow
 from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
 from crosspool.backends.cuda.chunk_half import ChunkHalf
 from crosspool.backends.cuda.chunk_plan import chunk_plan
@@ -18,6 +19,7 @@ from crosspool.backends.cuda.chunk_rows import ChunkRows
 from crosspool.backends.cuda.chunk_run import run_pieces
 from crosspool.backends.cuda.chunk_support import is_supported, runs_in_pieces
 from crosspool.backends.cuda.chunk_warm_up import capture_spans, warm_up_attention
+from crosspool.backends.cuda.decode_run import push_run, read_run, runs_on_device
 from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.exchange import TokenHome
 from crosspool.backends.cuda.ffn_weights import pack_router
@@ -32,7 +34,7 @@ from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet, DeviceOutlet, Site
 from crosspool.backends.cuda.outcome import Outcome
-from crosspool.backends.cuda.passes import Pass, passes
+from crosspool.backends.cuda.passes import Pass, bucket_of, passes
 from crosspool.backends.cuda.prefill_attention import Library
 from crosspool.backends.cuda.prepare import COMMON_BUCKETS, open_lanes
 from crosspool.backends.cuda.random_slices import draw_share
@@ -50,7 +52,7 @@ from crosspool.kv_pool.geometry import PageGeometry, page_geometry
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 from crosspool.models.tensors import ROUTER_TENSORS
-from crosspool.scheduler.step import StepDescriptor, StepHeader
+from crosspool.scheduler.step import StepDescriptor, StepHeader, epoch, run_over
 from crosspool.units import ceil_div
 
 
@@ -238,15 +240,63 @@ class CudaAttentionWorker:
         if model is None:
             raise ValueError(f"model {name!r} is not on this KV rank; it has {sorted(self._models)}")
         self._join(step, model.spec, model.geometry, model.pages)
-        batch = Batch(step, self._sequences, model.geometry.page_tokens)
-        lane, num_layers = self._lane(number), model.spec.num_layers
+        batch = Batch(step.part(0), self._sequences, model.geometry.page_tokens)
         shares = self._taking_part(step, model, batch, links)
         inlets = device_inlets((*links.inlets.values(), *shares))
-        num_weights = len(links.inlets)
+        lane, joined = self._lane(number), self._joined_by(links)
         if not model.is_spread and runs_in_pieces(step.header, model.spec):
-            return (yield from self._run_chunk(step.header, model, lane, batch, inlets, self._joined_by(links)))
-        plan = passes(step.header.num_tokens, step.header.step_seq, num_layers)
+            return (yield from self._run_chunk(step.header, model, lane, batch, inlets, joined))
+        way = Way(model, lane, inlets, len(shares), joined)
         yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
+        if step.num_steps == 1:
+            return (yield from self._run_step(step, 0, way, batch))
+        if lane.stream is not None and not self._is_host_driven and runs_on_device(batch):
+            return (yield from self._run_on_device(step, way, batch))
+        return (yield from self._run_by_host(step, way, batch))
+
+    def _run_on_device(self, step: StepDescriptor, way: "Way", batch: Batch) -> HalfStep[tuple[SampledToken, ...]]:
+        """A run by one graph, its tokens read behind."""
+        header, model, lane, links = step.header, way.model, way.lane, links_of(way.inlets)
+        num_layers, kind = model.spec.num_layers, PassKind(bucket_of(header.num_tokens), True, True)
+        source = self._pass(header.model, model, header.lane, links, kind, way.joined, way.num_shares)
+        rows = kind.row_numbers(header.num_tokens)
+        self._set_tables(lane, source, [batch.tables[row] for row in rows], batch.positions[rows])
+        has_ended = False
+        try:
+            slots = push_run(lane.memory, batch, header, num_layers, kind.bucket, model.geometry.page_tokens)
+            lane.run_loop(header.model, links, kind)
+            sampled = yield from read_run(lane.memory, batch, step, slots, num_layers, way.inlets)
+            has_ended = True
+        finally:
+            if not has_ended:
+                lane.give_up(epoch(header.step_seq, header.num_steps * num_layers - 1))
+        return sampled
+
+    def _run_by_host(self, step: StepDescriptor, way: "Way", batch: Batch) -> HalfStep[tuple[SampledToken, ...]]:
+        """A run step by step: rows that the host samples, and kernels without a device."""
+        ended: set[int] = set()
+        for idx in range(step.num_steps):
+            if idx:
+                batch = Batch(step.part(idx), self._sequences, way.model.geometry.page_tokens)
+            sampled = yield from self._run_step(step, idx, way, batch)
+            ended |= batch.ended(dict(enumerate(sampled)))
+            left = step.num_steps - 1 - idx
+            if left and len(ended) == len(batch.rows):
+                batch.end_run(left)
+                flags = [] if way.joined is not None else [inlet.link.map().outbox.flag for inlet in way.inlets]
+                over = run_over(step.header.step_seq, step.num_steps, way.model.spec.num_layers)
+                with torch.cuda.stream(way.lane.stream):
+                    release(self._kernels, flags, over)
+                break
+            if left:
+                yield Wait((), OPEN_EPOCH, sampled)
+        return sampled
+
+    def _run_step(self, step: StepDescriptor, idx: int, way: "Way", batch: Batch) -> HalfStep[tuple[SampledToken, ...]]:
+        """One step, number `idx` of its run."""
+        name, number, num_layers = step.header.model, step.header.lane, way.model.spec.num_layers
+        lane, inlets, num_weights = way.lane, way.inlets, len(way.inlets) - way.num_shares
+        plan = passes(step.header.num_tokens, step.header.step_seq, num_layers, idx)
         last_epoch = plan[-1].base + num_layers
         outcome = Outcome(batch, lane)
         has_ended = False
@@ -255,7 +305,7 @@ class CudaAttentionWorker:
                 sampled = [row for row in batch.sampled if part.start <= row.token < part.stop]
                 is_decode = batch.num_rows_of(part.start, part.stop) == part.num_tokens
                 kind = PassKind(part.bucket, bool(sampled), is_decode)
-                source = self._pass(name, model, number, links_of(inlets), kind, self._joined_by(links), len(shares))
+                source = self._pass(name, way.model, number, links_of(inlets), kind, way.joined, way.num_shares)
                 slot = self._push(lane, source, batch, part, num_layers, sampled)
                 if lane.stream is not None:
                     yield from lane.run_pass(name, links_of(inlets), kind, inlets, part.base)
@@ -496,12 +546,26 @@ class CudaAttentionWorker:
         sampling = sampling_records(part.bucket)
         for row in sampled:
             fill_sampling(sampling, row.token - part.start, batch.sampling_row(row))
-        if not source.rows.are_set(tables):
-            with torch.cuda.stream(lane.stream):
-                source.rows.set(tables, batch.positions[tokens])
+        self._set_tables(lane, source, tables, batch.positions[tokens])
         return lane.memory.push(
             part.base, num_layers, part.bucket, batch.token_ids[tokens], batch.positions[tokens], sampling
         )
+
+    def _set_tables(self, lane: WorkerLane, source: KVPass, tables: list[IntArray], positions: IntArray) -> None:
+        if not source.rows.are_set(tables):
+            with torch.cuda.stream(lane.stream):
+                source.rows.set(tables, positions)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What a step runs on: its lane's inlets are the weights ranks', then those of `num_shares` other KV ranks."""
+
+    model: KVModel
+    lane: WorkerLane
+    inlets: tuple[DeviceInlet, ...]
+    num_shares: int
+    joined: JoinedFFN | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,6 +575,10 @@ class PassKind:
     bucket: int
     samples: bool
     is_decode: bool
+
+    def row_numbers(self, used: int) -> list[int]:
+        """Which row of a step each row of the pass holds; those that are not in use repeat the first."""
+        return [row if row < used else 0 for row in range(self.bucket)]
 
 
 def links_of(inlets: tuple[DeviceInlet, ...]) -> Links:

@@ -14,6 +14,7 @@ from crosspool.backends.cuda.graphs import Capturable, StepGraph, capture
 from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import DeviceInlet, DeviceLink, DeviceOutlet, Link, Site
+from crosspool.backends.cuda.loop_graph import LoopGraph, Repeatable, capture_loop
 from crosspool.backends.cuda.segments import SegmentGraphs, capture_segments
 from crosspool.backends.cuda.sm_partition import PrefillStreams
 
@@ -45,6 +46,7 @@ class WorkerLane:
         self._lock = threading.Lock()
         self._passes: dict[tuple[str, Links, Hashable], Capturable] = {}
         self._graphs: dict[tuple[str, Links, Hashable], StepGraph | SegmentGraphs] = {}
+        self._loops: dict[tuple[str, Links, Hashable], LoopGraph] = {}  # captured at the first run
 
     def open_link(
         self, peer: str, region: memoryview, capacity: int, is_kv: bool, ring: Callable[[], None]
@@ -83,7 +85,7 @@ class WorkerLane:
         if self._prefill_streams is not None:
             self._prefill_streams.synchronize()
         with self._lock:
-            for kept in (self._passes, self._graphs):
+            for kept in (self._passes, self._graphs, self._loops):
                 for key in [key for key in kept if is_dropped(key[0], key[1])]:
                     del kept[key]
 
@@ -112,7 +114,7 @@ class WorkerLane:
     def run_pass(
         self, model: str, links: Links, key: Hashable, inlets: Sequence[DeviceInlet], base: int
     ) -> Iterator[Wait]:
-        """Enqueue the captured pass on the lane's stream, whole or, where the host drives it, half by half."""
+        """Enqueue the captured pass: whole or, where the host drives it, each half of a layer."""
         self._replayed_s = time.monotonic()
         graph = self._graphs[model, links, key]
         if isinstance(graph, SegmentGraphs):
@@ -120,6 +122,20 @@ class WorkerLane:
             return
         with torch.cuda.stream(self.stream):
             graph.replay()
+
+    def run_loop(self, model: str, links: Links, key: Hashable) -> None:
+        """Enqueue the pass in its loop, for all the steps of a run."""
+        self._replayed_s = time.monotonic()
+        loop = self._loops.get((model, links, key))
+        if loop is None:
+            with self._lock, on_device(self.site.device):
+                name = f"{self.site.rank} {model} {key}"
+                source = self._passes[model, links, key]
+                assert isinstance(source, Repeatable), f"a {type(source).__name__} does not repeat"
+                loop = capture_loop(source, self._capture_stream, name)
+                self._loops[model, links, key] = loop
+        with torch.cuda.stream(self.stream):
+            loop.replay()
 
     def give_up(self, last_epoch: int) -> None:
         """End a step's waits on the device; end the process, to be replaced, where the device no longer answers.
@@ -137,7 +153,7 @@ class WorkerLane:
 
     @property
     def graph_bytes(self) -> int:
-        return sum(graph.num_bytes for graph in tuple(self._graphs.values()))
+        return sum(graph.num_bytes for graph in (*tuple(self._graphs.values()), *tuple(self._loops.values())))
 
     @property
     def channel_bytes(self) -> int:

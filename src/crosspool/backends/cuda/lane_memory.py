@@ -8,6 +8,7 @@ import torch
 
 from crosspool.backends.cuda.passes import PASS_TOKENS
 from crosspool.backends.cuda.transport_params import MAX_PEERS, LaneView
+from crosspool.units import align_up
 
 RING_SLOTS = 64
 """Passes that may be enqueued ahead of the device."""
@@ -16,8 +17,13 @@ SAMPLING = np.dtype([("temperature", "<f8"), ("min_p", "<f8"), ("top_p", "<f8"),
 """How a row's token is drawn; temperature 0: the best one. `SampleRow` in `csrc/sample.cu`."""
 
 SAMPLING_WORDS = SAMPLING.itemsize // 4
-RECORD_WORDS = 2 + (3 + SAMPLING_WORDS) * PASS_TOKENS
-"""A pass's input: its base (two words), then token ids, positions, lengths and sampling of its rows."""
+RUN_AT = 2 + (3 + SAMPLING_WORDS) * PASS_TOKENS
+STOP_IDS = 8
+_LEFT, _STEP, _ROWS, _LIMITS = (RUN_AT + word for word in (2, 3, 4, 5))
+_STOPS = _LIMITS + PASS_TOKENS
+RECORD_WORDS = align_up(_STOPS + STOP_IDS * PASS_TOKENS, 2)
+"""A pass's input: its base (two words), then token ids, positions, lengths and sampling of its rows; and, from RUN_AT,
+its place in a run and what ends that (`RunWord` in `csrc/lane_steps.cu`)."""
 
 DONE, ABORT, LATE = 0, 1, 2
 POSTED = LATE + MAX_PEERS
@@ -47,6 +53,21 @@ class WaitRule:
         return -1 if self.deadline_s is None else int(self.deadline_s * 1e9)
 
 
+@dataclass(frozen=True)
+class RunPlace:
+    """One step's place in a run, and what ends the run early.
+
+    over: the epoch that flags are raised to then. step, left: its number, and steps behind it. limits: of each row the
+    first position for which it has no slot. stops: (rows, STOP_IDS) token ids, -1 where there are fewer.
+    """
+
+    over: int
+    step: int
+    left: int
+    limits: npt.ArrayLike = ()
+    stops: npt.NDArray[np.int32] | None = None
+
+
 class LaneMemory:
     """The words of one lane. Passes are pushed by the host in order; the device takes them in the same order."""
 
@@ -63,6 +84,7 @@ class LaneMemory:
         self._tokens: npt.NDArray[np.int32] = self.host_tokens.numpy()
         self._cursor = 0
         self._last_epoch = 0
+        self.step_s = 0.0  # how long a step of the last run took; 0: there was none
 
     @property
     def done_epoch(self) -> int:
@@ -99,10 +121,11 @@ class LaneMemory:
         token_ids: npt.ArrayLike = (),
         positions: npt.ArrayLike = (),
         sampling: npt.NDArray[np.void] | None = None,
+        place: RunPlace | None = None,
     ) -> int:
         """Write the next pass's input; returns its slot. At most RING_SLOTS passes may be under way.
 
-        sampling: (rows) SAMPLING; None: every row takes its best token.
+        sampling: (rows) SAMPLING; None: every row takes its best token. place: None: no run.
         """
         slot = self._cursor % RING_SLOTS
         record = self._records[slot]
@@ -113,15 +136,25 @@ class LaneMemory:
             record[2 + 2 * rows : 2 + 3 * rows] = record[2 + rows : 2 + 2 * rows] + 1
             drawn = record[2 + 3 * rows : 2 + (3 + SAMPLING_WORDS) * rows]
             drawn[:] = 0 if sampling is None else sampling.view(np.int32)
+        record[_LEFT] = 0 if place is None else place.left
+        if place is not None:
+            record[RUN_AT : RUN_AT + 2].view(np.int64)[0] = place.over
+            record[_STEP] = place.step
+            if place.stops is not None:
+                used = len(place.stops)
+                record[_ROWS] = used
+                record[_LIMITS : _LIMITS + used] = place.limits
+                record[_STOPS : _STOPS + STOP_IDS * used] = place.stops.reshape(-1)
         self._cursor += 1
         self._last_epoch = base + num_layers
         return slot
 
-    def post(self, base: int, num_layers: int, layers_at: int) -> None:
-        """Push a pass to a resident server; layers_at: device address of its served layers."""
+    def post(self, base: int, num_layers: int, layers_at: int, place: RunPlace | None = None) -> None:
+        """Push a pass to a resident server; layers_at: device address of its served layers. place: as in `push`."""
         record = self._records[self.push(base, num_layers)]
         record[2:4].view(np.int64)[0] = layers_at
         record[4] = num_layers
+        record[6:8].view(np.int64)[0] = 0 if place is None or place.step == 0 else place.over
         self._host_words[POSTED] = self._cursor
 
     def tokens(self, slot: int, rows: int) -> list[int]:

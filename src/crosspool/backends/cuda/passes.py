@@ -35,16 +35,19 @@ def bucket_of(num_tokens: int) -> int:
     return next(bucket for bucket in BUCKETS if bucket >= num_tokens)
 
 
-def passes(num_tokens: int, step_seq: int, num_layers: int) -> tuple[Pass, ...]:
-    """The passes of a step, in order. Raises ValueError where they need more epochs than a step has."""
+def passes(num_tokens: int, step_seq: int, num_layers: int, step: int = 0) -> tuple[Pass, ...]:
+    """The passes of a step, or of one of a run's steps, in order.
+
+    Raises ValueError where they need more epochs than a step has.
+    """
     count = ceil_div(num_tokens, PASS_TOKENS)
-    if num_tokens < 1 or count * num_layers > max_passes(num_layers) * num_layers:
+    if num_tokens < 1 or (step + 1) * count > max_passes(num_layers):
         most = max_passes(num_layers) * PASS_TOKENS
         raise ValueError(
             f"a step of {num_tokens} tokens; with {num_layers} layers the CUDA backend runs 1 to {most} a step: "
             "lower max_num_batched_tokens (max_tokens_per_step of the cluster)"
         )
-    first = epoch(step_seq, 0) - 1
+    first = epoch(step_seq, step * count * num_layers) - 1
     starts = range(0, num_tokens, PASS_TOKENS)
     return tuple(
         Pass(start, stop, bucket_of(stop - start), first + idx * num_layers)

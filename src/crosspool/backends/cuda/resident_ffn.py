@@ -6,6 +6,7 @@ from typing import Any
 from crosspool.backends.cuda.ffn_server import FFNServer, ServedPass, serve_layers
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.lane import Links, WorkerLane, finish, on_device
+from crosspool.backends.cuda.lane_memory import RunPlace
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import Site
 from crosspool.backends.cuda.moe_params import FFNScratch
@@ -49,13 +50,17 @@ class ResidentFFN:
         base: int,
         *,
         takes_choices: bool = False,
+        place: RunPlace | None = None,
     ) -> None:
-        """One pass of `rows` rows, whose layers are computed as their rows, and maybe their experts, arrive."""
+        """One pass of `rows` rows, whose layers are computed as their rows, and maybe their experts, arrive.
+
+        place: of its step in a run.
+        """
         key = (model, number, links, rows)
         served = self._passes.get(key)
         if served is None:
             served = self._passes[key] = self._make(model, layers, number, lane, links, rows, takes_choices)
-        self._server.post(lane.memory, served, base)
+        self._server.post(lane.memory, served, base, place)
 
     def drop(self, model: str | None = None, links: Sequence[Any] = ()) -> None:
         """Forget the passes of a model, or those over any of these links. Its passes under way are ended first."""

@@ -81,6 +81,11 @@ class AttentionCrossing:
             slots = [inbox.rows(layer, tokens, hidden, torch.float32).address for inbox in inboxes]
         self._launch("wait_norm", params, slots, layer, residual, norm_weight, normed, eps)
 
+    @property
+    def peer_flags(self) -> list[int]:
+        """Addresses of the flags of this rank's rows, in the peers' memory."""
+        return [link.outbox.flag for link in self._links]
+
     def _launch(
         self,
         kernel: str,

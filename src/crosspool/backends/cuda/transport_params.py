@@ -59,6 +59,20 @@ class SeeParams(ctypes.Structure):
     _fields_ = [("view", LaneView), ("flags", Flags), ("layer", _I)]
 
 
+class AdvanceParams(ctypes.Structure):
+    _fields_ = [
+        ("view", LaneView),
+        ("flags", Flags),
+        *((name, _P) for name in ("ring", "tokens", "host_tokens")),
+        ("again", ctypes.c_uint64),
+        *((name, _I) for name in ("rows", "ring_slots", "record_words", "run_at", "num_layers")),
+    ]
+
+
+class ReleaseParams(ctypes.Structure):
+    _fields_ = [("flags", Flags), ("epoch", ctypes.c_uint64)]
+
+
 class BeginParams(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("lane", "ring", "last_tokens", "token_ids", "positions", "lengths", "sampling")),

@@ -9,11 +9,11 @@ constexpr u64 ABORT_LOOK_NS = 20000;      // host memory is far away: one block 
 
 constexpr u64 STEP = 1024;                // epochs of one step, whose passes share them
 
-enum LaneWord { BASE = 0, FAILED = 1, CURSOR = 2, TICKET = 3 };
+enum LaneWord { BASE = 0, FAILED = 1, CURSOR = 2, TICKET = 3, ENDED = 4 };
 enum HostWord { DONE = 0, ABORT = 1, LATE = 2, POSTED = LATE + MAX_PEERS, SEEN = POSTED + 1 };
 
 struct LaneView {
-  u64* lane;        // device: base of the running pass, base of the last failed pass, cursor, ticket
+  u64* lane;        // device: base of the running pass, base of the last failed pass, cursor, ticket, rows of the run that ended
   u64* host;        // pinned: done, abort, a word for each peer (the epoch that came too late), passes posted to a server, newest crossing
   i64 deadline_ns;  // below 0: no wait at all (profilers run kernels one at a time)
   int early;        // dependents may start while a wait spins: faster alone, but they hold their multiprocessors

@@ -22,7 +22,7 @@ struct alignas(128) ServedLayer {
 
 struct ServedLane {
   LaneView view;    // its host words go on with the number of passes that were posted
-  const u32* ring;  // pinned: a record a pass: base, address of its first served layer (two words each), number of layers
+  const u32* ring;  // pinned: a record a pass: base, address of its first served layer (two words each), number of layers, none, over (two)
 };
 
 struct ServerParams {
@@ -38,6 +38,7 @@ struct ServerParams {
 // A lane's pass under way; count 0: none.
 struct LaneState {
   u64 base, since;
+  u64 over;         // what the flag says where the run that the pass belongs to has ended; 0: it has begun the run
   const u64* flag;  // of its rows, in this rank's memory
   const ServedLayer* layers;
   int layer, count, is_ready;
@@ -66,6 +67,7 @@ DEVICE void take_pass(const ServerParams& p, const ServedLane& lane, LaneState& 
   s.base = words[0];
   s.layers = reinterpret_cast<const ServedLayer*>(words[1]);
   s.count = static_cast<int>(load_relaxed(record + 4));
+  s.over = static_cast<u64>(load_relaxed(record + 6)) | static_cast<u64>(load_relaxed(record + 7)) << 32;
   s.flag = s.layers->layer.route.arrival.flags.flag[0];
   s.layer = 0, s.is_ready = 0, s.since = timer_ns();
   lane.view.lane[CURSOR] = cursor + 1;
@@ -93,7 +95,8 @@ struct Arbiter {
     if (!is_mine || s.count == 0 || s.is_ready) return;
     const u64 want = s.base + s.layer + 1;
     if (p.lanes[l].view.deadline_ns >= 0 && load_relaxed(s.flag) < want) return;
-    load_acquire(s.flag);
+    const u64 flag = load_acquire(s.flag);
+    if (s.over != 0 && s.layer == 0 && flag >= s.over) return end_early(p.lanes[l], s, false);
     s.is_ready = 1, s.since = timer_ns();
   }
   // The host's words: new passes, passes it gave up, and waits that ran out.

@@ -1,5 +1,23 @@
-// How the kernels of a lane follow one another: what the host is told between two halves of a layer, where it drives them.
+// How a lane's steps and their halves follow one another: what the host is told between two halves of a layer, where it drives
+// them, and what decides on the device whether a run goes on with its next step.
 #include "crossing.cuh"
+
+constexpr int PASS_TOKENS = 32;
+constexpr int STOP_IDS = 8;  // of a row
+
+// Words of a pass's record behind `run_at`: the epoch that flags are raised to where the run ends early (two words), steps
+// of the run behind this one, this step's number in the run, rows in use, and of each row the first slot that it has not and
+// its stop tokens (-1: none).
+enum RunWord { OVER = 0, LEFT = 2, STEP_OF_RUN = 3, ROWS = 4, LIMITS = 5, STOPS = LIMITS + PASS_TOKENS };
+
+#ifdef CROSSPOOL_EMULATOR
+DEVICE void set_conditional(u64, bool) {}
+#else
+#ifdef __CUDACC_RTC__
+extern "C" __device__ void cudaGraphSetConditional(u64 handle, unsigned value);
+#endif
+DEVICE void set_conditional(u64 handle, bool value) { cudaGraphSetConditional(handle, value); }
+#endif
 
 struct SeeParams {
   LaneView view;
@@ -18,4 +36,87 @@ KERNEL(see, SeeParams, 32, 1) {
     system_fence();
     store_release(p.view.host + SEEN, base + p.layer + 1);
   }
+}
+
+struct AdvanceParams {
+  LaneView view;
+  Flags flags;       // on the KV rank in the peers' memory; on a weights rank that of the rows in its own
+  const u32* ring;   // pinned, as in begin_pass
+  const int* tokens; // (rows): what the step sampled; null on a weights rank
+  int* host_tokens;  // pinned: (ring_slots, PASS_TOKENS)
+  u64 again;         // the graph's condition: whether its body runs once more; 0: none
+  int rows, ring_slots, record_words, run_at, num_layers;
+};
+
+DEVICE bool has_failed(const AdvanceParams& p, u64 base) { return load_relaxed(p.view.lane + FAILED) / STEP == base / STEP; }
+
+// KV rank: whether some row has not drawn one of its stop tokens, and every row has a slot for the next step.
+DEVICE bool rows_go_on(const AdvanceParams& p, const u32* record, const u32* run) {
+  const int row = threadIdx.x, rows = static_cast<int>(load_relaxed(run + ROWS));
+  const bool is_mine = row < rows;
+  u32 ended = load_relaxed(run + STEP_OF_RUN) == 0 ? 0 : static_cast<u32>(p.view.lane[ENDED]);
+  bool lacks_slot = false;
+  if (is_mine) {
+    const int token = p.tokens[row], position = static_cast<int>(load_relaxed(record + 2 + p.rows + row));
+    for (int i = 0; i < STOP_IDS; ++i)
+      if (static_cast<int>(load_relaxed(run + STOPS + row * STOP_IDS + i)) == token) ended |= 1u << row;
+    lacks_slot = position + 1 >= static_cast<int>(load_relaxed(run + LIMITS + row));
+  }
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) ended |= static_cast<u32>(shfl_xor(static_cast<int>(ended), mask));
+  warp_sync();
+  if (threadIdx.x == 0) p.view.lane[ENDED] = ended;
+  const u32 all = rows == 32 ? ~0u : (1u << rows) - 1;
+  return ended != all && warp_max_u32(lacks_slot) == 0;
+}
+
+// Weights rank: whether rows of the next step come, for which it waits.
+DEVICE bool rows_come(const AdvanceParams& p, u64 over, u64 next_base) {
+  await(p.view, p.flags, next_base, 0);
+  warp_sync();
+  return load_relaxed(p.flags.flag[0]) < over;
+}
+
+// The run ends before its last step: its other records are skipped, and nobody waits for them.
+DEVICE void end_run(const AdvanceParams& p, u64 over, u64 cursor, u32 left) {
+  if (p.tokens != nullptr)
+    for (u32 i = threadIdx.x; i < left; i += 32) p.host_tokens[(cursor + i) % p.ring_slots * PASS_TOKENS] = -1;
+  warp_sync();
+  if (threadIdx.x != 0) return;
+  p.view.lane[CURSOR] = cursor + left;
+  system_fence();
+  if (p.tokens != nullptr)
+    for (int i = 0; i < p.flags.count; ++i) store_relaxed(p.flags.flag[i], over);
+  store_release(p.view.host + DONE, over);
+}
+
+// Behind the last kernel of a step: does the run go on?
+KERNEL(advance, AdvanceParams, 32, 1) {
+  grid_launch_dependents();
+  grid_wait();
+  const u64 cursor = p.view.lane[CURSOR], base = p.view.lane[BASE];
+  const u32* record = p.ring + static_cast<i64>((cursor - 1) % p.ring_slots) * p.record_words;
+  const u32* run = record + p.run_at;
+  const u32 left = load_relaxed(run + LEFT);
+  const u64 over = static_cast<u64>(load_relaxed(run + OVER)) | static_cast<u64>(load_relaxed(run + OVER + 1)) << 32;
+  bool goes_on = left > 0;
+  if (goes_on) {
+    goes_on = p.tokens != nullptr ? rows_go_on(p, record, run) : rows_come(p, over, base + p.num_layers);
+    goes_on = goes_on && !has_failed(p, base);
+    warp_sync();
+    if (!goes_on) end_run(p, over, cursor, left);
+  }
+  if (threadIdx.x == 0 && p.again) set_conditional(p.again, goes_on);
+}
+
+struct ReleaseParams {
+  Flags flags;  // in the peers' memory
+  u64 epoch;
+};
+
+// Nobody waits for more of a run that its host has ended.
+KERNEL(release, ReleaseParams, 32, 1) {
+  grid_launch_dependents();
+  grid_wait();
+  if (threadIdx.x < p.flags.count) store_release(p.flags.flag[threadIdx.x], p.epoch);
 }

@@ -1,0 +1,285 @@
+"""What do resident control and the layer-wise pipeline bring, each alone and both together?
+
+    python -m benchmarks.bench_ablation                      # three full-size models, random weights, 2 GPUs
+    python -m benchmarks.bench_ablation --backend numpy      # the demo models on CPUs: the pipeline alone
+
+One command, one machine: the same requests to the same kernels, once for each mode of MODES. `off`: the host launches
+each half of a layer, one decode batch at a time. No HTTP. Prompts are short, so that decode alone is measured. Three
+parts: one stream of each model by itself; saturation, `--streams` of each model at once, in a window in which all
+decode; and Poisson arrivals at `--rate` requests/s of each model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.report import RESULTS, Report
+from crosspool.cluster.config import ClusterConfig
+from crosspool.cluster.rank_cluster import RankCluster
+from crosspool.cluster.start import start_cluster
+from crosspool.config import Control, DeploymentConfig, ModelConfig, Pipeline, PoolsConfig, SchedulingConfig
+from crosspool.core import SamplingParams
+from crosspool.engine.async_engine import AsyncEngine
+from crosspool.engine.engine import Engine
+from crosspool.engine.request import GenerationRequest
+from crosspool.launch import cluster_config, demo_models, engine_config, load_models, prepare_models
+from crosspool.units import GiB, MiB
+
+MODES: dict[str, tuple[Control, Pipeline]] = {
+    "off": ("host", "off"),
+    "resident": ("resident", "off"),
+    "pipeline": ("host", "on"),
+    "both": ("resident", "on"),
+    "graphs": ("graphs", "off"),
+    "graphs_pipeline": ("graphs", "on"),
+}
+PAPER = {"off": 55.42, "resident": 77.86, "pipeline": 60.83, "both": 111.40}
+"""Its aggregate decode tokens/s at 0.5 requests/s of each model, on 5 x A100."""
+
+PROMPT_TOKENS = 24
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Stream:
+    """One answer's tokens, and when each of them came."""
+
+    model: str
+    moments: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def tokens_between(self, begin_s: float, end_s: float) -> int:
+        return sum(begin_s < moment <= end_s for moment in self.moments)
+
+
+@dataclass
+class Load:
+    """Sends requests to one engine; `seed` tells their prompts apart."""
+
+    engine: AsyncEngine
+    count: int = 0
+
+    async def ask(self, stream: Stream, max_tokens: int) -> Stream:
+        self.count += 1
+        prompt = tuple((31 * self.count + 7 * position) % 500 + 1 for position in range(PROMPT_TOKENS))
+        request = GenerationRequest(
+            request_id=f"r{self.count}",
+            model=stream.model,
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            seed=self.count,
+        )
+        async for output in self.engine.generate(request):
+            if output.error is not None:
+                raise output.error
+            stream.moments += [time.perf_counter()] * len(output.token_ids)
+            stream.tokens += output.token_ids
+        return stream
+
+    async def together(self, names: Sequence[str], max_tokens: int) -> list[Stream]:
+        return list(await asyncio.gather(*(self.ask(Stream(name), max_tokens) for name in names)))
+
+
+def window_rate(streams: Sequence[Stream]) -> tuple[float, float, float]:
+    """Tokens/s while every stream decodes, and that window: from the last first token to the first last one."""
+    begin_s, end_s = max(stream.moments[0] for stream in streams), min(stream.moments[-1] for stream in streams)
+    tokens = sum(stream.tokens_between(begin_s, end_s) for stream in streams)
+    return tokens / (end_s - begin_s), begin_s, end_s
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """Processor seconds of these processes so far."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
+    return sum(int(each[11]) + int(each[12]) for each in fields) / TICKS_PER_S
+
+
+@contextmanager
+def watched_cpu(pids: Sequence[int]) -> Iterator[dict[str, float]]:
+    """Fills in `share`: processor seconds of the processes over seconds passed."""
+    found: dict[str, float] = {}
+    begin, begin_s = cpu_s(pids), time.perf_counter()
+    yield found
+    found["share"] = (cpu_s(pids) - begin) / (time.perf_counter() - begin_s)
+
+
+async def arrivals(load: Load, names: Sequence[str], rate: float, seconds: float, max_tokens: int, seed: int) -> float:
+    """Poisson arrivals of every model; tokens/s of decode while any request is under way."""
+    rng, tasks = np.random.default_rng(seed), []
+    moments = sorted((t, name) for name in names for t in arrival_times(rng, rate, seconds))
+    start_s = time.perf_counter()
+    for moment_s, name in moments:
+        await asyncio.sleep(max(0.0, start_s + moment_s - time.perf_counter()))
+        length = int(rng.integers(max_tokens // 2, max_tokens + 1))
+        tasks.append(asyncio.create_task(load.ask(Stream(name), length)))
+    streams = [await task for task in tasks]
+    spans = sorted((stream.moments[0], stream.moments[-1]) for stream in streams)
+    busy_s, until_s = 0.0, 0.0
+    for begin_s, end_s in spans:
+        busy_s += max(0.0, end_s - max(begin_s, until_s))
+        until_s = max(until_s, end_s)
+    return sum(len(stream.moments) - 1 for stream in streams) / busy_s
+
+
+def arrival_times(rng: np.random.Generator, rate: float, seconds: float) -> list[float]:
+    times = np.cumsum(rng.exponential(1 / rate, size=int(4 * rate * seconds) + 8))
+    return [float(moment) for moment in times if moment < seconds]
+
+
+def deployment(options: argparse.Namespace, models: tuple[ModelConfig, ...], mode: str) -> DeploymentConfig:
+    control, pipeline = MODES[mode]
+    is_cuda = options.backend == "cuda"
+    pools = PoolsConfig(
+        backend=options.backend,
+        weights="random" if is_cuda else "checkpoint",
+        control=control,
+        order=options.order,
+        kv_pool_bytes=options.kv_gib * GiB if is_cuda else 64 * MiB,
+    )
+    scheduling = SchedulingConfig(
+        num_decode_lanes=1 if pipeline == "off" else options.lanes,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=2048 if is_cuda else 512,
+        decode_steps=1 if control == "host" else options.decode_steps,
+    )
+    return DeploymentConfig(models=models, pools=pools, scheduling=scheduling)
+
+
+def cluster_of(config: DeploymentConfig, options: argparse.Namespace) -> ClusterConfig:
+    cluster = cluster_config(config)
+    if options.one_gpu:
+        return replace(cluster, devices=tuple((rank, 0) for rank in cluster.ranks))
+    return cluster
+
+
+async def measure(
+    options: argparse.Namespace, models: tuple[ModelConfig, ...], mode: str, report: Report, alone: dict[str, list[int]]
+) -> None:
+    """One mode. alone: each model's lone answer in the first mode, which later ones are compared with."""
+    config = deployment(options, models, mode)
+    cluster = start_cluster(cluster_of(config, options))
+    assert isinstance(cluster, RankCluster)
+    engine = AsyncEngine(Engine(engine_config(config), cluster).start())
+    try:
+        begin_s = time.perf_counter()
+        await load_models(engine, prepare_models(config))
+        names, load = [model.served_name for model in models], Load(engine)
+        print(f"{mode}: ready after {time.perf_counter() - begin_s:.1f} s", flush=True)
+        await load.together(names * options.streams, 24)
+        await load.together(names * options.streams, 24)
+        pids = [pid for rank, pid in sorted(cluster.pids().items())]
+        for name in names:
+            with watched_cpu(pids) as used:
+                (stream,) = await load.together([name], options.alone_tokens)
+                rate, _, _ = window_rate([stream])
+            alone.setdefault(name, stream.tokens)
+            same = sum(a == b for a, b in zip(alone[name], stream.tokens, strict=True))
+            report.metric(f"same_tokens.{mode}.{name}", same, limit=options.alone_tokens, note="as in the first mode")
+            report.metric(f"step_ms.{mode}.{name}", 1e3 / rate, note="one stream, time between tokens")
+            share = 100 * used["share"] * 400 / rate
+            report.metric(f"host_core_percent.lane.{mode}.{name}", share, note="both ranks, at 400 tokens/s")
+            print(f"  {name} alone: {1e3 / rate:.3f} ms a token, {100 * used['share']:.0f} % of a core", flush=True)
+        with watched_cpu(pids) as used:
+            streams = await load.together(names * options.streams, options.tokens)
+        rate, begin_s, end_s = window_rate(streams)
+        report.metric(f"ablation_tokens_per_s.{mode}", rate, note="at saturation")
+        report.metric(f"ablation_window_s.{mode}", end_s - begin_s)
+        per_model = {
+            name: sum(stream.tokens_between(begin_s, end_s) for stream in streams if stream.model == name)
+            / (end_s - begin_s)
+            for name in names
+        }
+        print(f"  saturation: {rate:.0f} tokens/s, {per_model}, {100 * used['share']:.0f} % of a core", flush=True)
+        if options.seconds > 0:
+            rate = await arrivals(load, names, options.rate, options.seconds, options.arrival_tokens, options.seed)
+            report.metric(f"ablation_arrivals_tokens_per_s.{mode}", rate, note=f"paper: {PAPER.get(mode, '-')}")
+            print(f"  arrivals: {rate:.0f} tokens/s while any is under way", flush=True)
+    finally:
+        await engine.close()
+
+
+def add_gains(report: Report) -> None:
+    for kind in ("ablation_tokens_per_s", "ablation_arrivals_tokens_per_s"):
+        rates = {mode: report.metrics[f"{kind}.{mode}"] for mode in MODES if f"{kind}.{mode}" in report.metrics}
+        if "off" not in rates:
+            continue
+        prefix = "ablation_gain" if kind == "ablation_tokens_per_s" else "ablation_arrivals_gain"
+        for mode, rate in rates.items():
+            if mode not in ("off", "both"):
+                report.metric(f"{prefix}.{mode}", rate / rates["off"], note="over off")
+        if "both" in rates:
+            report.metric(prefix, rates["both"] / rates["off"], note="both over off; the paper's is 2.01")
+
+
+def modes_of(options: argparse.Namespace) -> list[str]:
+    wanted = [mode for mode in options.modes.split(",") if mode]
+    if options.backend == "numpy":
+        return [mode for mode in wanted if MODES[mode][0] == "host"]
+    return wanted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--backend", choices=("cuda", "numpy"), default="cuda")
+    parser.add_argument("--models", default="", help="comma-separated; default: the three full-size or demo models")
+    parser.add_argument("--modes", default="off,resident,pipeline,both")
+    parser.add_argument("--streams", type=int, default=2, help="of each model, at saturation")
+    parser.add_argument("--tokens", type=int, default=600, help="of each stream, at saturation")
+    parser.add_argument("--alone-tokens", type=int, default=200)
+    parser.add_argument("--rate", type=float, default=0.5, help="requests/s of each model")
+    parser.add_argument("--seconds", type=float, default=12.0, help="in which requests arrive; 0: no arrivals")
+    parser.add_argument("--arrival-tokens", type=int, default=400, help="longest answer")
+    parser.add_argument("--lanes", type=int, default=2, help="decode lanes with the pipeline on")
+    parser.add_argument("--decode-steps", type=int, default=8, help="of a run, where the host does not drive")
+    parser.add_argument("--max-num-seqs", type=int, default=8)
+    parser.add_argument("--order", choices=("none", "ticket", "priority"), default=None)
+    parser.add_argument("--kv-gib", type=int, default=8)
+    parser.add_argument("--one-gpu", action="store_true", help="both ranks on GPU 0: shows that modes work, no more")
+    parser.add_argument("--seed", type=int, default=2026)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    shown = {key: value for key, value in vars(options).items() if key != "out"}
+    hardware = "cpu" if options.backend == "numpy" else "h200" if options.one_gpu else "h200-x2"
+    report = Report("ablation", hardware=hardware, config=shown, seed=options.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        models, alone = chosen_models(options, Path(folder)), dict[str, list[int]]()
+        for mode in modes_of(options):
+            asyncio.run(measure(options, models, mode, report, alone))
+    add_gains(report)
+    report.summary = summary(options)
+    report.write(options.out)
+    print(report.as_markdown(), flush=True)
+
+
+def chosen_models(options: argparse.Namespace, folder: Path) -> tuple[ModelConfig, ...]:
+    if options.backend == "numpy":
+        return demo_models()
+    from benchmarks.full_models import CONFIGS, write_model_dir
+
+    names = options.models.split(",") if options.models else list(CONFIGS)
+    return tuple(ModelConfig(source=str(write_model_dir(folder, name))) for name in names)
+
+
+def summary(options: argparse.Namespace) -> str:
+    what: dict[str, Any] = {mode: MODES[mode] for mode in modes_of(options)}
+    text = f"Control and pipeline by mode: {what}; {options.streams} streams of each model at saturation."
+    if options.backend == "numpy":
+        text += (
+            " A dry run on CPUs: NumPy ranks are driven by their hosts, so only the pipeline can be switched; "
+            "processes share this machine's cores, and no figure here says anything about GPUs."
+        )
+    return text
+
+
+if __name__ == "__main__":
+    main()
