@@ -11,7 +11,7 @@ that several calls, or one that was broken off, make one report. LAYOUT.VARIANT 
 
 Metrics are those of `bench_layouts`, and sent_rps.<layout>.<model>.<rate>; alone_tbt_ms.<layout>.<model>.4k.p50: one
 request, nothing else being served; gpu_used_gib.<layout>.<gpu>; one_request_tokens.<model>.<layout>: what the memory
-beside weights and all else would hold of one request.
+beside weights and all else would hold of one request; simulated_*: the simulator's word on traces named with --outlook.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.full_models import write_model_dir
 from benchmarks.layout_memory import held_memory
-from benchmarks.layout_report import layouts_report
+from benchmarks.layout_report import add_outlook, layouts_report
 from benchmarks.layout_runs import Runs, alone_ms, greedy_words, loaded, warm_up_together
 from benchmarks.layout_server import GPU_LAYOUTS, layout_server
 from benchmarks.report import RESULTS
@@ -134,6 +134,9 @@ def main() -> int:
     parser.add_argument("--kv-pool-bytes", default="60GiB", help="of all layouts alike")
     parser.add_argument("--port", type=int, default=8437)
     parser.add_argument("--log-tail", type=int, default=1500)
+    parser.add_argument(
+        "--outlook", nargs="*", default=[], metavar="RATE", help="simulate these traces on two GPUs too"
+    )
     parser.add_argument("--commit", help="that was measured, where the checkout does not tell")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -143,6 +146,8 @@ def main() -> int:
         for layout, loads in groupby(args.loads, lambda load: load.layout):
             measure(args, runs, layout, list(loads), directories)
     report = layouts_report(runs, args.models, {"kv_pool_bytes": args.kv_pool_bytes}, args.commit)
+    for rate in args.outlook:
+        add_outlook(report, args.trace_dir / f"sharegpt_{rate}.jsonl", rate)
     for path in report.write(args.out):
         print(path)
     print(report.as_markdown())

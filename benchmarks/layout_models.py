@@ -14,10 +14,11 @@ from benchmarks.report import RESULTS
 from crosspool.planner.deployment import PlanInput
 from crosspool.planner.planner import Planned, plan_deployment
 from crosspool.planner.quantile import QuantileEstimate
-from crosspool.simulator.group import Layout
+from crosspool.simulator.group import STREAMS, Layout
 from crosspool.simulator.measured import MeasuredTable, read_measured
 from crosspool.simulator.result import GroupResult
 from crosspool.simulator.simulator import SimulationSettings, simulate
+from crosspool.workload.traces import read_trace
 
 QUANTILE = 0.99
 STAGE_TIMES = ("moe_layer_h200", "attention_half_h200", "decode_step_h200-x2")
@@ -58,8 +59,22 @@ def simulated(
     result: Mapping[str, Any], gpus: Mapping[str, Any], layout: Layout, measured: MeasuredTable
 ) -> GroupResult:
     """The run's requests in the simulator, stage times as measured."""
-    plan, plan_input = _planned(result, gpus, {}, QUANTILE)
-    settings = SimulationSettings(layout=layout, duration_s=max(result["start_times"]) + 1.0)
+    return _simulated(*_planned(result, gpus, {}, QUANTILE), layout, max(result["start_times"]) + 1.0, measured)
+
+
+def outlook(trace: Path, gpus: Mapping[str, Any], layout: Layout, measured: MeasuredTable) -> GroupResult:
+    """What the simulator says of a whole trace that was not measured."""
+    recorded = read_trace(trace)
+    duration_s = float(recorded.arrival_s[-1]) + 1.0
+    plan_input = _plan_input(recorded.models, trace, duration_s, gpus, {}, QUANTILE)
+    return _simulated(plan_deployment(plan_input), plan_input, layout, duration_s, measured)
+
+
+def _simulated(
+    plan: Planned, plan_input: PlanInput, layout: Layout, duration_s: float, measured: MeasuredTable
+) -> GroupResult:
+    """Lanes of a GPU are streams: what is there at once shares it."""
+    settings = SimulationSettings(layout=layout, duration_s=duration_s, order=STREAMS)
     (group,) = simulate(plan, plan_input, settings, measured=measured)
     return group
 
@@ -70,17 +85,29 @@ def _planned(
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "sent.jsonl"
         trace.write_text("\n".join(_rows(result)), encoding="utf-8")
-        plan_input = PlanInput.model_validate(
-            {
-                "gpus": {"kind": "h200", **gpus},
-                "precision": 0.05,
-                "quantile": quantile,
-                "models": [{"model": name} for name in dict.fromkeys(result["request_models"])],
-                "trace": {"file": str(trace), "period": result["duration"]},
-                "service": dict(service),
-            }
-        )
+        models = list(dict.fromkeys(result["request_models"]))
+        plan_input = _plan_input(models, trace, result["duration"], gpus, service, quantile)
         return plan_deployment(plan_input), plan_input
+
+
+def _plan_input(
+    models: Sequence[str],
+    trace: Path,
+    period_s: float,
+    gpus: Mapping[str, Any],
+    service: Mapping[str, Any],
+    quantile: float,
+) -> PlanInput:
+    return PlanInput.model_validate(
+        {
+            "gpus": {"kind": "h200", **gpus},
+            "precision": 0.05,
+            "quantile": quantile,
+            "models": [{"model": name} for name in models],
+            "trace": {"file": str(trace), "period": period_s},
+            "service": dict(service),
+        }
+    )
 
 
 def _rows(result: Mapping[str, Any]) -> Sequence[str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from benchmarks.bench_layouts_gpu import Load
 from benchmarks.layout_memory import FRAME_BYTES, RESERVE_BYTES, kv_room, tokens_in
 from benchmarks.layout_models import kv_demand, kv_held, simulated
-from benchmarks.layout_report import layouts_report
+from benchmarks.layout_report import add_outlook, layouts_report
 from benchmarks.layout_runs import Runs
 from benchmarks.layout_server import GPU_LAYOUTS
+from benchmarks.report import Report
 from crosspool.units import GiB
 
 MODELS = ("glm-4.7-flash", "qwen3-30b-a3b", "deepseek-v2-lite")
@@ -102,9 +105,22 @@ def test_a_run_is_compared_with_what_planner_and_simulator_say_of_its_requests(t
     runs.get("load_static-1_0.8_10s", lambda: run)
     report = layouts_report(runs, models, {})
     assert report.metrics["k_pool_mib.static-1.0.8.p99"] == pytest.approx(100e6 / 2**20)
+    assert "sim_error_percent.p99" not in report.metrics, "of the two pools, which were not run"
     name = "sim_error_percent.static-1.deepseek-v2-lite.0.8.p50"
     told_ms = float(report.notes[name].split()[3])
     assert report.metrics[name] == pytest.approx(100 * (told_ms / 9.0 - 1), abs=1.0)
+
+
+def test_an_outlook_has_names_of_its_own(tmp_path):
+    rows = [{"t": 0.5 * number, "model": name, "in": 300, "out": 40} for number in range(6) for name in MODELS]
+    (tmp_path / "sharegpt_0.8.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    report = Report("layouts", hardware="h200")
+    add_outlook(report, tmp_path / "sharegpt_0.8.jsonl", "0.8")
+    assert all(name.startswith("simulated_") for name in report.metrics), "nothing that looks measured"
+    for layout in ("crosspool-1+1", "static-2", "elastic-2"):
+        for model in MODELS:
+            p50, p99 = (report.metrics[f"simulated_tbt_ms.{layout}.{model}.0.8.{level}"] for level in ("p50", "p99"))
+            assert 0.5 < p50 <= p99 < 200
 
 
 def test_the_report_compares_layouts_of_as_many_gpus(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 from itertools import pairwise
@@ -11,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda import handoff  # noqa: E402
+from crosspool.backends.cuda import handoff, shared_arena  # noqa: E402
 from crosspool.backends.cuda.driver import Driver  # noqa: E402
 from crosspool.backends.cuda.link import DeviceLink, Site  # noqa: E402
 from crosspool.backends.cuda.passes import BUCKETS, PASS_TOKENS, bucket_of, max_passes, passes  # noqa: E402
@@ -88,3 +89,25 @@ def test_passes_cover_a_step_and_stay_within_its_epochs():
         with pytest.raises(ValueError, match="lower max_num_batched_tokens"):
             passes(most + 1, 7, num_layers)
     assert [bucket_of(count) for count in (1, 2, 3, 9, 32)] == [1, 2, 4, 16, 32]
+
+
+def test_a_named_server_gives_its_descriptor_to_whoever_knows_the_key(tmp_path):
+    """How processes of a GPU share one arena: no region tells them of each other, only name and token."""
+    name, key = f"crosspool-test-{secrets.token_hex(8)}", secrets.token_bytes(16)
+    server = handoff.DescriptorServer(name)
+    path = tmp_path / "memory"
+    path.write_bytes(b"frames")
+    given = os.open(path, os.O_RDONLY)
+    assert server.offer(given, key) == key
+    fd = handoff.fetch(handoff.Offer(0, 0, 0, 6, key, name))
+    assert os.read(fd, 6) == b"frames"
+    os.close(fd)
+    with pytest.raises(ConnectionError):
+        handoff.fetch(handoff.Offer(0, 0, 0, 6, secrets.token_bytes(16), name))
+    server.withdraw(key)
+
+
+def test_an_arena_whose_owner_does_not_come_is_named(monkeypatch):
+    monkeypatch.setattr(shared_arena, "OWNER_TIMEOUT_S", 0.0)
+    with pytest.raises(ValueError, match=r"kv0\.0 did not make the KV memory that this rank shares"):
+        shared_arena._fetch(handoff.Offer(0, 0, 0, 6, secrets.token_bytes(16), "crosspool-nobody"), "kv0.0")
