@@ -66,7 +66,20 @@ class Runs:
 def machine() -> dict[str, Any]:
     """Where a run took place."""
     facts = {**describe_hardware(), "gpus": [name for name, _, _ in gpu_memory()]}
-    return {"hardware": facts, "versions": installed_versions(), "commit": describe_commit()}
+    return {
+        "hardware": facts,
+        "versions": installed_versions(),
+        "commit": describe_commit(),
+        "start": _start_of_machine(),
+    }
+
+
+def _start_of_machine() -> str | None:
+    """Tells one start of a machine from the next: figures compare well only within one. None where nothing tells."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
 
 
 def gpu_memory() -> list[tuple[str, int, int]]:

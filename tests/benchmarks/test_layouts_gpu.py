@@ -147,3 +147,12 @@ def test_the_report_compares_layouts_of_as_many_gpus(tmp_path):
     assert report.metrics["static_over_crosspool.a.0.8"] == 1.5
     assert report.metrics["same_tokens.elastic-1.a"] == 0.75
     assert "first 20 s" in report.notes["tokens_per_s.static-1.0.8"]
+
+
+@pytest.mark.parametrize(("starts", "is_marked"), [(("a", "a"), False), (("a", "b"), True), ((None, None), True)])
+def test_ratios_over_different_machine_starts_are_marked(tmp_path, starts, is_marked):
+    for layout, start in zip(("crosspool-1", "elastic-1"), starts, strict=True):
+        run = {**run_of(("a",)), "machine": {"start": start, "hardware": {"gpus": ["x"]}}}
+        (tmp_path / f"load_{layout}_0.8.json").write_text(json.dumps(run))
+    report = layouts_report(Runs(tmp_path), ["a"], {})
+    assert ("NOT of one machine start" in report.notes["elastic_over_crosspool.a.0.8"]) is is_marked
