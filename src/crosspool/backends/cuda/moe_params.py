@@ -14,7 +14,7 @@ from crosspool.models.spec import MoEFFNSpec
 OUT_FORMS = {torch.bfloat16: 0, torch.float32: 1, torch.int64: 2}
 """int64: words of an fp32 sum and its epoch."""
 WORD_VALUES = 11 * 1024
-"""Most activations of a layer that cross between blocks as words. Every block looks at all of them until they are whole:
+"""Most activations of a layer that cross between blocks as words. Each block looks at all of them until they are whole:
 with twice as many (Qwen3-30B-A3B at batch 2) that costs more than a meeting of all blocks."""
 ACTIVATIONS = {"silu": 0, "gpt_oss_swiglu": 1}
 

@@ -1,6 +1,7 @@
 // The FFN of few tokens as two kernels: gate and up with the activation, then down. Dense layers, routers elsewhere, and
 // GPUs where one kernel cannot hold the whole device.
-#include "moe_steps.cuh"
+#include "moe_down.cuh"
+#include "moe_up.cuh"
 
 KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 1) {
   float* red = reinterpret_cast<float*>(dynamic_smem() + STREAM_BYTES);

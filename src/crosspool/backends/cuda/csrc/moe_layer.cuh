@@ -4,7 +4,8 @@
 // hardly pauses: shared experts' tiles are on their way before the router has ended, and each block's part of the down
 // projection before the last activation is there.
 #pragma once
-#include "moe_steps.cuh"
+#include "moe_down.cuh"
+#include "moe_up.cuh"
 #include "router.cuh"
 
 struct FusedParams {

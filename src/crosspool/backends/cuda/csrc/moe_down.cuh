@@ -1,0 +1,244 @@
+// The down projection of the FFN of few tokens: a block computes sixteen rows of the output, from all experts.
+#pragma once
+#include "moe_stream.cuh"
+
+// Which unit: DOWN_K elements of k, the `part`th of an expert; unique -1: of the shared one.
+struct DownCursor {
+  int unit, unique, part;
+};
+
+// What a unit is multiplied with: elements [k0, k0 + DOWN_K) of `count` activations of `width`.
+struct DownUnit {
+  int unique, k0, width;
+  int begin, count;  // its pairs, or the tokens; count 0: no unit
+};
+
+// Where the down projection reads activations.
+struct Acts {
+  const u16 *routed, *shared;
+
+  DEVICE explicit Acts(const MoeParams& p) : routed(p.act), shared(p.shared_act) {}
+  // Shared memory that holds both, routed ones first.
+  DEVICE Acts(const MoeParams& p, const u16* near) : routed(near), shared(near + p.tokens * p.top_k * p.width) {}
+  DEVICE static int num_values(const MoeParams& p) { return p.tokens * (p.top_k * p.width + p.shared_width); }
+  // This lane's part of column `at` of a unit; zeros past the last one.
+  DEVICE void load(const Lists& lists, const DownUnit& u, int at, int k_lane, uint4 (&to)[DOWN_CHUNKS]) const {
+#pragma unroll
+    for (int c = 0; c < DOWN_CHUNKS; ++c) to[c] = uint4{0, 0, 0, 0};
+    if (at >= u.count) return;
+    const u16* row = (u.unique < 0 ? shared + at * u.width : routed + lists.pairs[u.begin + at] * u.width) + u.k0 + k_lane;
+    if (u.k0 + DOWN_K <= u.width) {
+#pragma unroll
+      for (int c = 0; c < DOWN_CHUNKS; ++c) to[c] = load16(row + c * 32);
+    } else {
+#pragma unroll
+      for (int c = 0; c < DOWN_CHUNKS; ++c)
+        if (u.k0 + k_lane + c * 32 < u.width) to[c] = load16(row + c * 32);
+    }
+  }
+};
+
+// All activations of a layer to `near`, as soon as they are there; call block_sync afterwards. Where no wait holds layers
+// apart (a pass given up, a profiler), words of the next one may be found: the result is void.
+DEVICE void gather_words(const MoeParams& p, u32 epoch, u16* near) {
+  constexpr int AT_ONCE = 6, STEP = MOE_THREADS * 2;
+  const int words = Acts::num_values(p) / 2;
+  for (int i0 = threadIdx.x * 2; i0 < words; i0 += STEP * AT_ONCE) {
+    uint4 held[AT_ONCE];
+    bool is_whole;
+    do {
+      is_whole = true;
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; ++n)  // all loads before the first use
+        held[n] = i0 + n * STEP < words ? load_words(p.act_words + i0 + n * STEP) : uint4{0, epoch, 0, epoch};
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; ++n) is_whole = is_whole && held[n].y - epoch < 2 && held[n].w - epoch < 2;
+      if (!is_whole) spin();
+    } while (!is_whole);
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; ++n)
+      if (i0 + n * STEP < words) reinterpret_cast<uint2*>(near)[i0 / 2 + n * STEP / 2] = uint2{held[n].x, held[n].z};
+  }
+}
+
+// The same, once all blocks have met.
+DEVICE void gather(const MoeParams& p, u16* near) {
+  const int routed = p.tokens * p.top_k * p.width, all = Acts::num_values(p);
+  for (int i = threadIdx.x * 8; i < all; i += MOE_THREADS * 8)
+    *reinterpret_cast<uint4*>(near + i) = load16(i < routed ? p.act + i : p.shared_act + (i - routed));
+}
+
+// Down: one row tile of a block. Each warp takes every eighth unit and keeps its own sums, added in warp order.
+struct DownStep {
+  using DownStream = Stream<DOWN_STAGES, DOWN_CHUNKS>;
+  const MoeParams& p;
+  const DownStream stream;
+  const Lists lists;  // by value: a reference into the same object would keep all of it out of registers
+  const float* weights;  // (tokens * top_k)
+  float* sums;           // MOE_WARPS * tokens * OUT_STRIDE
+  Acts acts;
+  // Of `p`, in registers: within the server `p` is in shared memory, and would be read again at every use.
+  const int tokens, hidden, width, shared_width;
+  const u16 *routed_down, *shared_down, *bias;
+  const float* shared_scale;
+  int warp, g, q, k_lane, shared_units, parts, units;
+  int row0 = 0, loaded = 0, load_stage = 0;
+  DownCursor ahead{};
+  int low = 0, high = 0;  // this lane's two rows
+
+  DEVICE DownStep(const MoeParams& p, u8* smem, const Lists& lists, const float* weights, float* sums, int unique)
+      : p(p), stream(smem), lists(lists), weights(weights), sums(sums), acts(p), tokens(p.tokens), hidden(p.hidden),
+        width(p.width), shared_width(p.shared_width), routed_down(p.down), shared_down(p.shared_down), bias(p.down_bias),
+        shared_scale(p.shared_scale), warp(threadIdx.x / 32), g(threadIdx.x % 32 / 4), q(threadIdx.x % 4), k_lane(q * 8),
+        shared_units(ceil_div(shared_width, DOWN_K)), parts(ceil_div(width, DOWN_K)), units(shared_units + unique * parts) {}
+
+  // A warp's first unit, and the one after `c`.
+  DEVICE DownCursor start() const { return settle(DownCursor{warp, -1, warp}); }
+  DEVICE DownCursor after(DownCursor c) const {
+    c.unit += MOE_WARPS, c.part += MOE_WARPS;
+    return settle(c);
+  }
+  DEVICE DownCursor settle(DownCursor c) const {
+    if (c.unique < 0 && c.part >= shared_units) c.unique = 0, c.part -= shared_units;
+    if (c.unique >= 0 && parts > 0)
+      while (c.part >= parts) ++c.unique, c.part -= parts;
+    return c;
+  }
+  DEVICE DownUnit unit_at(const DownCursor& c) const {
+    if (c.unit >= units) return DownUnit{};
+    if (c.unique < 0) return DownUnit{-1, c.part * DOWN_K, shared_width, 0, tokens};
+    const int begin = lists.offsets[c.unique];
+    return DownUnit{c.unique, c.part * DOWN_K, width, begin, lists.offsets[c.unique + 1] - begin};
+  }
+  DEVICE void load() {
+    if (ahead.unit < units) {
+      const bool is_shared = ahead.unique < 0;
+      const int row = is_shared ? shared_width : width, k0 = ahead.part * DOWN_K, k = k0 + k_lane;
+      const u16* weight = is_shared ? shared_down : routed_down;
+      const i64 first = is_shared ? low : static_cast<i64>(lists.ids[ahead.unique]) * hidden + low;
+      const u16 *low_row = weight + first * row, *high_row = low_row + (high - low) * row;
+      if (k0 + DOWN_K <= row) stream.copy_whole(load_stage, low_row + k, high_row + k);
+      else stream.copy(load_stage, low_row, high_row, k, row);
+    }
+    copy_async_commit();
+    ahead = after(ahead);
+    ++loaded;
+    if (++load_stage == DOWN_STAGES) load_stage = 0;
+  }
+  // Start on a row tile: weights alone, the activations need not be there yet.
+  DEVICE void begin(int row_tile) {
+    row0 = row_tile * TILE_ROWS;
+    low = min_int(row0 + g, hidden - 1), high = min_int(row0 + g + 8, hidden - 1);
+    ahead = start(), loaded = load_stage = 0;
+    float* out = sums + warp * tokens * OUT_STRIDE;
+    for (int i = threadIdx.x % 32; i < tokens * OUT_STRIDE; i += 32) out[i] = 0.0f;
+    warp_sync();
+    while (loaded < DOWN_STAGES) load();
+  }
+  // A unit's weights, in their stage, times eight columns; in two chains, which are shorter.
+  DEVICE void products(int stage, const uint4 (&column)[DOWN_CHUNKS], float (&acc)[2][4]) const {
+  #pragma unroll
+    for (int c = 0; c < DOWN_CHUNKS; ++c) {
+      const uint4 w_low = stream.low(stage, c), w_high = stream.high(stage, c);
+      mma_bf16(acc[0], w_low.x, w_high.x, w_low.y, w_high.y, column[c].x, column[c].y);
+      mma_bf16(acc[1], w_low.z, w_high.z, w_low.w, w_high.w, column[c].z, column[c].w);
+    }
+  }
+  DEVICE void add_bias(int unique, float& low_sum, float& high_sum) const {
+    const u16* expert = bias + static_cast<i64>(lists.ids[unique]) * hidden;
+    low_sum += bf16_value(expert[low]);
+    high_sum += bf16_value(expert[high]);
+  }
+  // The same onto this warp's sums.
+  DEVICE void multiply(const DownUnit& u, int n0, int stage, const uint4 (&column)[DOWN_CHUNKS], float* out) const {
+    float acc[2][4] = {};
+    products(stage, column, acc);
+  #pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int at = n0 + 2 * q + c;
+      if (at >= u.count) continue;
+      const bool is_shared = u.unique < 0;
+      const int token = is_shared ? at : lists.tokens[u.begin + at];
+      float w = 1.0f, low_sum = acc[0][c] + acc[1][c], high_sum = acc[0][c + 2] + acc[1][c + 2];
+      if (!is_shared) w = weights[lists.pairs[u.begin + at]];
+      else if (shared_scale != nullptr) w = load_float_l2(shared_scale + at);
+      if (bias != nullptr && !is_shared && u.k0 == 0) add_bias(u.unique, low_sum, high_sum);
+      out[token * OUT_STRIDE + g] += w * low_sum;
+      out[token * OUT_STRIDE + g + 8] += w * high_sum;
+    }
+    warp_sync();
+  }
+  // epoch: of words.
+  DEVICE void run(u32 epoch) {
+    float* out = sums + warp * tokens * OUT_STRIDE;
+    DownCursor at = start();
+    DownUnit u = unit_at(at);
+    uint4 held[DOWN_CHUNKS];  // the first group's columns, of this unit
+    acts.load(lists, u, g, k_lane, held);
+    for (int stage = 0; at.unit < units; stage = stage + 1 == DOWN_STAGES ? 0 : stage + 1) {
+      at = after(at);
+      const DownUnit next = unit_at(at);
+      uint4 coming[DOWN_CHUNKS];
+      acts.load(lists, next, g, k_lane, coming);
+      copy_async_wait<DOWN_STAGES - 1>();
+      for (int n0 = 0; n0 < u.count; n0 += TILE_COLS) {
+        if (n0 > 0) acts.load(lists, u, n0 + g, k_lane, held);
+        multiply(u, n0, stage, held, out);
+      }
+      load();
+      u = next;
+  #pragma unroll
+      for (int c = 0; c < DOWN_CHUNKS; ++c) held[c] = coming[c];
+    }
+    finish(epoch);
+  }
+  // The same for one token, whose activations are near: there is one column, and sums stay in registers.
+  DEVICE void run_one(u32 epoch) {
+    const SharedAddress routed = shared_address(acts.routed + k_lane), shared = shared_address(acts.shared + k_lane);
+    float low_sum = 0.0f, high_sum = 0.0f;
+    DownCursor at = start();
+    for (int stage = 0; at.unit < units; at = after(at), stage = stage + 1 == DOWN_STAGES ? 0 : stage + 1) {
+      const bool is_shared = at.unique < 0;
+      const int k0 = at.part * DOWN_K, row = is_shared ? shared_width : width, pair = is_shared ? 0 : lists.pairs[at.unique];
+      const SharedAddress from = is_shared ? shared + 2 * k0 : routed + 2 * (pair * width + k0);
+      float w = is_shared ? 1.0f : weights[pair];
+      if (is_shared && shared_scale != nullptr) w = load_float_l2(shared_scale);
+      uint4 held[DOWN_CHUNKS];
+  #pragma unroll
+      for (int c = 0; c < DOWN_CHUNKS; ++c) {
+        held[c] = uint4{0, 0, 0, 0};
+        if (g == 0 && k0 + k_lane + c * 32 < row) held[c] = load16_shared(from + c * 64);
+      }
+      copy_async_wait<DOWN_STAGES - 1>();
+      float acc[2][4] = {};
+      products(stage, held, acc);
+      load();
+      float low_value = acc[0][0] + acc[1][0], high_value = acc[0][2] + acc[1][2];
+      if (bias != nullptr && !is_shared && k0 == 0) add_bias(at.unique, low_value, high_value);
+      low_sum += w * low_value, high_sum += w * high_value;
+    }
+    float* out = sums + warp * OUT_STRIDE;
+    if (q == 0) out[g] = low_sum, out[g + 8] = high_sum;
+    finish(epoch);
+  }
+
+ private:
+  // The sums of all warps, in their order.
+  DEVICE void finish(u32 epoch) {
+    block_sync();
+    const int form = p.out_form;
+    void* const all = p.out;
+    for (int i = threadIdx.x; i < tokens * TILE_ROWS; i += MOE_THREADS) {
+      const int token = i / TILE_ROWS, row = row0 + i % TILE_ROWS;
+      if (row >= hidden) continue;
+      float v = 0.0f;
+  #pragma unroll
+      for (int w = 0; w < MOE_WARPS; ++w) v += sums[(w * tokens + token) * OUT_STRIDE + i % TILE_ROWS];
+      const i64 at = static_cast<i64>(token) * hidden + row;
+      if (form == WORDS) store_word(static_cast<u64*>(all) + at, sum_word(v, epoch));
+      else if (form == FP32) static_cast<float*>(all)[at] = v;
+      else static_cast<u16*>(all)[at] = bf16_bits(v);
+    }
+    block_sync();  // before the next row tile clears the sums
+  }
+};

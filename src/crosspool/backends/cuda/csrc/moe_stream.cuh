@@ -1,0 +1,72 @@
+// What the two steps of the FFN of few tokens share: a warp's stream of weights through its shared memory, and the lists of
+// chosen experts.
+//
+// One block a multiprocessor. A warp streams weights through its own shared memory: every lane copies exactly the bytes
+// that it will multiply, STAGES - 1 stages ahead, so there is nothing to synchronise and nothing to hold in registers,
+// and the stream does not pause between tiles. NOTE: a block takes more than half of a multiprocessor's shared memory on
+// purpose. Blocks of overlapping kernels start as multiprocessors come free; if two of these fit one, half of the
+// multiprocessors get two and the other half none.
+#pragma once
+#include "moe.cuh"
+
+#if (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900) || defined(CROSSPOOL_SMALL_SMEM)
+constexpr int MOE_STAGES = 3;  // 163 KiB of shared memory a block at most
+#else
+constexpr int MOE_STAGES = 5;
+#endif
+constexpr int MOE_WARPS = 8, MOE_THREADS = MOE_WARPS * 32;
+constexpr int UP_STAGES = MOE_STAGES, UP_CHUNKS = 4;      // a stage: 4 chunks of 32 elements of k a warp
+constexpr int DOWN_STAGES = MOE_STAGES, DOWN_CHUNKS = 4;  // a warp's unit: 128 elements of k of one expert
+constexpr int UP_K = MOE_WARPS * UP_CHUNKS * 32;       // 1,024 elements of k a stage of the block
+constexpr int DOWN_K = DOWN_CHUNKS * 32;               // 128: each warp has its own units
+constexpr int MAX_GROUPS = 4;                    // groups of 8 tokens
+constexpr int OUT_STRIDE = 20;                   // floats a token takes in a warp's sums
+constexpr int STREAM_BYTES = MOE_STAGES * 32768;  // of either step
+
+// A warp's stages: [stage][chunk][row of the pair][lane] of 16 bytes.
+template <int STAGES, int CHUNKS>
+struct Stream {
+  static constexpr int WARP_BYTES = STAGES * CHUNKS * 2 * 512;
+  static constexpr int BYTES = MOE_WARPS * WARP_BYTES;
+  SharedAddress mine;  // this lane's first 16 bytes
+
+  DEVICE explicit Stream(u8* smem) : mine(shared_address(smem + threadIdx.x / 32 * WARP_BYTES + threadIdx.x % 32 * 16)) {}
+  // Start copying this lane's part of two rows: chunks at k, k + 32, ...; zeros at and after k_end.
+  DEVICE void copy(int stage, const u16* low_row, const u16* high_row, int k, int k_end) const {
+    const SharedAddress to = mine + stage * CHUNKS * 1024;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      const bool inside = k + c * 32 < k_end;
+      copy_async16(to + c * 1024, inside ? low_row + k + c * 32 : low_row, inside);
+      copy_async16(to + c * 1024 + 512, inside ? high_row + k + c * 32 : high_row, inside);
+    }
+  }
+  // The same where all of it lies inside the rows; `low`, `high`: at this lane's first k.
+  DEVICE void copy_whole(int stage, const u16* low, const u16* high) const {
+    const SharedAddress to = mine + stage * CHUNKS * 1024;
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) {
+      copy_async16(to + c * 1024, low + c * 32);
+      copy_async16(to + c * 1024 + 512, high + c * 32);
+    }
+  }
+  DEVICE uint4 low(int stage, int c) const { return load16_shared(mine + (stage * CHUNKS + c) * 1024); }
+  DEVICE uint4 high(int stage, int c) const { return load16_shared(mine + (stage * CHUNKS + c) * 1024 + 512); }
+};
+
+// The chosen experts and their pairs, copied to shared memory. Entries past the number of chosen experts mean nothing.
+struct Lists {
+  int *ids, *offsets, *pairs, *tokens;
+
+  DEVICE Lists(const MoeParams& p, int* smem)
+      : ids(smem), offsets(ids + p.max_unique), pairs(offsets + p.max_unique + 1), tokens(pairs + p.tokens * p.top_k) {}
+  DEVICE void copy(const MoeParams& p) const {
+    for (int i = threadIdx.x; i < p.max_unique; i += MOE_THREADS) ids[i] = p.unique_ids[i];
+    for (int i = threadIdx.x; i <= p.max_unique; i += MOE_THREADS) offsets[i] = p.unique_offsets[i];
+    for (int i = threadIdx.x; i < p.tokens * p.top_k; i += MOE_THREADS) {
+      const int pair = p.expert_pairs[i];
+      pairs[i] = pair;
+      tokens[i] = pair / p.top_k;
+    }
+  }
+};
