@@ -1,6 +1,7 @@
 """Do accepted requests survive when a rank is killed or stopped on GPUs, and how soon is every model served again?
 
     python -m benchmarks.bench_recovery [--models a,b] [--layers N] [--gpus 1|2] [--faults w0:SIGKILL,kv0:SIGSTOP]
+        [--backend numpy --prefill dedicated --parent DIRECTORY]
         [--requests 18] [--max-tokens 24] [--quiet-s 3] [--minutes 0] [--parent DIRECTORY_WITH_CHECKPOINTS]
 
 Engine, cluster and CUDA workers without HTTP; random weights of the models' true shapes, or checkpoints. First every
@@ -224,6 +225,7 @@ async def run(options: argparse.Namespace) -> None:
             backend=options.backend,
             weights="random" if options.parent is None else "checkpoint",
             kv_pool_bytes=int(options.kv_gib * GiB),
+            prefill=options.prefill,
         ),
         scheduling=SchedulingConfig(
             max_num_batched_tokens=PREFILL_TOKENS[options.backend], enable_prefix_caching=False
@@ -234,7 +236,10 @@ async def run(options: argparse.Namespace) -> None:
         clustered = replace(clustered, devices=tuple((rank, 0) for rank in clustered.ranks))
     layout = "one GPU for both pools" if options.gpus == 1 else "one GPU for each pool"
     hardware = "h200" if options.gpus == 1 else f"h200-x{options.gpus}"
-    report = Report("recovery", hardware=hardware, config={"models": names, "layers": options.layers}, seed=7)
+    if options.backend == "numpy":
+        layout, hardware = "NumPy backend", "cpu"
+    shape = {"models": names, "layers": options.layers, "prefill": options.prefill}
+    report = Report("recovery", hardware=hardware, config=shape, seed=7)
     report.summary = f"Ranks lost under traffic, {layout}; " + (
         "random weights, made anew on the device." if options.parent is None else "checkpoints in the page cache."
     )
@@ -295,6 +300,7 @@ def main() -> None:
     parser.add_argument("--prompts", default=PROMPTS, help="tokens")
     parser.add_argument("--vocab", type=int, default=100_000, help="ids of prompts are below")
     parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--prefill", default="inline")
     parser.add_argument("--quiet-s", type=float, default=3.0, help="between a recovery and the next fault")
     parser.add_argument("--bound-s", type=float, default=75.0)
     parser.add_argument("--target-s", type=float, default=60.0)

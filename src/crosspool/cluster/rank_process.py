@@ -75,7 +75,7 @@ class SocketInbox:
 class SettledLoads:
     """A `loading.Start` that takes what was loaded out of the garbage collector's sight.
 
-    A full collection of a process that has torch loaded takes tenths of a second, in which none of its lanes is served.
+    A full collection of a process that has torch loaded takes tenths of a second, and none of its lanes is served then.
     Nothing is collected first, since other models' lanes run meanwhile.
     """
 

@@ -36,9 +36,9 @@ def run_pieces(
     """Enqueue all of `kernels`, which yields the number of each crossing before it waits for it, or NO_CROSSING.
 
     Other lanes are served at each of these, also while the chunk is not far enough ahead: its first pieces, and what is
-    planned before them, take the host ten milliseconds together. has_neighbours: whether other lanes of this device
-    decode now. A chunk that is given up half-way ends on the device as well, once its waits have given up, so that the
-    lane is free for the next step.
+    planned before them, are several milliseconds of the host. has_neighbours: whether other lanes of this device decode
+    now. A chunk that is given up half-way ends on the device as well, once its waits have given up, so that the lane is
+    free for the next step.
     """
     lane.memory.push(plan.base, plan.num_crossings)
     with _stream(lane, False):
