@@ -1,8 +1,9 @@
 """How long does decode attention alone take (QK norms, rotation, cache write, split pass, merge) on one GPU?
 
-    python -m benchmarks.bench_attention [--out DIRECTORY] [--contexts 4096,...]
+    python -m benchmarks.bench_attention [--out DIRECTORY] [--contexts 4096,...] [--warpgroups]
 
 Layers rotate through a cache of seeded values several times the size of L2; lengths beyond the model's are allowed.
+--warpgroups: attention over latents by products of four warps beside the kernels that serve, under names of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,15 @@ PAGE_TOKENS = 256
 SEED = 7
 
 
-def measure(report: Report, kernels: DeviceKernels, kind: str, context: int, batch: int, tb_per_s: float) -> None:
+def measure(
+    report: Report,
+    kernels: DeviceKernels,
+    kind: str,
+    context: int,
+    batch: int,
+    tb_per_s: float,
+    by_warpgroups: bool = False,
+) -> None:
     spec = full_spec(KINDS[kind]).layers[-1].attention
     layer_bytes = batch * context * spec.kv_elements_per_token * 2
     layers = max(1, min(48, ceil_div(ROTATE_BYTES, layer_bytes)))
@@ -72,12 +81,13 @@ def measure(report: Report, kernels: DeviceKernels, kind: str, context: int, bat
                 scratch,
                 splits=splits,
                 one_row_per_sequence=True,
+                by_warpgroups=by_warpgroups,
                 overlap=False,
             )
 
     times = replay_us(work, units=units, replays=30)
     floor = layer_bytes / tb_per_s / 1e6
-    name = f"attention_us.{kind}.{context // 1024}k.b{batch}"
+    name = f"attention_us.{kind}.{context // 1024}k.b{batch}" + (".warpgroups" if by_warpgroups else "")
     report.samples(name, times, limit=floor, note=f"cache bytes at {tb_per_s:.2f} TB/s; {splits} splits")
     median = sorted(times)[len(times) // 2]
     print(f"{name}: {median:.2f} us, floor {floor:.2f}, {median / floor:.2f}x", flush=True)
@@ -102,8 +112,9 @@ def projections(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--contexts", default="4096,32768,131072,1048576")
+    parser.add_argument("--contexts", default="1024,4096,32768,131072,1048576")
     parser.add_argument("--batches", default="1,2,4,8")
+    parser.add_argument("--warpgroups", action="store_true")
     options = parser.parse_args()
     kernels = DeviceKernels(torch.device("cuda"))
     failures: dict[str, str] = {}
@@ -111,13 +122,14 @@ def main() -> None:
     report = Report("attention", hardware="h200", config={"page_tokens": PAGE_TOKENS, "dtype": "bf16"}, seed=SEED)
     report.summary = "Decode attention alone (split pass and merge). Targets at 4K, batch 1: 6 us GQA, 7 us MLA."
     report.metric("copy_tb_per_s", tb_per_s)
-    for kind in KINDS:
+    ways = [False, True] if options.warpgroups else [False]
+    for kind, by_warpgroups in [(kind, way) for kind in KINDS for way in ways if kind != "gqa" or not way]:
         for context in map(int, options.contexts.split(",")):
             for batch in map(int, options.batches.split(",")):
                 guarded(
                     f"{kind} {context} b{batch}",
-                    lambda kind=kind, context=context, batch=batch: measure(  # type: ignore[misc]
-                        report, kernels, kind, context, batch, tb_per_s
+                    lambda kind=kind, context=context, batch=batch, way=by_warpgroups: measure(  # type: ignore[misc]
+                        report, kernels, kind, context, batch, tb_per_s, way
                     ),
                     failures,
                 )

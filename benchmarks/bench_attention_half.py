@@ -1,15 +1,18 @@
 """How long does the attention half of one layer take, from adding the FFN's output to the normed rows for the next?
 
-    python -m benchmarks.bench_attention_half [--out DIRECTORY] [--contexts 4096] [--batches 1]
+    python -m benchmarks.bench_attention_half [--out DIRECTORY] [--contexts 4096] [--batches 1] [--parts]
 
-Layers rotate, so weights and cache come from device memory.
+Layers rotate, so weights and cache come from device memory. --parts: what the chain takes less without each of its
+kernels, at 4K and batch 1.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -68,6 +71,67 @@ def measure(report: Report, kernels: DeviceKernels, name: str, context: int, bat
     print(f"{metric}: {median:.2f} us, floor {floor:.2f}{goal}", flush=True)
 
 
+@dataclass
+class Without:
+    """A launcher that leaves out one kernel of every layer: `skipped` of each `period` launches."""
+
+    kernels: DeviceKernels
+    period: int = 0  # 0: nothing is left out, and the names are noted
+    skipped: int = 0
+    names: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_sms, self.is_hopper = self.kernels.num_sms, self.kernels.is_hopper
+        self.has_warpgroups = self.kernels.has_warpgroups
+        self._count = 0
+
+    def begin(self) -> None:
+        """Before the first launch of a layer."""
+        self._count = 0
+
+    def launch(self, source: str, kernel: str, **options: Any) -> None:
+        place, self._count = self._count, self._count + 1
+        if self.period and place % self.period == self.skipped:
+            return
+        self.names.append(kernel)
+        self.kernels.launch(source, kernel, **options)
+
+
+def measure_parts(report: Report, kernels: DeviceKernels, name: str) -> None:
+    """Results are worthless without a kernel, and times of the others hold: none depends on values."""
+    spec = full_spec(name, NUM_LAYERS)
+    weights = random_attention_weights(spec, SEED, kernels.device)
+    geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
+    launcher = Without(kernels)
+    half = AttentionHalf(launcher, spec, weights, seeded_cache(geometry, 1, 4096, SEED), 1, one_row_per_sequence=True)
+    half.positions.fill_(4095)
+    half.lengths.fill_(4096)
+    half.embed()
+    partial = torch.zeros_like(half.residual)
+
+    def work() -> None:
+        launcher.begin()
+        for layer in range(NUM_LAYERS):
+            half.attend(layer)
+            half.add(layer, [partial])
+
+    def median_us() -> float:
+        return sorted(replay_us(work, units=NUM_LAYERS, replays=20))[10]
+
+    launcher.names.clear()
+    work()
+    names = launcher.names[: len(launcher.names) // NUM_LAYERS]
+    whole = median_us()
+    report.metric(f"attention_half_part_us.{name}.whole", whole)
+    for place, kernel in enumerate(names):
+        launcher.period, launcher.skipped = len(names), place
+        part = whole - median_us()
+        report.metric(
+            f"attention_half_part_us.{name}.{place}_{kernel}", part, note="the chain less the chain without it"
+        )
+        print(f"{name} {place} {kernel}: {part:.2f} of {whole:.2f} us", flush=True)
+
+
 def warm_us(half: AttentionHalf, partial: torch.Tensor) -> float:
     """Median of (prefetch, then half) less median of prefetch alone."""
 
@@ -90,6 +154,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--contexts", default="4096,32768")
     parser.add_argument("--batches", default="1,4,8")
+    parser.add_argument("--parts", action="store_true")
     options = parser.parse_args()
     kernels = DeviceKernels(torch.device("cuda"))
     failures: dict[str, str] = {}
@@ -97,6 +162,15 @@ def main() -> None:
     report = Report("attention_half", hardware="h200", config={"num_layers": NUM_LAYERS, "dtype": "bf16"}, seed=SEED)
     report.summary = "Attention half of one layer, both norms included, over a graph of rotating layers."
     report.metric("copy_tb_per_s", tb_per_s)
+    if options.parts:
+        report.what, report.summary = (
+            "attention_half_parts",
+            "What each kernel of the half adds to the chain, 4K, batch 1.",
+        )
+        for name in CONFIGS:
+            guarded(f"{name} parts", lambda n=name: measure_parts(report, kernels, n), failures)  # type: ignore[misc]
+        report.write(options.out)
+        return write_failures(failures, options.out)
     for name in CONFIGS:
         for context in map(int, options.contexts.split(",")):
             for batch in map(int, options.batches.split(",")):

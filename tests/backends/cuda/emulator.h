@@ -71,7 +71,7 @@ inline void run_blocks(std::vector<Block>& blocks, unsigned threads, unsigned sm
   const unsigned count = blocks.size() * threads;
   if (fibers.size() < count) fibers.resize(count);
   for (unsigned b = 0; b < blocks.size(); ++b) {
-    blocks[b].smem.assign(smem_bytes + 256, 0xff);  // NaN in every floating-point type
+    blocks[b].smem.assign(smem_bytes + 2048, 0xff);  // NaN in every floating-point type
     blocks[b].warps.assign((threads + 31) / 32, Warp{});
     for (unsigned i = 0; i < threads; ++i) start(fibers[b * threads + i], blocks[b], i);
   }
@@ -89,7 +89,7 @@ inline void run_blocks(std::vector<Block>& blocks, unsigned threads, unsigned sm
     }
   }
   for (const Block& block : blocks)
-    for (unsigned i = (128 - reinterpret_cast<u64>(block.smem.data()) % 128) % 128 + smem_bytes; i < block.smem.size(); ++i)
+    for (unsigned i = (1024 - reinterpret_cast<u64>(block.smem.data()) % 1024) % 1024 + smem_bytes; i < block.smem.size(); ++i)
       if (block.smem[i] != 0xff) { fprintf(stderr, "wrote past %u bytes of shared memory\n", smem_bytes); abort(); }
 }
 
@@ -141,7 +141,7 @@ extern "C" void set_order(int backwards, int cooperative) {
   }                                                                                                   \
   static void name##_body(const Params& p)
 
-inline u8* dynamic_smem() { return reinterpret_cast<u8*>((reinterpret_cast<u64>(emulator::current->block->smem.data()) + 127) / 128 * 128); }
+inline u8* dynamic_smem() { return reinterpret_cast<u8*>((reinterpret_cast<u64>(emulator::current->block->smem.data()) + 1023) / 1024 * 1024); }
 inline void block_sync() { emulator::arrive(emulator::current->block->barrier, emulator::block_dim.x); }
 inline void warp_sync() { emulator::arrive(emulator::warp().barrier, emulator::warp_size()); }
 template <typename T>

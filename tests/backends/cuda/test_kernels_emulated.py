@@ -113,19 +113,45 @@ ATTENTIONS = {
 @pytest.mark.parametrize("how", ["one_row_per_sequence", "any_shape", "neither"])
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention_equals_softmax_over_the_cache(name, how):
-    spec = ATTENTIONS[name]
+    check_attention(ATTENTIONS[name], how, EmulatedKernels(), page_tokens=48)
+
+
+@pytest.mark.parametrize("page_tokens", [64, 48])
+@pytest.mark.parametrize("name", ["mla_16_heads", "mla_20_heads"])
+def test_warpgroups_attend_over_latents(name, page_tokens):
+    """Whole tiles come by the copy engine where pages hold whole tiles, else by all threads."""
+    kernels = EmulatedKernels()
+    check_attention(ATTENTIONS[name], "one_row_per_sequence", kernels, page_tokens=page_tokens, by_warpgroups=True)
+    assert [kernel for kernel, _, _ in kernels.launches if kernel.endswith("_wide")]
+
+
+def test_without_warpgroups_latents_take_the_other_kernels():
+    kernels = EmulatedKernels(is_hopper=False)
+    check_attention(ATTENTIONS["mla_16_heads"], "one_row_per_sequence", kernels, page_tokens=64, by_warpgroups=True)
+    assert not [kernel for kernel, _, _ in kernels.launches if kernel.endswith("_wide")]
+
+
+def test_what_lanes_cannot_turn_is_made_ready_before():
+    kernels = EmulatedKernels()
+    check_attention(ATTENTIONS["gqa_d64"], "one_row_per_sequence", kernels, page_tokens=48)
+    ran = [kernel for kernel, _, _ in kernels.launches]
+    assert "gqa_rope_cache" in ran
+    assert "attention_gqa_d64_h8_ready" in ran
+
+
+def check_attention(spec, how, kernels, *, page_tokens, by_warpgroups=False):
     geometry = PageGeometry(
         num_layers=3,
         elements_per_token_layer=spec.kv_elements_per_token,
         element_bytes=2,
-        page_tokens=48,
-        frame_bytes=2 * 48 * spec.kv_elements_per_token * 2,
+        page_tokens=page_tokens,
+        frame_bytes=2 * page_tokens * spec.kv_elements_per_token * 2,
     )
-    lengths = [1, 300, 257]
-    cache = shuffled_cache(geometry, 3, 300, CPU)
-    rows = draw(3, 300, spec.kv_elements_per_token, seed=5)
+    lengths = [1, 450, 257]
+    cache = shuffled_cache(geometry, 3, 450, CPU)
+    rows = draw(3, 450, spec.kv_elements_per_token, seed=5)
     fill(cache, 2, rows, [length - 1 for length in lengths])
-    kernels, splits = EmulatedKernels(), 3
+    splits = 3
     positions = torch.tensor(lengths, dtype=torch.int32) - 1
     rope = RopeTable.allocate(spec.rope, 3, CPU)
     rope.update(kernels, positions)
@@ -152,6 +178,7 @@ def test_attention_equals_softmax_over_the_cache(name, how):
         sinks=sinks,
         one_row_per_sequence=how == "one_row_per_sequence",
         any_shape=how == "any_shape",
+        by_warpgroups=by_warpgroups,
     )
     expected = torch.stack([reference(spec, queries[i], rows[i, :length], sinks) for i, length in enumerate(lengths)])
     assert relative_error(out, expected) < 2 * ROUNDED

@@ -14,17 +14,26 @@ from crosspool.backends.cuda.attention_variants import (
     num_few_splits,
     num_kv_heads,
     num_splits,
+    widened,
 )
 from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.params import AttentionParams, CombineParams, GqaInput, MlaInput, address, check
+from crosspool.backends.cuda.panel_map import wide_params
+from crosspool.backends.cuda.params import (
+    AttentionParams,
+    CombineParams,
+    GqaInput,
+    MlaInput,
+    address,
+    check,
+)
 from crosspool.backends.cuda.rope import rope_cache
 from crosspool.models.spec import GQASpec, MLASpec
 from crosspool.units import ceil_div
 
 LOG2_E = 1.4426950408889634
 _ELEMENT_BYTES = 2
-_COMBINE_VALUES = 128
+_COMBINE_VALUES, _COMBINE_SPLITS = 128, 160
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,7 @@ def attention_decode(
     sinks: torch.Tensor | None = None,
     one_row_per_sequence: bool = False,
     any_shape: bool = False,
+    by_warpgroups: bool = False,
     overlap: bool = True,
 ) -> None:
     """out = softmax(scale q k^T) v over each token's first `lengths` slots (the last `sliding_window` of them).
@@ -80,6 +90,8 @@ def attention_decode(
     one_row_per_sequence: no token attends to another token of the step (decode, not a chunk of a prompt): then one
     kernel norms, rotates, writes the cache and attends. NOTE: it reads lengths, frame table and earlier slots before it
     waits for the kernel before it, so nothing may write them within the same chain of overlapping kernels.
+    by_warpgroups: attention over latents by products of four warps and tiles that the copy engine brings, on GPUs that
+    have them (compute capability 9.0): faster from long contexts on, slower at short ones (decision 7).
     """
     tokens, heads = len(lengths), spec.num_heads
     key_dim, value_dim = key_value_dims(spec)
@@ -92,14 +104,44 @@ def attention_decode(
         )
     variant = None if any_shape else choose_variant(spec)
     q = scratch.q[: tokens * heads * key_dim].view(tokens, heads, key_dim)
-    is_ready = variant is None or not one_row_per_sequence
+    is_ready = variant is None or not one_row_per_sequence or not variant.makes_own(spec)
+    if variant is not None and not is_ready and by_warpgroups and kernels.has_warpgroups:
+        variant = widened(variant)
     if is_ready:
         rope_cache(kernels, spec, inputs, cache, layer, positions, q)
+    params = attention_params(spec, inputs, cache, layer, lengths, scratch, splits, q if is_ready else None)
+    params.few_splits = num_few_splits(spec, splits, kernels.num_sms)
+    kv_heads = num_kv_heads(spec)
+    blocks = heads if variant is None else kv_heads * ceil_div(heads // kv_heads, variant.heads)
+    kernels.launch(
+        "attention",
+        "attention_any" if variant is None else variant.ready_name if is_ready else variant.name,
+        grid=(splits, blocks, tokens),
+        threads=32 if variant is None else variant.warps * 32,
+        smem_bytes=value_dim * 4 if variant is None else variant.smem_bytes,
+        params=wide_params(params, cache, layer, variant.tile) if variant is not None and variant.is_wide else params,
+        overlap=overlap or is_ready,
+    )
+    _combine(kernels, out, scratch, splits, sinks)
+
+
+def attention_params(
+    spec: GQASpec | MLASpec,
+    inputs: GqaInput | MlaInput,
+    cache: PagedCache,
+    layer: int,
+    lengths: torch.Tensor,
+    scratch: AttentionScratch,
+    splits: int,
+    q: torch.Tensor | None,
+) -> AttentionParams:
+    """What a split pass needs. q: (tokens, heads, D_k) bf16, ready as are all slots; None: made of `inputs`."""
+    key_dim, value_dim = key_value_dims(spec)
     is_mla, kv_heads = isinstance(spec, MLASpec), num_kv_heads(spec)
     window = None if isinstance(spec, MLASpec) else spec.sliding_window
     head_bytes = key_dim * _ELEMENT_BYTES
     params = AttentionParams(
-        q=address(q) if is_ready else None,
+        q=address(q),
         cache=cache.view(layer),
         lengths=address(lengths),
         partial_o=address(scratch.partial_o),
@@ -107,35 +149,25 @@ def attention_decode(
         key_head_bytes=0 if is_mla else head_bytes,
         value_offset_bytes=0 if is_mla else kv_heads * head_bytes,
         value_head_bytes=0 if is_mla else head_bytes,
-        heads=heads,
+        heads=spec.num_heads,
         kv_heads=kv_heads,
         splits=splits,
         window=window or 0,
-        few_splits=num_few_splits(spec, splits, kernels.num_sms),
+        few_splits=splits,
         key_dim=key_dim,
         value_dim=value_dim,
         scale_log2=spec.softmax_scale * LOG2_E,
     )
     setattr(params, "mla" if is_mla else "gqa", inputs)
-    blocks = heads if variant is None else kv_heads * ceil_div(heads // kv_heads, variant.heads)
-    kernels.launch(
-        "attention",
-        "attention_any" if variant is None else variant.name,
-        grid=(splits, blocks, tokens),
-        threads=32 if variant is None else variant.warps * 32,
-        smem_bytes=value_dim * 4 if variant is None else variant.smem_bytes,
-        params=params,
-        overlap=overlap or is_ready,
-    )
-    _combine(kernels, out, scratch, splits, sinks)
+    return params
 
 
-def _combine(
-    kernels: Launcher, out: torch.Tensor, scratch: AttentionScratch, splits: int, sinks: torch.Tensor | None
-) -> None:
-    """Merge the splits of every token and head."""
-    tokens, heads, value_dim = out.shape
-    params = CombineParams(
+def combine_params(
+    out: torch.Tensor, scratch: AttentionScratch, splits: int, sinks: torch.Tensor | None
+) -> CombineParams:
+    """What the merge of the splits of every token and head needs. out: (tokens, heads, D_v) bf16."""
+    _tokens, heads, value_dim = out.shape
+    return CombineParams(
         partial_o=address(scratch.partial_o),
         partial_ml=address(scratch.partial_ml),
         sinks=address(sinks),
@@ -144,11 +176,17 @@ def _combine(
         splits=splits,
         value_dim=value_dim,
     )
+
+
+def _combine(
+    kernels: Launcher, out: torch.Tensor, scratch: AttentionScratch, splits: int, sinks: torch.Tensor | None
+) -> None:
+    tokens, heads, value_dim = out.shape
     kernels.launch(
         "attention",
-        "attention_combine",
+        "attention_combine" if splits <= _COMBINE_SPLITS else "attention_combine_many",
         grid=(ceil_div(value_dim, _COMBINE_VALUES), heads, tokens),
         threads=256,
         smem_bytes=(8 * _COMBINE_VALUES + splits) * 4,
-        params=params,
+        params=combine_params(out, scratch, splits, sinks),
     )

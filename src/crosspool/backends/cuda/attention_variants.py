@@ -1,6 +1,6 @@
 """Which compiled attention kernel a spec runs on, and how many splits fill the GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from crosspool.models.spec import GQASpec, MLASpec
 from crosspool.units import ceil_div
@@ -21,17 +21,39 @@ class Variant:
     stages: int = 3
     warps: int = 4
     blocks_per_sm: int = 2
+    is_wide: bool = False  # products of warpgroups
+
+    @property
+    def tiles_bytes(self) -> int:
+        """Of the tiles on their way: the template's OFF_Q."""
+        v_row = self.value * 2 + 16 if self.separate else 0
+        return self.stages * self.tile * (self._k_row + v_row)
+
+    @property
+    def _k_row(self) -> int:
+        return self.key * 2 + (0 if self.is_wide else 16)
 
     @property
     def smem_bytes(self) -> int:
         """The template's SMEM."""
-        k_row = self.key * 2 + 16
-        v_row = self.value * 2 + 16 if self.separate else 0
         parts = self.warps // (self.tile // 16)
-        scores = parts * self.heads * (self.tile + 4) * 4 + self.heads * (self.tile * 2 + 16)
+        scores = parts * self.heads * (self.tile + 4) * 4 + self.heads * (self.tile * 2 + (0 if self.is_wide else 16))
         newest = (self.key + (self.value if self.separate else 0)) * 2
-        work = max(scores, self.warps * self.value * 4)
-        return self.stages * self.tile * (k_row + v_row) + self.heads * (k_row + 4) + work + newest
+        arrivals = self.stages * 8 if self.is_wide else 0
+        return self.tiles_bytes + self.heads * (self._k_row + 4) + scores + newest + arrivals
+
+    @property
+    def ready_name(self) -> str:
+        """Of the kernel that finds queries and slots ready."""
+        return f"{self.name}_ready"
+
+    def makes_own(self, spec: GQASpec | MLASpec) -> bool:
+        """Whether its blocks norm and turn queries and the newest slot themselves: a vector by the lanes of a warp."""
+        if isinstance(spec, MLASpec):
+            return True
+        half, of_lane = spec.rope.dim // 2, self.key // 32
+        lanes, rest = divmod(half, of_lane)
+        return spec.qk_norm != "full" and rest == 0 and lanes & (lanes - 1) == 0
 
 
 GQA_VARIANTS: dict[int, tuple[Variant, ...]] = {
@@ -64,6 +86,11 @@ def choose_variant(spec: GQASpec | MLASpec) -> Variant | None:
         return None
     group = spec.num_heads // num_kv_heads(spec)
     return min(variants, key=lambda variant: (ceil_div(group, variant.heads), variant.heads))
+
+
+def widened(variant: Variant) -> Variant:
+    """The same with products of warpgroups (compute capability 9.0), where it has them: attention over latents."""
+    return variant if variant.separate else replace(variant, name=f"{variant.name}_wide", is_wide=True)
 
 
 def num_kv_heads(spec: GQASpec | MLASpec) -> int:

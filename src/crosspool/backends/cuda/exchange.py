@@ -191,7 +191,7 @@ def attend_splits(
     blocks = spec.num_heads if variant is None else kv_heads * ceil_div(spec.num_heads // kv_heads, variant.heads)
     kernels.launch(
         "attention",
-        "attention_any" if variant is None else variant.name,
+        "attention_any" if variant is None else variant.ready_name,
         grid=(splits, blocks, tokens),
         threads=32 if variant is None else variant.warps * 32,
         smem_bytes=value_dim * 4 if variant is None else variant.smem_bytes,

@@ -36,6 +36,8 @@ class Launcher(Protocol):
     """Multiprocessors of the device."""
     is_hopper: bool
     """Compute capability 9.0 or later: 227 KiB of shared memory a block, kernels that overlap."""
+    has_warpgroups: bool
+    """Compute capability 9.0: products of four warps."""
 
     def launch(
         self,
@@ -78,6 +80,7 @@ class DeviceKernels:
             torch.zeros(1, device=device)  # makes torch's primary context current
             capability = torch.cuda.get_device_capability(device)
             self.is_hopper = self._can_overlap = capability[0] >= 9
+            self.has_warpgroups = capability[0] == 9
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
             arch = architecture(capability)
             with ThreadPoolExecutor() as pool:  # the compiler runs in processes of its own

@@ -96,6 +96,11 @@ class AttentionParams(ctypes.Structure):
     ]
 
 
+class WideAttentionParams(ctypes.Structure):
+    _fields_ = [("map", _L * 16), ("attention", AttentionParams), ("has_map", _I)]
+    _fields_ += [("padding", ctypes.c_ubyte * (-(ctypes.sizeof(AttentionParams) + 8) % 64))]
+
+
 class CombineParams(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("partial_o", "partial_ml", "sinks", "out")),

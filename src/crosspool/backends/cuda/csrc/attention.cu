@@ -2,39 +2,43 @@
 // For GPUs without clusters, and for shapes that no instance fits.
 #include "attention_block.cuh"
 
+struct WideAttentionParams {
+  PanelMap map;
+  AttentionParams attention;
+  int has_map;  // a tile lies within a page
+};
+
 template <class Block>
-DEVICE void attend_split(const AttentionParams& p) {
-  const Block self = Block::here(p);
+DEVICE void attend_split(const AttentionParams& p, const PanelMap* map = nullptr) {
+  Block self = Block::at(p, blockIdx.x, blockIdx.y, blockIdx.z);
+  self.map = map;
+  grid_launch_dependents();
+  if (Block::IS_READY) grid_wait();  // the kernel before wrote cache rows
+  const u64 upcoming = self.start();
+  if (!Block::IS_READY) grid_wait();
   typename Block::Sums s;
-  self.run(s);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const i64 part = (self.token * p.splits + blockIdx.x) * p.heads + self.head0;
-#pragma unroll
-  for (int j = 0; j < Block::HEADS; ++j) {
-    const int h = warp + j * Block::THREADS / 32;
-    if (h < self.heads_here && lane == 0) {
-      p.partial_ml[(part + h) * 2] = s.m[j];
-      p.partial_ml[(part + h) * 2 + 1] = s.l[j];
-    }
-  }
-  if (self.tiles == 0) return;
-#pragma unroll
-  for (int n = 0; n < Block::V_HEADS; ++n)
-#pragma unroll
-    for (int i = 0; i < Block::V_TILES; ++i)
-#pragma unroll
-      for (int c = 0; c < 4; ++c)
-        if (Block::head_of(n, c) < self.heads_here)
-          p.partial_o[(part + Block::head_of(n, c)) * Block::VALUE + Block::value_of(i, c)] = s.o[i][n][c];
+  self.finish(upcoming, s);
+  self.write(s);
 }
 
-// gqa_d<head_dim>_h<heads of a block>, mla_l<latent>_r<rope>_h<heads of a block>
-KERNEL(attention_gqa_d64_h8, AttentionParams, 128, 2) { attend_split<Attention<64, 64, true, 1, 64, 4, 4>>(p); }
-KERNEL(attention_gqa_d128_h8, AttentionParams, 128, 2) { attend_split<Attention<128, 128, true, 1, 64, 3, 4>>(p); }
-KERNEL(attention_gqa_d128_h16, AttentionParams, 128, 2) { attend_split<Attention<128, 128, true, 2, 64, 2, 4>>(p); }
-KERNEL(attention_gqa_d256_h8, AttentionParams, 128, 1) { attend_split<Attention<256, 256, true, 1, 64, 3, 4>>(p); }
-KERNEL(attention_mla_l512_r64_h16, AttentionParams, 256, 1) { attend_split<Attention<576, 512, false, 2, 64, 2, 8>>(p); }
-KERNEL(attention_mla_l512_r64_h24, AttentionParams, 256, 1) { attend_split<Attention<576, 512, false, 3, 64, 2, 8>>(p); }
+// gqa_d<head_dim>_h<heads of a block>, mla_l<latent>_r<rope>_h<heads of a block>. ready: queries and slots are there;
+// wide: compute capability 9.0.
+#define ATTENTION(name, threads, min_blocks, ...)                                                         \
+  KERNEL(name, AttentionParams, threads, min_blocks) { attend_split<Attention<__VA_ARGS__, false>>(p); } \
+  KERNEL(name##_ready, AttentionParams, threads, min_blocks) { attend_split<Attention<__VA_ARGS__, true>>(p); }
+
+ATTENTION(attention_gqa_d64_h8, 128, 2, 64, 64, true, 1, 64, 4, 4)
+ATTENTION(attention_gqa_d128_h8, 128, 2, 128, 128, true, 1, 64, 3, 4)
+ATTENTION(attention_gqa_d128_h16, 128, 2, 128, 128, true, 2, 64, 2, 4)
+ATTENTION(attention_gqa_d256_h8, 128, 1, 256, 256, true, 1, 64, 3, 4)
+ATTENTION(attention_mla_l512_r64_h16, 256, 1, 576, 512, false, 2, 64, 2, 8)
+ATTENTION(attention_mla_l512_r64_h24, 256, 1, 576, 512, false, 3, 64, 2, 8)
+KERNEL(attention_mla_l512_r64_h16_wide, WideAttentionParams, 256, 1) {
+  attend_split<Attention<576, 512, false, 2, 64, 2, 8, false, true>>(p.attention, p.has_map ? &p.map : nullptr);
+}
+KERNEL(attention_mla_l512_r64_h24_wide, WideAttentionParams, 256, 1) {
+  attend_split<Attention<576, 512, false, 3, 64, 2, 8, false, true>>(p.attention, p.has_map ? &p.map : nullptr);
+}
 
 // Any shape, on plain arithmetic: one warp a (token, head, split). Slow; small models and checks use it.
 KERNEL(attention_any, AttentionParams, 32, 1) {
@@ -71,11 +75,12 @@ constexpr int COMBINE_THREADS = 256;
 constexpr int COMBINE_GROUPS = COMBINE_THREADS / 32;
 constexpr int COMBINE_VALUES = 128;                  // of one head, a block: a lane's four
 constexpr int MAX_SPLITS = 512;
-constexpr int LANE_SPLITS = MAX_SPLITS / 32;
 constexpr int AHEAD = 16;                            // splits a group reads at once
 
-// Merge the splits of one (token, head) for 128 values: eight groups of threads take every eighth split.
-KERNEL(attention_combine, CombineParams, COMBINE_THREADS, 1) {
+// Merge the splits, LANE_SPLITS * 32 at most, of one (token, head) for 128 values: eight groups of threads take every
+// eighth split.
+template <int LANE_SPLITS>
+DEVICE void combine(const CombineParams& p) {
   float* sums = reinterpret_cast<float*>(dynamic_smem());  // COMBINE_GROUPS * COMBINE_VALUES
   float* weights = sums + COMBINE_GROUPS * COMBINE_VALUES;  // splits
   const i64 token = blockIdx.z;
@@ -141,3 +146,6 @@ KERNEL(attention_combine, CombineParams, COMBINE_THREADS, 1) {
     p.out[(token * p.heads + head) * p.value_dim + at] = bf16_bits(sum > 0.0f ? v / sum : 0.0f);
   }
 }
+
+KERNEL(attention_combine, CombineParams, COMBINE_THREADS, 1) { combine<5>(p); }
+KERNEL(attention_combine_many, CombineParams, COMBINE_THREADS, 1) { combine<MAX_SPLITS / 32>(p); }

@@ -6,33 +6,38 @@
 // the newest slot makes that slot from the projections, writes it to the cache and patches it into its tile.
 #pragma once
 #include "attention.cuh"
+#include "warpgroup.cuh"
 
-template <int KD, int VD, bool SEPARATE, int NT, int TILE, int STAGES, int WARPS>
+// READY: queries and all slots are there; else a block makes its own of the projections, by lanes.
+// WIDE: products of warpgroups, whose operands stay in shared memory, cut into panels; for latents.
+// NOTE: most of this runs once a launch, and then its instructions come from memory: what is not needed costs time.
+template <int KD, int VD, bool SEPARATE, int NT, int TILE, int STAGES, int WARPS, bool READY, bool WIDE = false>
 struct Attention {
   static constexpr int THREADS = WARPS * 32;
   static constexpr int COLS = NT * 8;
-  static constexpr int K_ROW = KD * 2 + 16;                  // bytes; 16 of padding against bank conflicts
+  static constexpr int K_ROW = KD * 2 + (WIDE ? 0 : 16);     // bytes; 16 of padding against bank conflicts
   static constexpr int V_ROW = SEPARATE ? VD * 2 + 16 : 0;
   static constexpr int STAGE = TILE * (K_ROW + V_ROW);
-  static constexpr int P_ROW = TILE * 2 + 16;
+  static constexpr int P_ROW = TILE * 2 + (WIDE ? 0 : 16);
   static constexpr int S_STRIDE = TILE + 4;                  // floats
   static constexpr int GROUPS = TILE / 16, K_PARTS = WARPS / GROUPS;
   static constexpr int K_STEPS = KD / 16 / K_PARTS, K_PAIRS = (K_STEPS + 1) / 2;
-  static constexpr int V_TILES = VD / 16 / WARPS;
+  static constexpr int V_TILES = VD / 16 / WARPS;            // WIDE: of 64 values by four warps; else of 16 by one
   static constexpr int S_BYTES = K_PARTS * COLS * S_STRIDE * 4, P_BYTES = COLS * P_ROW;
-  static constexpr int HEAD_BYTES = WARPS * VD * 4;          // one head a warp, before the first scores
-  static constexpr int WORK_BYTES = S_BYTES + P_BYTES > HEAD_BYTES ? S_BYTES + P_BYTES : HEAD_BYTES;
+  static constexpr int WORK_BYTES = S_BYTES + P_BYTES;
   static constexpr int OFF_Q = STAGES * STAGE;
-  static constexpr int OFF_S = OFF_Q + COLS * K_ROW;
-  static constexpr int OFF_P = OFF_S + S_BYTES;
-  static constexpr int OFF_ALPHA = OFF_S + WORK_BYTES;
+  static constexpr int OFF_WORK = OFF_Q + COLS * K_ROW;
+  static constexpr int OFF_P = WIDE ? OFF_WORK : OFF_WORK + S_BYTES;  // panels begin at multiples of 1,024
+  static constexpr int OFF_S = WIDE ? OFF_WORK + P_BYTES : OFF_WORK;
+  static constexpr int OFF_ALPHA = OFF_WORK + WORK_BYTES;
   static constexpr int OFF_NEWEST = OFF_ALPHA + COLS * 4;
   static constexpr int NEWEST = (KD + (SEPARATE ? VD : 0)) * 2;
-  static constexpr int SMEM = OFF_NEWEST + NEWEST;
+  static constexpr int OFF_ARRIVALS = OFF_NEWEST + NEWEST;   // WIDE: a barrier a stage
+  static constexpr int SMEM = OFF_ARRIVALS + (WIDE ? STAGES * 8 : 0);
+  static constexpr bool IS_READY = READY;
   static_assert(GROUPS * K_PARTS == WARPS && K_STEPS * K_PARTS * 16 == KD && V_TILES * WARPS * 16 == VD, "shape");
+  static_assert(!WIDE || (!SEPARATE && TILE == 64 && WARPS == 8 && OFF_Q % 1024 == 0 && OFF_P % 1024 == 0), "panels");
   static_assert(STAGE % 16 == 0 && OFF_P % 16 == 0 && OFF_NEWEST % 16 == 0 && SMEM <= 227 * 1024, "shared memory");
-
-  static constexpr int VALUE = VD, V_HEADS = NT;
 
   // What one thread keeps of all tiles.
   struct Sums {
@@ -44,20 +49,43 @@ struct Attention {
   u8* smem;
   i64 token, table_row;
   int kv_head, head0, heads_here, begin, end, tiles, window_begin;
+  int split;
   bool has_newest;  // the range's last slot is the token's own
   bool is_writer;   // ... and this block writes it to the cache
+  const PanelMap* map;   // WIDE: whole tiles come by the copy engine; null: by all threads
 
-  static DEVICE Attention here(const AttentionParams& p) {
+  // Block `part` of those that share a split of a token: each KV head's query heads in groups.
+  static DEVICE Attention at(const AttentionParams& p, int split, int part, i64 token) {
     const int group = p.heads / p.kv_heads, groups_per_kv = ceil_div(group, COLS);
-    const int kv_head = blockIdx.y / groups_per_kv, head0 = kv_head * group + blockIdx.y % groups_per_kv * COLS;
-    const i64 token = blockIdx.z;
+    const int kv_head = part / groups_per_kv, head0 = kv_head * group + part % groups_per_kv * COLS;
     const int length = p.lengths[token];
-    const SplitRange range = split_range(p, length, blockIdx.x, TILE);
+    const SplitRange range = split_range(p, length, split, TILE);
     const int tiles = range.end > range.begin ? ceil_div(range.end - range.begin, TILE) : 0;
     return Attention{p, dynamic_smem(), token, p.table_rows != nullptr ? p.table_rows[token] : token,
                      kv_head, head0, min_int((kv_head + 1) * group - head0, COLS), range.begin, range.end, tiles,
-                     p.window > 0 ? max_int(length - p.window, 0) : 0,
-                     tiles > 0 && range.end == length && p.q == nullptr, blockIdx.y % groups_per_kv == 0};
+                     p.window > 0 ? max_int(length - p.window, 0) : 0, split,
+                     !READY && tiles > 0 && range.end == length, part % groups_per_kv == 0, nullptr};
+  }
+
+  // Where 16 bytes of a tile's slot, of a query and of a head's probabilities lie.
+  DEVICE u8* slot_piece(int stage, int slot, int piece) const {
+    u8* rows = smem + stage * STAGE;
+    if (WIDE) return rows + piece / 8 * (TILE * PANEL_ROW) + panel_piece(slot, piece % 8);
+    if (!SEPARATE || piece < KD / 8) return rows + slot * K_ROW + piece * 16;
+    return rows + TILE * K_ROW + slot * V_ROW + (piece - KD / 8) * 16;
+  }
+  DEVICE u8* query_piece(int h, int piece) const {
+    u8* rows = smem + OFF_Q;
+    return WIDE ? rows + piece / 8 * (COLS * PANEL_ROW) + panel_piece(h, piece % 8) : rows + h * K_ROW + piece * 16;
+  }
+  DEVICE u16* probability(int h, int slot) const {
+    u8* rows = smem + OFF_P;
+    u8* piece = WIDE ? rows + panel_piece(h, slot / 8) : rows + h * P_ROW + slot / 8 * 16;
+    return reinterpret_cast<u16*>(piece) + slot % 8;
+  }
+  // What ordinary stores wrote is there for warpgroup products; before a block_sync.
+  static DEVICE void publish() {
+    if (WIDE) bulk_fence();
   }
 
   // Where one of a warp's TILE / WARPS slots of a tile lies: a lane computes one, the table's entry is on its way early.
@@ -70,18 +98,16 @@ struct Attention {
   DEVICE void load_tile(int tile, int stage, u64 mine) const {
     constexpr int PER_WARP = TILE / WARPS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u8* rows = smem + stage * STAGE;
 #pragma unroll 4
     for (int r = 0; r < PER_WARP; ++r) {
       const u8* slot = reinterpret_cast<const u8*>(shfl(mine, r));
       const int at = warp * PER_WARP + r;
       const bool valid = tile + at < (has_newest ? end - 1 : end);
       for (int c = lane; c < (KD + (SEPARATE ? VD : 0)) / 8; c += 32) {
-        if (!SEPARATE || c < KD / 8)
-          copy_async16(rows + at * K_ROW + c * 16, slot + kv_head * p.key_head_bytes + c * 16, valid);
-        else
-          copy_async16(rows + TILE * K_ROW + at * V_ROW + (c - KD / 8) * 16,
-                       slot + p.value_offset_bytes + kv_head * p.value_head_bytes + (c - KD / 8) * 16, valid);
+        const bool is_key = !SEPARATE || c < KD / 8;
+        const u8* from = is_key ? slot + kv_head * p.key_head_bytes + c * 16
+                                : slot + p.value_offset_bytes + kv_head * p.value_head_bytes + (c - KD / 8) * 16;
+        copy_async16(slot_piece(stage, at, c), from, valid);
       }
     }
   }
@@ -97,19 +123,13 @@ struct Attention {
   DEVICE void prepare_queries() const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int h = heads_here + warp; h < COLS; h += WARPS)
-      for (int i = lane; i < KD / 8; i += 32) reinterpret_cast<uint4*>(query(h))[i] = uint4{0, 0, 0, 0};
-    if (p.q != nullptr) {
+      for (int i = lane; i < KD / 8; i += 32) *reinterpret_cast<uint4*>(query_piece(h, i)) = uint4{0, 0, 0, 0};
+    if constexpr (READY) {
       for (int i = threadIdx.x; i < heads_here * (KD / 8); i += THREADS)
-        reinterpret_cast<uint4*>(query(i / (KD / 8)))[i % (KD / 8)] =
+        *reinterpret_cast<uint4*>(query_piece(i / (KD / 8), i % (KD / 8))) =
             load16(p.q + (token * p.heads + head0 + i / (KD / 8)) * KD + i % (KD / 8) * 8);
     } else if constexpr (SEPARATE) {
-      if (p.gqa.fits(LANE)) return prepare_parts();
-      float* v = reinterpret_cast<float*>(smem + OFF_S) + warp * VD;
-      for (int h = warp; h < heads_here; h += WARPS) {
-        p.gqa.prepare(v, token, head0 + h);
-        for (int i = lane; i < KD; i += 32) query(h)[i] = bf16_bits(v[i]);
-        warp_sync();  // before the next head overwrites v
-      }
+      prepare_parts();
     } else {
       prepare_latents();
     }
@@ -124,21 +144,22 @@ struct Attention {
     for (int n = 0; n < HEADS; ++n)
       if (warp + n * WARPS < heads_here) parts[n].load(p.gqa.vector(token, head0 + warp + n * WARPS));
 #pragma unroll
-    for (int n = 0; n < HEADS; ++n) {
-      if (warp + n * WARPS >= heads_here) continue;
-      float x[LANE];
-      parts[n].unpack(x);
-      if (p.gqa.q_norm != nullptr) norm_part(x, weight, p.gqa.eps);
-      turn.turn(x);
-      LanePart<LANE>::store(query(warp + n * WARPS), x);
-    }
+    for (int n = 0; n < HEADS; ++n)
+      if (warp + n * WARPS < heads_here) turn_query(parts[n], weight, turn, warp + n * WARPS);
+  }
+  DEVICE void turn_query(const LanePart<LANE>& part, const LanePart<LANE>& weight, const LaneTurn<LANE>& turn, int h) const {
+    float x[LANE];
+    part.unpack(x);
+    if (p.gqa.q_norm != nullptr) norm_part(x, weight, p.gqa.eps);
+    turn.turn(x);
+    LanePart<LANE>::store(query(h), x);
   }
 
   DEVICE void prepare_latents() const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const LaneTurn<ROPE_LANE> turn(p.mla.rope, token);
     LanePart<ROPE_LANE> parts[HEADS];
-    uint4 latents[HEADS][(VD + 255) / 256];
+    uint4 latents[HEADS][VD / 256];
 #pragma unroll
     for (int n = 0; n < HEADS; ++n) {
       const int h = warp + n * WARPS;
@@ -153,40 +174,31 @@ struct Attention {
       const int h = warp + n * WARPS;
       if (h >= heads_here) continue;
 #pragma unroll
-      for (int i = 0; i < VD / 256; ++i) reinterpret_cast<uint4*>(query(h))[i * 32 + lane] = latents[n][i];
+      for (int i = 0; i < VD / 256; ++i) *reinterpret_cast<uint4*>(query_piece(h, i * 32 + lane)) = latents[n][i];
       float x[ROPE_LANE];
       parts[n].unpack(x);
       turn.turn(x);
-      LanePart<ROPE_LANE>::store(query(h) + VD, x);
+      static_assert(SEPARATE || ROPE_LANE == 2, "a lane's pair");
+      *reinterpret_cast<u32*>(query_piece(h, VD / 8 + lane / 4) + lane % 4 * 4) = pack_bf16(x[0], x[1]);
     }
   }
 
   // The token's own slot from the projections: to shared memory, and by one block a KV head to the cache.
   DEVICE void prepare_newest(bool write) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
     if (warp > 1) return;
     u16* newest = reinterpret_cast<u16*>(smem + OFF_NEWEST);
     int at = 0, count = VD;  // what this warp makes of the slot
     i64 offset = 0;          // and where it lies in the cache
     if constexpr (SEPARATE) {
       at = warp * KD;
-      offset = warp == 0 ? kv_head * p.key_head_bytes : p.value_offset_bytes + kv_head * p.value_head_bytes;
+      offset = newest_offset();
       const int head = p.heads + warp * p.kv_heads + kv_head;
-      if (p.gqa.fits(LANE)) {
-        const LaneTurn<LANE> turn(p.gqa.rope, token);
-        LanePart<LANE> part, weight{};
-        part.load(p.gqa.vector(token, head));
-        if (warp == 0 && p.gqa.k_norm != nullptr) weight.load(p.gqa.k_norm);
-        float x[LANE];
-        part.unpack(x);
-        if (warp == 0 && p.gqa.k_norm != nullptr) norm_part(x, weight, p.gqa.eps);
-        if (warp == 0) turn.turn(x);
-        LanePart<LANE>::store(newest + at, x);
-      } else {
-        float* v = reinterpret_cast<float*>(smem + OFF_S) + warp * VD;
-        p.gqa.prepare(v, token, head);
-        for (int i = lane; i < count; i += 32) newest[at + i] = bf16_bits(v[i]);
-      }
+      const LaneTurn<LANE> turn(p.gqa.rope, token);
+      LanePart<LANE> part, weight{};
+      part.load(p.gqa.vector(token, head));
+      if (warp == 0 && p.gqa.k_norm != nullptr) weight.load(p.gqa.k_norm);
+      finish_newest(part, weight, turn);
     } else if (warp == 0) {
       constexpr int E = VD / 32;
       LanePart<E> part, weight;
@@ -207,20 +219,32 @@ struct Attention {
       at = VD, count = KD - VD, offset = VD * 2;
     }
     warp_sync();
-    if (!write) return;
+    if (write) write_newest(at, count, offset);
+  }
+  // Key (warp 0) or value (warp 1) of the newest slot: where it lies in the cache, and its place in shared memory.
+  DEVICE i64 newest_offset() const {
+    return threadIdx.x / 32 == 0 ? kv_head * p.key_head_bytes : p.value_offset_bytes + kv_head * p.value_head_bytes;
+  }
+  DEVICE void finish_newest(const LanePart<LANE>& part, const LanePart<LANE>& weight, const LaneTurn<LANE>& turn) const {
+    const int warp = threadIdx.x / 32;
+    float x[LANE];
+    part.unpack(x);
+    if (warp == 0 && p.gqa.k_norm != nullptr) norm_part(x, weight, p.gqa.eps);
+    if (warp == 0) turn.turn(x);
+    LanePart<LANE>::store(reinterpret_cast<u16*>(smem + OFF_NEWEST) + warp * KD, x);
+  }
+  DEVICE void write_newest(int at, int count, i64 offset) const {
+    const u16* newest = reinterpret_cast<const u16*>(smem + OFF_NEWEST);
     u8* slot = slot_address(p.cache, table_row, end - 1) + offset;
-    for (int i = lane; i < count / 8; i += 32)
+    for (int i = threadIdx.x % 32; i < count / 8; i += 32)
       reinterpret_cast<uint4*>(slot)[i] = reinterpret_cast<const uint4*>(newest + at)[i];
   }
 
   // Into its tile, once the copies around it have arrived.
   DEVICE void patch_newest(int tile, int stage) const {
-    u8* rows = smem + stage * STAGE;
-    const int at = end - 1 - tile;
-    for (int c = threadIdx.x; c < NEWEST / 16; c += THREADS) {
-      u8* to = c < KD / 8 ? rows + at * K_ROW + c * 16 : rows + TILE * K_ROW + at * V_ROW + (c - KD / 8) * 16;
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(smem + OFF_NEWEST + c * 16);
-    }
+    for (int c = threadIdx.x; c < NEWEST / 16; c += THREADS)
+      *reinterpret_cast<uint4*>(slot_piece(stage, end - 1 - tile, c)) =
+          *reinterpret_cast<const uint4*>(smem + OFF_NEWEST + c * 16);
   }
 
   // This warp's part of k of all queries, as the matrix unit takes them; they serve every tile.
@@ -240,12 +264,28 @@ struct Attention {
 
   // Scores of 16 slots (this warp's group) over this warp's part of k, to S[part][head][slot].
   DEVICE void scores(int stage, const u32 (&b)[2 * K_PAIRS][NT][2]) const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp % GROUPS, part = warp / GROUPS;
+    const int part = shfl(static_cast<int>(threadIdx.x) / 32 / GROUPS, 0);  // a warp's one: the compiler may know
     float acc[2][NT][4];  // even and odd steps: two shorter chains
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) acc[0][n][c] = acc[1][n][c] = 0.0f;
+    if constexpr (WIDE) {
+      // A warpgroup takes half of every panel.
+      const PanelOperand keys = panel_operand(smem + stage * STAGE + part * 64), q = panel_operand(smem + OFF_Q + part * 64);
+      warpgroup_begin(acc[0]);
+#pragma unroll
+      for (int step = 0; step < K_STEPS; ++step)
+        warpgroup_mma<COLS, false>(acc[0], operand_at(keys, step / 2 * (TILE * PANEL_ROW) + step % 2 * 32),
+                                   operand_at(q, step / 2 * (COLS * PANEL_ROW) + step % 2 * 32), step > 0);
+      warpgroup_end(acc[0]);
+    } else {
+      multiply_keys(stage, b, acc);
+    }
+    leave_scores(acc);
+  }
+  DEVICE void multiply_keys(int stage, const u32 (&b)[2 * K_PAIRS][NT][2], float (&acc)[2][NT][4]) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp % GROUPS, part = warp / GROUPS;
     const u8* row = smem + stage * STAGE + (group * 16 + lane % 16) * K_ROW + (part * K_STEPS * 16 + lane / 16 * 8) * 2;
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
@@ -254,6 +294,9 @@ struct Attention {
 #pragma unroll
       for (int n = 0; n < NT; ++n) mma_bf16(acc[step % 2][n], a[0], a[1], a[2], a[3], b[step][n][0], b[step][n][1]);
     }
+  }
+  DEVICE void leave_scores(const float (&acc)[2][NT][4]) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp % GROUPS, part = warp / GROUPS;
     float* s = reinterpret_cast<float*>(smem + OFF_S) + part * COLS * S_STRIDE;
     const int g = lane / 4, q = lane % 4, slot = group * 16 + g;
 #pragma unroll
@@ -295,12 +338,11 @@ struct Attention {
       shrink[j] = exp2_fast(m[j] - base);
       m[j] = next;
       sum[j] = 0.0f;
-      u16* probabilities = reinterpret_cast<u16*>(smem + OFF_P + (warp + j * WARPS) * P_ROW);
 #pragma unroll
       for (int i = 0; i < TILE / 32; ++i) {
         const float e = exp2_fast(v[j][i] - base);
         sum[j] += e;
-        probabilities[lane + i * 32] = bf16_bits(e);
+        *probability(warp + j * WARPS, lane + i * 32) = bf16_bits(e);
       }
       if (lane == 0) alpha[warp + j * WARPS] = shrink[j];
     }
@@ -317,7 +359,6 @@ struct Attention {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, q = lane % 4;
     const float* alpha = reinterpret_cast<const float*>(smem + OFF_ALPHA);
     const u8* v = smem + stage * STAGE + (SEPARATE ? TILE * K_ROW : 0);
-    constexpr int ROW = SEPARATE ? V_ROW : K_ROW;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       const float first = alpha[n * 8 + 2 * q], second = alpha[n * 8 + 2 * q + 1];
@@ -329,6 +370,26 @@ struct Attention {
         o[i][n][3] *= second;
       }
     }
+    if constexpr (WIDE) {
+      const PanelOperand slots = panel_operand(smem + stage * STAGE + shfl(warp / 4, 0) * V_TILES * (TILE * PANEL_ROW));
+      const PanelOperand shares = panel_operand(smem + OFF_P);
+#pragma unroll
+      for (int i = 0; i < V_TILES; ++i) warpgroup_begin(o[i]);
+#pragma unroll
+      for (int i = 0; i < V_TILES; ++i)
+#pragma unroll
+        for (int step = 0; step < TILE / 16; ++step)
+          warpgroup_mma<COLS, true>(o[i], operand_at(slots, (i * TILE + step * 16) * PANEL_ROW),
+                                    operand_at(shares, step * 32), true);
+#pragma unroll
+      for (int i = 0; i < V_TILES; ++i) warpgroup_end(o[i]);
+    } else {
+      multiply_values(v, o);
+    }
+  }
+  DEVICE void multiply_values(const u8* v, float (&o)[V_TILES][NT][4]) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    constexpr int ROW = SEPARATE ? V_ROW : K_ROW;
 #pragma unroll
     for (int step = 0; step < TILE / 32; ++step) {  // 32 slots: two products
       u32 b[NT][4];
@@ -351,21 +412,38 @@ struct Attention {
     }
   }
 
-  // All tiles of the block; ends the wait for the kernel before.
-  DEVICE void run(Sums& s) const {
-    grid_launch_dependents();
-    if (p.q != nullptr) grid_wait();  // the kernel before wrote cache rows
-#pragma unroll
+  // Put the first tiles on their way; returns where the one behind them lies, for `finish`.
+  DEVICE u64 start() const {
+    if (WIDE && map != nullptr && threadIdx.x == 0)
+      for (int i = 0; i < STAGES; ++i) arrival(i).create();
+#pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) {
-      if (i < tiles) load_tile(begin + i * TILE, i, slot_of(begin + i * TILE));
+      if (i < tiles) start_tile(begin + i * TILE, i, place_of(begin + i * TILE));
       copy_async_commit();
     }
-    u64 upcoming = tiles > 0 ? slot_of(begin + (STAGES - 1) * TILE) : 0;
-    if (p.q == nullptr) grid_wait();
+    return tiles > 0 ? place_of(begin + (STAGES - 1) * TILE) : 0;
+  }
+  DEVICE BulkArrival arrival(int stage) const { return BulkArrival{reinterpret_cast<u64*>(smem + OFF_ARRIVALS) + stage}; }
+  // Tiles of which every slot was written before this launch; behind them comes one more at most.
+  DEVICE bool is_whole(int tile) const { return WIDE && map != nullptr && tile + TILE <= (has_newest ? end - 1 : end); }
+  // What `start_tile` needs of the frame table: on its way a tile early. Its frame, or `slot_of` of each thread.
+  DEVICE u64 place_of(int tile) const {
+    if (!is_whole(tile)) return slot_of(tile);
+    return p.cache.frame_table[table_row * p.cache.table_row_stride +
+                               static_cast<i64>(tile / p.cache.page_tokens) * p.cache.table_page_stride];
+  }
+  DEVICE void start_tile(int tile, int stage, u64 place) const {
+    if (!is_whole(tile)) return load_tile(tile, stage, place);
+    if (threadIdx.x != 0) return;
+    arrival(stage).expect(STAGE);
+    copy_panels(*map, smem + stage * STAGE, tile % p.cache.page_tokens, static_cast<int>(place), arrival(stage));
+  }
+
+  // All tiles of the block, once queries and newest slot can be made.
+  DEVICE void finish(u64 upcoming, Sums& s) const {
     if (tiles > 0) prepare_queries();
-    if (has_newest) {
-      block_sync();  // the queries' warps are done with the work space
-      prepare_newest(is_writer);
+    if constexpr (!READY) {
+      if (has_newest) prepare_newest(is_writer);
     }
 #pragma unroll
     for (int j = 0; j < COLS / WARPS; ++j) s.m[j] = NEG_INF, s.l[j] = 0.0f;
@@ -375,30 +453,58 @@ struct Attention {
       for (int n = 0; n < NT; ++n) s.o[i][n][0] = s.o[i][n][1] = s.o[i][n][2] = s.o[i][n][3] = 0.0f;
 
     u32 fragments[2 * K_PAIRS][NT][2];
+    publish();
     block_sync();  // the queries are there
-    if (tiles > 0) load_fragments(fragments);
+    if (!WIDE && tiles > 0) load_fragments(fragments);
     for (int i = 0; i < tiles; ++i) {
       const int tile = begin + i * TILE, stage = i % STAGES;
-      copy_async_wait<STAGES - 2>();
+      if (is_whole(tile)) arrival(stage).wait(i / STAGES);
+      else copy_async_wait<STAGES - 2>();
+      publish();
       block_sync();  // the tile has arrived for all; the stage of tile i - 1 is free
-      if (i + STAGES - 1 < tiles) load_tile(tile + (STAGES - 1) * TILE, (i + STAGES - 1) % STAGES, upcoming);
+      if (i + STAGES - 1 < tiles) start_tile(tile + (STAGES - 1) * TILE, (i + STAGES - 1) % STAGES, upcoming);
       copy_async_commit();
-      upcoming = slot_of(tile + STAGES * TILE);
-      if (i == tiles - 1 && has_newest) {
+      upcoming = place_of(tile + STAGES * TILE);
+      if (!READY && i == tiles - 1 && has_newest) {
         patch_newest(tile, stage);
+        publish();
         block_sync();
       }
       scores(stage, fragments);
       block_sync();
       softmax(tile, s.m, s.l);
+      publish();
       block_sync();
       values(stage, s.o);
     }
   }
 
-  // The place of a thread's sums o[i][n][c]: head within the block, element of the value.
-  static DEVICE int head_of(int n, int c) { return n * 8 + threadIdx.x % 4 * 2 + c % 2; }
-  static DEVICE int value_of(int i, int c) {
-    return (threadIdx.x / 32 * V_TILES + i) * 16 + threadIdx.x % 32 / 4 + c / 2 * 8;
+  // The split's partial attention, for the merge.
+  DEVICE void write(const Sums& s) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const i64 part = (token * p.splits + split) * p.heads + head0;
+#pragma unroll
+    for (int j = 0; j < HEADS; ++j) {
+      const int h = warp + j * WARPS;
+      if (h < heads_here && lane == 0) {
+        p.partial_ml[(part + h) * 2] = s.m[j];
+        p.partial_ml[(part + h) * 2 + 1] = s.l[j];
+      }
+    }
+    if (tiles == 0) return;
+    const int first = (WIDE ? warp / 4 * V_TILES * 64 + warp % 4 * 16 : warp * V_TILES * 16) + lane / 4;
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {  // heads: one address, and the rest of their values at fixed distances
+        const int h = n * 8 + lane % 4 * 2 + c;
+        if (h >= heads_here) continue;
+        float* o = p.partial_o + (part + h) * VD + first;
+#pragma unroll
+        for (int i = 0; i < V_TILES; ++i) {
+          o[i * (WIDE ? 64 : 16)] = s.o[i][n][c];
+          o[i * (WIDE ? 64 : 16) + 8] = s.o[i][n][c + 2];
+        }
+      }
   }
 };

@@ -23,7 +23,7 @@ typedef long long i64;
   extern "C" __global__ void __launch_bounds__(threads, min_blocks) name(const __grid_constant__ Params p)
 
 // One array for the whole kernel; every body carves its regions from it.
-extern __shared__ __align__(128) u8 dynamic_smem_bytes[];
+extern __shared__ __align__(1024) u8 dynamic_smem_bytes[];
 DEVICE u8* dynamic_smem() { return dynamic_smem_bytes; }
 
 DEVICE void block_sync() { __syncthreads(); }

@@ -5,15 +5,10 @@
 struct RopeView {
   const float* cos_sin;  // (tokens, rope_dim / 2, 2), the attention factor included
   int rope_dim, interleaved;
-
-  // Whether LaneTurn of this many elements a lane can turn heads: its shuffle needs a power of two.
-  DEVICE bool fits(int per_lane) const {
-    const int half = rope_dim / 2;
-    return half % per_lane == 0 && (half / per_lane & (half / per_lane - 1)) == 0;
-  }
 };
 
-// What one lane needs to turn its E neighbouring elements of any head: pairs meet by one shuffle.
+// What one lane needs to turn its E neighbouring elements of any head: pairs meet by one shuffle, so half of rope_dim is E
+// times a power of two.
 template <int E>
 struct LaneTurn {
   float c[E], s[E];
@@ -130,7 +125,6 @@ struct GqaInput {
     if (is_q || is_k) rotate_head(rope, v, token);
   }
 
-  DEVICE bool fits(int per_lane) const { return rope.fits(per_lane) && !norm_full; }
   DEVICE const u16* vector(i64 token, int head) const { return qkv + (token * (heads + 2 * kv_heads) + head) * head_dim; }
 };
 
