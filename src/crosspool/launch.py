@@ -22,7 +22,7 @@ from crosspool.engine.served_model import ServedModel
 from crosspool.errors import CheckpointError, CrossPoolError, UnsupportedModelError
 from crosspool.model_source import model_directory
 from crosspool.models.directory import read_model_dir
-from crosspool.models.spec import DType, GQASpec, ModelSpec
+from crosspool.models.spec import DType
 from crosspool.ranks import (
     are_apart,
     arenas,
@@ -108,11 +108,6 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
     if config.dtype not in ("auto", dtype):
         name = BACKEND_NAMES[backend]
         raise CrossPoolError(f"dtype is {config.dtype}; the {name} backend computes in {dtype}, so use auto or {dtype}")
-    if backend == "cuda" and config.pools.num_kv_ranks > 1 and config.pools.control == "host":
-        raise CrossPoolError(
-            f"control is host with kv_ranks {config.pools.num_kv_ranks}; decode is driven by the host on one KV rank "
-            "only, so use control graphs or resident"
-        )
     engine = engine_config(config)
     if backend == "cuda" and config.pools.driven_by == "host" and config.pools.num_kv_ranks > 1:
         raise CrossPoolError(
@@ -205,12 +200,6 @@ async def load_models(
         on_loaded(model.served.name)
 
 
-def _split_on_gpus(spec: ModelSpec) -> KVSplit:
-    """What `auto` comes to there for a model whose heads could be cut."""
-    has_window = any(isinstance(each.attention, GQASpec) and each.attention.sliding_window for each in spec.layers)
-    return "one" if has_window else "tokens"
-
-
 def _check_prefill(served: ServedModel, num_tokens: int) -> None:
     """Raises ValueError where a prefill step of so many tokens has more passes than a step has epochs."""
     most = max_passes(served.spec.num_layers) * PASS_TOKENS
@@ -230,11 +219,7 @@ def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel
         served = _served_model(model, config, directory, split)
         if config.pools.baseline == "elastic" and split == "auto" and served.kv_split == "tokens":
             served = _served_model(model, config, directory, "one")  # replicas: engines without pools do no other
-        if config.pools.backend == "cuda" and config.pools.baseline is None and served.kv_split == "heads":
-            if split == "heads":
-                raise ValueError("kv_split is heads; the CUDA backend splits by tokens: use kv_split tokens or one")
-            served = _served_model(model, config, directory, _split_on_gpus(served.spec))
-        if config.pools.backend == "cuda" and served.kv_split == "tokens":
+        if config.pools.backend == "cuda" and config.pools.baseline is None and served.kv_split != "one":
             _check_prefill(served, config.scheduling.max_num_batched_tokens)
         served = replace(
             served,

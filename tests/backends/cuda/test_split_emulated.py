@@ -21,7 +21,7 @@ from crosspool.cluster.base import ModelPlacement  # noqa: E402
 from crosspool.cluster.channel import link_bytes  # noqa: E402
 from crosspool.cluster.region import ArrayRegion  # noqa: E402
 from crosspool.kv_pool.geometry import page_geometry  # noqa: E402
-from crosspool.kv_pool.split import exchange_width  # noqa: E402
+from crosspool.kv_pool.split import cached_spec, exchange_width  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from crosspool.scheduler.step import StepDescriptor  # noqa: E402
 from tests.backends.cuda.decoding import FRAME_BYTES  # noqa: E402
@@ -49,7 +49,7 @@ counted wrong, moves some by 0.7 and more."""
 class SplitRanks:
     """Some KV workers, the home first or not, and one FFN worker, in one thread. Pages go to `owners` in turn."""
 
-    def __init__(self, directory, num_kv=2, home=0, owners=None) -> None:
+    def __init__(self, directory, num_kv=2, home=0, owners=None, split="tokens") -> None:
         names = tuple(f"kv{idx}" for idx in range(num_kv))
         order = (*names[home:], *names[:home])
         self.home, self.names, self.owners = order[0], names, owners or tuple(range(num_kv))
@@ -61,14 +61,17 @@ class SplitRanks:
             hidden_size=spec.hidden_size,
             kv_rank=order[0],
             kv_peers=order[1:],
-            kv_split="tokens",
-            exchange_width=exchange_width(spec, "tokens"),
+            kv_split=split,
+            exchange_width=exchange_width(spec, split),
             weights_ranks=("w0",),
             page_tokens=PAGE_TOKENS,
             frame_bytes=FRAME_BYTES,
             kv_dtype="bfloat16",
         )
-        geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=FRAME_BYTES, kv_dtype="bfloat16")
+        geometry = page_geometry(
+            cached_spec(spec, split, num_kv), page_tokens=PAGE_TOKENS, frame_bytes=FRAME_BYTES, kv_dtype="bfloat16"
+        )
+        self.is_cut, self.order = split == "heads", [names.index(name) for name in order]
         self.width = geometry.frames_per_page
         self.free = [list(range(idx * NUM_FRAMES + 1, (idx + 1) * NUM_FRAMES)) for idx in range(num_kv)]
         self.arenas = [torch.zeros((NUM_FRAMES, FRAME_BYTES), dtype=torch.uint8) for _ in names]
@@ -95,8 +98,8 @@ class SplitRanks:
         self.ends[far, near] = far_worker.open_link(0, near, region, capacity, lambda: None, is_kv)
 
     def page(self, idx) -> tuple[int, ...]:
-        owner = self.owners[idx % len(self.owners)]
-        return tuple(self.free[owner].pop() for _ in range(self.width))
+        owners = self.order if self.is_cut else [self.owners[idx % len(self.owners)]]
+        return tuple(self.free[owner].pop() for owner in owners for _ in range(self.width))
 
     def repaged(self, step: StepDescriptor) -> StepDescriptor:
         rows = tuple(
@@ -198,6 +201,19 @@ def test_pages_on_several_ranks_give_what_one_rank_gives(directory, num_kv, home
         assert all(arena.any() for arena in ranks.arenas) == (owners != (1,))
 
 
+@pytest.mark.parametrize(("num_kv", "home"), [(2, 0), (2, 1)])
+def test_heads_on_several_ranks_give_what_one_rank_gives(num_kv, home, tmp_path):
+    directory = read_model_dir(write_tiny_model(tmp_path / "tiny", "qwen3_moe", dtype="bfloat16", tokenizer=False))
+    prompts = [prompt_of(directory, 37), prompt_of(directory, 5, seed=1)]
+    expected = generate(Pair(directory), directory, prompts, 4)
+    ranks = SplitRanks(directory, num_kv, home, split="heads")
+    assert_close(generate(ranks, directory, prompts, 4), expected)
+    assert len(ranks.taking_part) == num_kv - 1
+    assert all(arena.any() for arena in ranks.arenas)
+    held = [worker.memory_bytes()["attention_weights"] for worker in ranks.kv.values()]
+    assert held[1 - home] < held[home], "a share has its heads and nothing else"
+
+
 def test_a_part_that_is_left_out_shows(directory, monkeypatch):
     """The control of the test above."""
     prompt = prompt_of(directory, 37)
@@ -234,9 +250,3 @@ def test_own_pages_number_slots_without_the_others():
     lengths, slots = own.slots(np.array([0, 7, 8, 15, 16, 25, 39]), 8)
     assert lengths.tolist() == [1, 8, 8, 8, 9, 16, 24]
     assert slots.tolist() == [0, 7, -1, -1, 8, -1, 23]
-
-
-def test_what_the_backend_cannot_split_is_named(directory):
-    ranks = SplitRanks(directory)
-    with pytest.raises(ValueError, match="kv_split is heads for tiny; the CUDA backend splits by tokens"):
-        ranks.kv["kv0"].add_model(replace(ranks.placement, kv_split="heads"), lambda loaded, total: None)

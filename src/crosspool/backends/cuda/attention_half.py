@@ -19,6 +19,7 @@ from crosspool.backends.cuda.attention_weights import AttentionLayerWeights, GQA
 from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.exchange import TokenHome
 from crosspool.backends.cuda.gemv import gemv
+from crosspool.backends.cuda.head_exchange import HeadHome
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.norm import residual_norm
 from crosspool.backends.cuda.params import GqaInput, MlaInput
@@ -37,7 +38,7 @@ class AttentionHalf:
     use has position 0, length 1 and a frame table of zeros.
     one_row_per_sequence: the rows are of different sequences (decode, not a chunk of a prompt): a kernel less a layer.
     It may be set before a step, or before a step is captured.
-    home: attends where the rows' pages lie on several KV ranks; set like the flag above.
+    home: exchanges with other KV ranks where the model is split over several; set like the flag above.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class AttentionHalf:
         one_row_per_sequence: bool = False,
     ) -> None:
         self.one_row_per_sequence = one_row_per_sequence
-        self.home: TokenHome | None = None
+        self.home: TokenHome | HeadHome | None = None
         if not 1 <= tokens <= MAX_TOKENS:
             raise ValueError(f"a decode step of {tokens} rows; these kernels take 1 to {MAX_TOKENS}")
         self._kernels, self.spec, self._weights, self.cache = kernels, spec, weights, cache
@@ -79,6 +80,10 @@ class AttentionHalf:
             embed=self._weights.embed,
             overlap=False,
         )
+        self.turn()
+
+    def turn(self) -> None:
+        """Angles from `positions`."""
         for rope in self._ropes.values():
             rope.update(self._kernels, self.positions)
 
@@ -96,13 +101,18 @@ class AttentionHalf:
 
     def attend_steps(self, layer: int) -> Iterator[None]:
         """`attend_only`, cut where other KV ranks must have answered."""
-        weights = self._weights.layers[layer]
+        weights, eps = self._weights.layers[layer], self.spec.norm_eps
         attention = weights.attention
+        if isinstance(self.home, HeadHome):
+            self.home.put(layer, self.residual, weights.input_norm, self.normed, eps)
         if isinstance(attention, GQAWeights):
             attended = yield from self._gqa(layer, weights, attention)
         else:
             attended = yield from self._mla(layer, weights, attention)
         gemv(self._kernels, attention.o, attended, self.residual, bias=attention.o_bias, residual=self.residual)
+        if isinstance(self.home, HeadHome):
+            norm = self.norm_after_attention(layer)
+            yield from self.home.add(layer, self.residual, norm, self.normed, eps)
 
     def add(self, layer: int, partials: Sequence[torch.Tensor]) -> None:
         """Add the FFN's partial outputs in rank order, and norm for the next layer or the head."""
@@ -185,7 +195,7 @@ class AttentionHalf:
         out: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> Iterator[None]:
-        if self.home is not None:
+        if isinstance(self.home, TokenHome):
             yield from self.home.attend(spec, layer, inputs, out, self._scratch, self._splits[spec], sinks)
             return
         attention_decode(

@@ -8,6 +8,7 @@ import torch
 from crosspool.backends.cuda.advance import advance
 from crosspool.backends.cuda.attention_half import AttentionHalf
 from crosspool.backends.cuda.exchange import TokenHome
+from crosspool.backends.cuda.head_exchange import HeadHome
 from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.sampling import Sampler
@@ -35,7 +36,7 @@ class AttentionPass:
     """The kernels of a pass of `half.token_ids` rows.
 
     samples: it ends with logits and a token of each row. is_decode: its rows belong to different sequences.
-    prefetches: the next layer's weights come to L2 during each wait. home: attends where pages lie on several KV ranks.
+    prefetches: the next layer's weights come to L2 during each wait. home: exchanges with other KV ranks.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class AttentionPass:
         samples: bool,
         is_decode: bool = False,
         prefetches: bool = True,
-        home: TokenHome | None = None,
+        home: TokenHome | HeadHome | None = None,
     ) -> None:
         self._kernels, self._lane, self.half, self._crossing = kernels, lane, half, crossing
         self._is_decode, self._prefetches, self._home = is_decode, prefetches, home

@@ -48,7 +48,7 @@ class FFNModel:
     halves: dict[tuple[int, bool], FFNHalf] = field(default_factory=dict)
     routers: list[torch.Tensor | None] | None = None  # of chunks, once there was one
     chunks: dict[int, ChunkFFN] = field(default_factory=dict)
-    is_spread: bool = False  # its pages lie on several KV ranks, which run prompts in passes
+    is_split: bool = False  # over several KV ranks, which run prompts in passes
 
 
 class CudaFFNWorker:
@@ -85,7 +85,7 @@ class CudaFFNWorker:
                 _, layers = stream_share(directory, "weights", device, progress, index, count, shares)
         packed = pack_ffn_weights(directory.spec, iter(layers))
         self.add_weights(placement.name, directory.spec, packed, takes_choices=placement.route == "kv")
-        self._models[placement.name].is_spread = placement.kv_split == "tokens"
+        self._models[placement.name].is_split = placement.kv_split != "one"
         if self._site.device.type == "cuda":
             self.prepare(placement, progress)
 
@@ -143,7 +143,7 @@ class CudaFFNWorker:
             return
         lane = self._lane(header.lane)
         (inlet,) = device_inlets(links.inlets.values())
-        if not model.is_spread and runs_in_pieces(header, model.spec):
+        if not model.is_split and runs_in_pieces(header, model.spec):
             yield from self._run_chunk(header, model, lane, inlet)
             return
         yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)

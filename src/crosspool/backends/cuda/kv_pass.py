@@ -11,6 +11,7 @@ from crosspool.backends.cuda.attention_pass import AttentionPass, Crossing
 from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.exchange import TokenHome
 from crosspool.backends.cuda.frame_tables import FrameTables
+from crosspool.backends.cuda.head_exchange import HeadHome
 from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.own_pages import OwnRows
@@ -76,7 +77,7 @@ class KVPass:
         samples: bool,
         is_decode: bool,
         prefetches: bool = True,
-        home: TokenHome | None = None,
+        home: TokenHome | HeadHome | None = None,
     ) -> None:
         self.rows = rows
         self._pass = AttentionPass(

@@ -1,6 +1,7 @@
-"""A model's share on a KV rank that is not its home (split `tokens`): pages, and no weights.
+"""A model's share on a KV rank that is not its home: a graph for each pass answers the home layer by layer.
 
-It takes part in a step when any of its rows has slots here; then a graph for each pass answers the home layer by layer.
+Under `tokens` it has pages and no weights, and takes part in a step when any of its rows has slots here. Under `heads`
+it has its heads of every layer, and takes part always.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,8 @@ from crosspool.backends.cuda.attention import AttentionScratch
 from crosspool.backends.cuda.attention_variants import num_splits
 from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.exchange import TokenShare
+from crosspool.backends.cuda.head_exchange import HeadShare
+from crosspool.backends.cuda.kv_pass import KVRows
 from crosspool.backends.cuda.lane import LaneIdle, WorkerLane
 from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
@@ -22,6 +25,7 @@ from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.own_pages import OwnRows, ranks_of
 from crosspool.backends.cuda.passes import passes
 from crosspool.backends.cuda.transport import begin_pass, end_pass
+from crosspool.backends.cuda.weights import AttentionWeights
 from crosspool.backends.numpy.page_reader import PageReader
 from crosspool.backends.numpy.sequences import Sequence, row_slots
 from crosspool.kv_pool.geometry import PageGeometry
@@ -33,7 +37,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass
 class KVShare:
-    """What the rank keeps of the model. `number`: of this KV rank among all."""
+    """What the rank keeps of the model. number: this KV rank's among all. weights: of its heads, if they are cut."""
 
     spec: ModelSpec
     geometry: PageGeometry
@@ -41,7 +45,13 @@ class KVShare:
     max_pages: int
     number: int
     pages: PageReader
-    rows: dict[tuple[int, int], OwnRows] = field(default_factory=dict)  # by lane and bucket
+    weights: AttentionWeights | None = None
+    num_bytes: int = 0
+    rows: dict[tuple[int, int], OwnRows | KVRows] = field(default_factory=dict)  # by lane and bucket
+
+    def takes_part(self, rows: "ShareRows") -> bool:
+        """Whether the home waits for this rank in a step."""
+        return self.weights is not None or self.number in rows.ranks(self.geometry.page_tokens)
 
 
 class ShareRows:
@@ -84,8 +94,8 @@ def step_ranks(step: StepDescriptor, tables: list[IntArray], page_tokens: int) -
     return found
 
 
-class SharePass:
-    """The kernels of a pass of `rows.slots` rows."""
+class TokenSharePass:
+    """The kernels of a pass of `bucket` rows that attends to the pages here."""
 
     def __init__(
         self, kernels: Launcher, lane: LaneMemory, share: KVShare, rows: OwnRows, bucket: int, link: DeviceInlet
@@ -107,6 +117,38 @@ class SharePass:
         end_pass(self._kernels, self._lane, self._spec.num_layers)
 
 
+class HeadSharePass:
+    """The kernels of a pass of `bucket` rows over the heads here."""
+
+    def __init__(
+        self, kernels: Launcher, lane: LaneMemory, share: KVShare, rows: KVRows, bucket: int, link: DeviceInlet
+    ) -> None:
+        self.rows = rows
+        self._kernels, self._lane, self._half, self._spec = kernels, lane, rows.half, share.spec
+        hidden, device = share.spec.hidden_size, share.frames.device
+        self._side = HeadShare(kernels, lane, link.link.map(), bucket, hidden, device)
+
+    def kernels(self) -> Iterator[int]:
+        """Enqueue every kernel; yields each layer before its wait."""
+        half = self._half
+        half.one_row_per_sequence, half.home = False, None
+        begin_pass(self._kernels, self._lane, half.token_ids, half.positions, half.lengths)
+        half.turn()
+        for layer in range(self._spec.num_layers):
+            yield layer
+            self._side.take(layer, half.normed)
+            half.residual.zero_()
+            half.attend_only(layer)
+            self._side.put(layer, half.residual)
+        end_pass(self._kernels, self._lane, self._spec.num_layers)
+
+
+def _make_rows(kernels: Launcher, share: KVShare, bucket: int) -> OwnRows | KVRows:
+    if share.weights is None:
+        return OwnRows(share.geometry, bucket, share.max_pages, share.number, share.frames.device)
+    return KVRows(kernels, share.spec, share.weights, share.frames, share.geometry, bucket, share.max_pages)
+
+
 def answers(
     kernels: Launcher, share: KVShare, step: StepDescriptor, rows: ShareRows, lane: WorkerLane, inlet: DeviceInlet
 ) -> HalfStep[None]:
@@ -119,22 +161,24 @@ def answers(
     try:
         for part in plan:
 
-            def make(bucket: int = part.bucket) -> SharePass:
+            def make(bucket: int = part.bucket) -> TokenSharePass | HeadSharePass:
                 own = share.rows.get((header.lane, bucket))
                 if own is None:
-                    own = OwnRows(share.geometry, bucket, share.max_pages, share.number, share.frames.device)
-                    share.rows[header.lane, bucket] = own
-                return SharePass(kernels, lane.memory, share, own, bucket, inlet)
+                    own = share.rows[header.lane, bucket] = _make_rows(kernels, share, bucket)
+                if isinstance(own, KVRows):
+                    return HeadSharePass(kernels, lane.memory, share, own, bucket, inlet)
+                return TokenSharePass(kernels, lane.memory, share, own, bucket, inlet)
 
             key = ("share", part.bucket)
             source = lane.find_pass(header.model, (inlet.link,), key, make)
-            assert isinstance(source, SharePass)
+            assert isinstance(source, TokenSharePass | HeadSharePass)
             tokens = np.arange(part.start, part.start + part.bucket)
             tokens[part.num_tokens :] = part.start  # rows that are not in use repeat the first
             tables = [rows.tables[row] for row in rows.row_of_token[tokens].tolist()]
             with torch.cuda.stream(lane.stream):
                 source.rows.set(tables, rows.positions[tokens])
-            lane.memory.push(part.base, num_layers)
+            ids = np.zeros(part.bucket, dtype=np.int64)  # the home's: a share needs none
+            lane.memory.push(part.base, num_layers, part.bucket, ids, rows.positions[tokens])
             if lane.stream is not None:
                 yield from lane.run_pass(header.model, (inlet.link,), key, (inlet,), part.base)
             else:

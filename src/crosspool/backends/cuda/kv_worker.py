@@ -24,6 +24,7 @@ from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.exchange import TokenHome
 from crosspool.backends.cuda.ffn_weights import pack_router
 from crosspool.backends.cuda.frames import KVFrames
+from crosspool.backends.cuda.head_exchange import HeadHome, cut_heads
 from crosspool.backends.cuda.joined import JoinedCrossing, JoinedFFN, JoinedInlet, JoinedLink, await_ffn, joined_chunk
 from crosspool.backends.cuda.kv_chunk import kv_chunk
 from crosspool.backends.cuda.kv_pass import KVPass, KVRows
@@ -49,6 +50,7 @@ from crosspool.backends.numpy.sequences import Sequence
 from crosspool.cluster.base import ModelPlacement
 from crosspool.core import SampledToken
 from crosspool.kv_pool.geometry import PageGeometry, page_geometry
+from crosspool.kv_pool.split import KVSplit, cached_spec, share_of_heads
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 from crosspool.models.tensors import ROUTER_TENSORS
@@ -68,7 +70,7 @@ class KVModel:
     max_pages: int
     pages: PageReader
     numbers: Mapping[str, int]  # of the KV ranks that hold shares, by name
-    is_spread: bool = False  # each page lies whole on one of several KV ranks
+    split: KVSplit = "one"
     routers: Routers | None = None
     rows: dict[tuple[int, int], KVRows] = field(default_factory=dict)
     spans: dict[GQASpec | MLASpec, SpanGraphs] = field(default_factory=dict)
@@ -104,7 +106,9 @@ class CudaAttentionWorker:
         enter(self._site.device)
         directory = read_model_dir(placement.directory)
         self.check(placement, directory.spec)
-        if placement.kv_split != "one" and placement.kv_rank != self._site.rank:
+        index, num_ranks = placement.kv_ranks.index(self._site.rank), len(placement.kv_ranks)
+        is_cut, is_share = placement.kv_split == "heads", placement.kv_split != "one" and index > 0
+        if is_share and not is_cut:
             self.add_share(placement, directory.spec)
             return
         with naming_consumers(
@@ -115,10 +119,18 @@ class CudaAttentionWorker:
                 model, layers = draw_share(directory.spec, "kv", self._site.device, progress, also=also)
             else:
                 model, layers = stream_share(directory, "kv", self._site.device, progress, also=also)
-            weights = pack_attention_weights(directory.spec, model, iter(layers))
+            spec = share_of_heads(directory.spec, index, num_ranks) if is_cut else directory.spec
+            if is_cut:
+                layers = _cut(directory.spec, layers, index, num_ranks)
+            if is_share:
+                model = {name: tensor[:0] for name, tensor in model.items()}
+            weights = pack_attention_weights(spec, model, iter(layers))
             routers = [pack_router(layer) if "router" in layer else None for layer in layers] if also else None
         num_bytes = sum(tensor.nbytes for tensors in (model, *layers) for tensor in tensors.values())
-        self.add_weights(placement, directory.spec, weights, num_bytes, routers)
+        if is_share:
+            self.add_share(placement, spec, weights, num_bytes)
+            return
+        self.add_weights(placement, spec, weights, num_bytes, routers)
         if self._site.device.type == "cuda":
             try:
                 self.prepare(placement, progress)
@@ -131,10 +143,6 @@ class CudaAttentionWorker:
         if placement.kv_dtype != "bfloat16":
             raise ValueError(
                 f"kv_dtype is {placement.kv_dtype} for {placement.name}; the CUDA backend holds bfloat16, set it so"
-            )
-        if placement.kv_split == "heads":
-            raise ValueError(
-                f"kv_split is heads for {placement.name}; the CUDA backend splits by tokens: use tokens or one"
             )
         has_window = any(isinstance(each.attention, GQASpec) and each.attention.sliding_window for each in spec.layers)
         if placement.kv_split == "tokens" and has_window:
@@ -153,21 +161,34 @@ class CudaAttentionWorker:
         """The same with weights that are on the device already. routers: where experts are chosen here."""
         geometry = self._geometry(placement, spec)
         frames, most = self._memory(placement, spec, geometry)
-        is_spread = placement.kv_split == "tokens"
-        numbers = {peer: self._kv_ranks.index(peer) for peer in placement.kv_peers} if is_spread else {}
-        pages = self._pages(placement.name, geometry.frames_per_page, is_spread)
+        split = placement.kv_split
+        numbers = {peer: self._kv_ranks.index(peer) for peer in placement.kv_peers} if split != "one" else {}
+        pages = self._pages(placement, geometry.frames_per_page)
         self._models[placement.name] = KVModel(
-            spec, weights, num_bytes, geometry, frames, most, pages, numbers, is_spread, routers
+            spec, weights, num_bytes, geometry, frames, most, pages, numbers, split, routers
         )
 
-    def add_share(self, placement: ModelPlacement, spec: ModelSpec) -> None:
-        """Take part in the steps of a model whose home is another KV rank."""
+    def add_share(
+        self,
+        placement: ModelPlacement,
+        spec: ModelSpec,
+        weights: AttentionWeights | None = None,
+        num_bytes: int = 0,
+    ) -> None:
+        """Take part in the steps of a model whose home is another KV rank. weights: of this rank's heads, where cut."""
         geometry = self._geometry(placement, spec)
         frames, most = self._memory(placement, spec, geometry)
-        pages = self._pages(placement.name, geometry.frames_per_page, True)
-        self._shares[placement.name] = KVShare(spec, geometry, frames, most, self._number, pages)
+        pages = self._pages(placement, geometry.frames_per_page)
+        number = self._kv_ranks.index(self._site.rank)
+        self._shares[placement.name] = KVShare(
+            spec, geometry, frames, most, number, pages, weights=weights, num_bytes=num_bytes
+        )
 
     def _geometry(self, placement: ModelPlacement, spec: ModelSpec) -> PageGeometry:
+        """Of a page's part here. Where heads do not divide, the first rank's rows are the widest, and every rank's."""
+        if placement.kv_split == "heads" and self._site.rank != placement.kv_rank:
+            spec = read_model_dir(placement.directory).spec
+            spec = cached_spec(spec, "heads", len(placement.kv_ranks))
         return page_geometry(
             spec,
             page_tokens=placement.page_tokens,
@@ -186,13 +207,13 @@ class CudaAttentionWorker:
     def prepare(self, placement: ModelPlacement, progress: Progress) -> None:
         """Load what chunks need, and capture the model's common passes for every lane that is open."""
         model = self._models[placement.name]
-        if is_supported(model.spec) and not model.is_spread:
+        if is_supported(model.spec) and model.split == "one":
             streams = prefill_streams(self._lanes, self._site)
             warm_up_attention(self._kernels, model.spec, model.weights, model.frames, model.geometry, streams)
             # Not on a lane's streams: what another thread enqueues there meanwhile would join the capture.
             own = PrefillStreams(self._site.driver, self._site.device, self._site.partition)
             model.spans = capture_spans(model.spec, self._site.device, own.by_share)
-        if model.is_spread:
+        if model.split != "one":
             return  # passes are captured for the shares that take part in them
         joined = self._joined_by(placement.weights_ranks)
         if joined is not None:
@@ -244,7 +265,7 @@ class CudaAttentionWorker:
         shares = self._taking_part(step, model, batch, links)
         inlets = device_inlets((*links.inlets.values(), *shares))
         lane, joined = self._lane(number), self._joined_by(links)
-        if not model.is_spread and runs_in_pieces(step.header, model.spec):
+        if model.split == "one" and runs_in_pieces(step.header, model.spec):
             return (yield from self._run_chunk(step.header, model, lane, batch, inlets, joined))
         way = Way(model, lane, inlets, len(shares), joined)
         yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
@@ -331,7 +352,7 @@ class CudaAttentionWorker:
             raise ValueError(f"this KV rank has no share of model {name!r}; it has {sorted(self._shares)}")
         self._join(step, share.spec, share.geometry, share.pages)
         rows = ShareRows(step, self._sequences, share.geometry.page_tokens)
-        if share.number not in rows.ranks(share.geometry.page_tokens):
+        if not share.takes_part(rows):
             rows.commit()
             return None
         (inlet,) = device_inlets(links.exchange_inlets.values())
@@ -345,8 +366,8 @@ class CudaAttentionWorker:
 
     def _taking_part(self, step: StepDescriptor, model: KVModel, batch: Batch, links: LaneLinks) -> tuple[Inlet, ...]:
         """Inlets of the shares that hold slots of the step's rows, in the order of ranks."""
-        if not model.is_spread:
-            return ()
+        if model.split != "tokens":
+            return tuple(links.exchange_inlets.values())
         ranks = step_ranks(step, batch.tables, model.geometry.page_tokens)
         return tuple(inlet for peer, inlet in links.exchange_inlets.items() if model.numbers[peer] in ranks)
 
@@ -430,7 +451,8 @@ class CudaAttentionWorker:
 
     def memory_bytes(self) -> Mapping[str, int]:
         known = {
-            "attention_weights": sum(model.num_bytes for model in tuple(self._models.values())),
+            "attention_weights": sum(model.num_bytes for model in tuple(self._models.values()))
+            + sum(share.num_bytes for share in tuple(self._shares.values())),
             "kv_cache": self._frames.num_bytes,
             "ffn_weights": 0,
             "graphs": sum(lane.graph_bytes for lane in self._lanes.values()),
@@ -439,22 +461,20 @@ class CudaAttentionWorker:
         mapped = 0 if self._frames.is_torch_memory else self._frames.num_bytes
         return known | remainder(self._site.device, known, mapped)
 
-    def _pages(self, name: str, frames_per_page: int, is_spread: bool) -> PageReader:
+    def _pages(self, placement: ModelPlacement, frames_per_page: int) -> PageReader:
         """How frame numbers of the deployment are read here."""
         if self._first_frame is None:
-            return PageReader(model=name, frames_per_page=frames_per_page)
+            return PageReader(model=placement.name, frames_per_page=frames_per_page)
+        is_cut = placement.kv_split == "heads"
         return PageReader(
-            model=name,
+            model=placement.name,
             frames_per_page=frames_per_page,
             first_frame=self._first_frame,
             num_frames=self._frames.num_bytes // self._frames.frame_bytes,
-            is_spread=is_spread,
+            part=placement.kv_ranks.index(self._site.rank) if is_cut else 0,
+            num_parts=len(placement.kv_ranks) if is_cut else 1,
+            is_spread=placement.kv_split == "tokens",
         )
-
-    @property
-    def _number(self) -> int:
-        """This rank's among all KV ranks."""
-        return self._kv_ranks.index(self._site.rank)
 
     def _lane(self, number: int) -> WorkerLane:
         lane = self._lanes.get(number)
@@ -494,7 +514,7 @@ class CudaAttentionWorker:
                     model.geometry,
                     kind.bucket,
                     model.max_pages,
-                    self._number if model.is_spread else None,
+                    self._kv_ranks.index(self._site.rank) if model.split == "tokens" else None,
                 )
             crossing: Crossing
             if joined is None:
@@ -523,11 +543,14 @@ class CudaAttentionWorker:
         assert isinstance(source, KVPass)
         return source
 
-    def _home(self, lane: WorkerLane, rows: KVRows, links: Links, num_shares: int) -> TokenHome | None:
-        if rows.own is None:
-            return None
-        shares = [link.map() for link in links[len(links) - num_shares :]]
+    def _home(self, lane: WorkerLane, rows: KVRows, links: Links, num_shares: int) -> TokenHome | HeadHome | None:
         half, first_peer = rows.half, len(links) - num_shares
+        shares = [link.map() for link in links[first_peer:]]
+        if rows.own is None:
+            if not shares:
+                return None
+            tokens, hidden = half.normed.shape
+            return HeadHome(self._kernels, lane.memory, shares, first_peer, tokens, hidden, half.normed.device)
         return TokenHome(self._kernels, lane.memory, rows.own, half.cache, shares, first_peer, len(half.token_ids))
 
     def _push(
@@ -583,3 +606,14 @@ class PassKind:
 
 def links_of(inlets: tuple[DeviceInlet, ...]) -> Links:
     return tuple(inlet.link for inlet in inlets)
+
+
+def _cut(
+    spec: ModelSpec, layers: SequenceOf[Mapping[str, torch.Tensor]], index: int, num_ranks: int
+) -> list[dict[str, torch.Tensor]]:
+    """The layers with one rank's heads alone."""
+    cut = []
+    for layer, tensors in zip(spec.layers, layers, strict=True):
+        assert isinstance(layer.attention, GQASpec), "latent attention has no KV heads to cut"
+        cut.append(cut_heads(tensors, layer.attention, index, num_ranks))
+    return cut
