@@ -136,6 +136,13 @@ def test_a_pipeline_that_is_off_has_one_decode_lane() -> None:
         load_deployment({"pipeline": "off", "decode_lanes": 3}, default_models=models)
 
 
+def test_a_pipeline_that_is_off_wins_over_the_lanes_of_a_plan() -> None:
+    models, planned = (ModelConfig(source="demo"),), {"decode_lanes": 3}
+    assert load_deployment({}, planned=planned, default_models=models).scheduling.num_decode_lanes == 3
+    off = load_deployment({"pipeline": "off"}, planned=planned, default_models=models)
+    assert off.scheduling.num_decode_lanes == 1
+
+
 @pytest.mark.parametrize("control", ["graphs", "resident"])
 def test_on_cpus_the_host_drives_and_nothing_else_is_taken(control: str) -> None:
     models = (ModelConfig(source="demo"),)

@@ -234,7 +234,9 @@ def deployment_schema() -> dict[str, Any]:
 
 
 def _planned(planned: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
-    """Settings of a plan; the limits of its models only where no limit of all models is given."""
+    """Settings of a plan; its lanes and the limits of its models only where nothing given stands against them."""
+    if "pipeline" in given or _env_has("pipeline"):
+        planned = {key: value for key, value in planned.items() if key != "decode_lanes"}
     if "max_model_len" not in given and not _env_has("max_model_len"):
         return dict(planned)
     models = [
