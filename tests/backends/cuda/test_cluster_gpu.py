@@ -22,6 +22,7 @@ from crosspool.cluster.base import (  # noqa: E402
     RankReady,
     StepDone,
     StepFailed,
+    StepTokens,
 )
 from crosspool.cluster.config import ClusterConfig  # noqa: E402
 from crosspool.cluster.start import start_cluster  # noqa: E402
@@ -40,7 +41,7 @@ NUM_FRAMES = 512
 
 @dataclass
 class Lane:
-    """One lane that decodes one prompt greedily."""
+    """One lane that decodes one prompt greedily, in runs of `run_length` steps."""
 
     number: int
     name: str
@@ -52,6 +53,7 @@ class Lane:
     step_seq: int = 0
     is_known: bool = False
     replays: int = 0
+    run_length: int = 1
 
     def step(self) -> StepDescriptor:
         self.step_seq += 1
@@ -71,6 +73,7 @@ class Lane:
             step_seq=self.step_seq,
             phase="prefill" if joins else "decode",
             num_tokens=count,
+            num_steps=1 if joins else min(self.run_length, self.num_tokens - len(self.tokens)),
         )
         row = StepRow(
             sequence_id=self.number,
@@ -120,9 +123,8 @@ def drive(cluster, lanes, kill_after=None, limit_s=120.0):
                     lane.is_known = True
                     if len(lane.tokens) < lane.num_tokens:
                         waiting.add(lane.number)
-                    if kill_after and lane is lanes[0] and len(lane.tokens) == kill_after[0]:
-                        os.kill(cluster.pids()[kill_after[1]], signal.SIGKILL)
-                        kill_after = None
+                case StepTokens(lane=number, sampled=sampled):
+                    by_number[number].tokens += [token.token_id for token in sampled]
                 case StepFailed(lane=number, fatal=fatal, error=error):
                     assert not fatal, error
                     by_number[number].replays += 1
@@ -133,6 +135,9 @@ def drive(cluster, lanes, kill_after=None, limit_s=120.0):
                     away.discard(rank)
                 case ModelFailed(error=error) | RankFailed(error=error):
                     pytest.fail(error)
+            if kill_after and len(lanes[0].tokens) >= kill_after[0]:
+                os.kill(cluster.pids()[kill_after[1]], signal.SIGKILL)
+                kill_after = None
     return seen
 
 
@@ -185,11 +190,11 @@ def expected_tokens(directory, prompt, count, num_slices):
     return tokens[len(prompt) :]
 
 
-def lanes_for(directories, num_tokens):
+def lanes_for(directories, num_tokens, run_length=1):
     lanes, first = [], 1
     for number, (family, directory) in enumerate(directories.items()):
         prompt = np.random.default_rng(number).integers(1, directory.spec.vocab_size, size=40).tolist()
-        lanes.append(Lane(number, family, directory, prompt, num_tokens, first))
+        lanes.append(Lane(number, family, directory, prompt, num_tokens, first, run_length=run_length))
         first += 200
     return lanes
 
@@ -200,13 +205,15 @@ def report_speed(seen, label):
     print(f"{label}: {len(done)} steps, host busy a step p50 {busy[len(busy) // 2] * 1e6:.0f} us")
 
 
-@pytest.mark.parametrize("control", ["graphs", "resident"])
-def test_two_models_in_two_lanes_give_the_undivided_models_tokens(control, directories):
+@pytest.mark.parametrize(
+    ("control", "run_length"), [("host", 1), ("graphs", 1), ("graphs", 6), ("resident", 1), ("resident", 6)]
+)
+def test_two_models_in_two_lanes_give_the_undivided_models_tokens(control, run_length, directories):
     num_weights = min(2, torch.cuda.device_count() - 1)
     cluster = start(num_weights, directories, control)
     try:
-        lanes = lanes_for(directories, 24)
-        report_speed(drive(cluster, lanes), f"two lanes, {control}")
+        lanes = lanes_for(directories, 24, run_length)
+        report_speed(drive(cluster, lanes), f"two lanes, {control}, runs of {run_length}")
         print(cluster.memory_bytes())
     finally:
         cluster.close()
@@ -215,12 +222,12 @@ def test_two_models_in_two_lanes_give_the_undivided_models_tokens(control, direc
         assert lane.replays == 0
 
 
-@pytest.mark.parametrize("control", ["graphs", "resident"])
+@pytest.mark.parametrize(("control", "run_length"), [("graphs", 1), ("graphs", 6), ("resident", 1), ("resident", 6)])
 @pytest.mark.parametrize("rank", ["w0", "kv0"])
-def test_a_killed_rank_rejoins_and_tokens_are_those_of_an_undisturbed_run(rank, control, directories):
+def test_a_killed_rank_rejoins_and_tokens_are_those_of_an_undisturbed_run(rank, control, run_length, directories):
     cluster = start(1, directories, control)
     try:
-        lanes = lanes_for(directories, 24)
+        lanes = lanes_for(directories, 24, run_length)
         if rank == "kv0":
             lanes = lanes[:1]
         forget_on_loss(cluster, lanes, rank)
