@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 
@@ -107,8 +108,9 @@ class CudaFFNWorker:
             warm_up_ffn(self._kernels, model.layers, model.routers, prefill_streams(self._lanes, self._site))
         for number, lane in sorted(self._lanes.items()):  # none where a KV rank beside this one runs the passes
             for _, links in open_lanes([lane], [placement.kv_rank]):
-                for bucket in COMMON_BUCKETS:
-                    self._pass(placement.name, number, model, lane, links, PassKind(bucket, self._may_fuse))
+                kinds = product(COMMON_BUCKETS, (False, True) if self._may_fuse else (False,))
+                for bucket, is_fused in kinds:
+                    self._pass(placement.name, number, model, lane, links, PassKind(bucket, is_fused))
                     progress(total, total)  # a load that was given up ends here
 
     def open_link(
@@ -213,9 +215,9 @@ class CudaFFNWorker:
             else:
                 if self._resident is not None:
                     self._resident.before_launch(lane)
-                kind = PassKind(bucket, self._may_fuse and not self._chunk_lanes)
-                if kind.is_fused:
-                    self._fused_lanes.add(header.lane)
+                # Not fused: a prompt would have to wait for the whole run, and within a graph that repeats itself a
+                # cooperative kernel has not been tried on a GPU.
+                kind = PassKind(bucket, False)
                 source = self._pass(header.model, header.lane, model, lane, links, kind)
                 if lane.stream is None:
                     yield from self._run_emulated(source, steps, lane, inlet, num_layers)
@@ -228,7 +230,6 @@ class CudaFFNWorker:
             lane.memory.step_s = (time.monotonic() - begun_s) / header.num_steps
             has_ended = True
         finally:
-            self._fused_lanes.discard(header.lane)
             if not has_ended:
                 lane.give_up(last_epoch)
 
