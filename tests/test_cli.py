@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -36,11 +36,13 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_help_takes_less_than_half_a_second() -> None:
+    """Of a core's time, which other work on the machine does not lengthen."""
     durations = []
     for _ in range(3):
-        started = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert crosspool("--help").returncode == 0
-        durations.append(time.monotonic() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        durations.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(durations) < 0.5
 
 
