@@ -25,7 +25,8 @@ PROMPT = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
         (31.0, None, 503, "stuck"),
         (None, 5.0, 200, "recovering"),
         (31.0, 5.0, 200, "recovering"),
-        (None, 31.0, 503, "stuck"),
+        (None, 59.0, 200, "recovering"),  # requests wait for it for 60 s
+        (None, 61.0, 503, "stuck"),
     ],
 )
 async def test_health_tells_progress(

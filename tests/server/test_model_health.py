@@ -39,7 +39,10 @@ def moment(
         (moment(num_decoding=1, busy_since_s=99.0), "busy", 1.0),
         (moment(num_decoding=1, busy_since_s=60.0), "stuck", 40.0),
         (moment(num_decoding=1, busy_since_s=99.0, ranks_down={"w0": 95.0}), "recovering", 5.0),
-        (moment(ranks_down={"kv0": 60.0}), "stuck", 40.0),
+        (moment(ranks_down={"kv0": 60.0}), "recovering", 40.0),
+        (moment(ranks_down={"kv0": 39.0}), "stuck", 61.0),
+        (replace(moment(ranks_down={"kv0": 60.0}), recovery_timeout_s=5.0), "stuck", 40.0),
+        (replace(moment(ranks_down={"kv0": 75.0}), recovery_timeout_s=5.0), "recovering", 25.0),
         (moment(ranks_down={"w7": 60.0}), "idle", None),
     ],
 )

@@ -31,6 +31,7 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
         busy_since_s=min(busy, default=None),
         ranks_down=dict(core.ranks.down_since_s),
         prefill_switches=core.dispatcher.prefill_ranks.num_switches,
+        recovery_timeout_s=core.ranks.recovery_timeout_s,
     )
 
 

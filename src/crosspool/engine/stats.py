@@ -161,3 +161,4 @@ class EngineStats:
     ranks_down: dict[str, float]
     backings: dict[str, BackingCounts] = field(default_factory=dict)  # by KV rank with mapped frames
     prefill_switches: dict[str, int] = field(default_factory=dict)  # by prefill rank: models brought in
+    recovery_timeout_s: float = 60.0  # how long requests wait for a lost rank

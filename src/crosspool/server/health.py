@@ -1,8 +1,9 @@
 """Liveness and readiness, judged by forward progress rather than by a process that answers.
 
 `idle`: no work. `busy`: work, and steps end. `recovering`: a worker is being restarted. `stuck`: work in flight and no
-step has ended, or a worker has been down, for STUCK_AFTER_S. `stopped`: the engine itself no longer runs. A model may
-also be `loading`, `draining` or `failed`, and so may not be asked; the engine is live all the same.
+step has ended for STUCK_AFTER_S, or a worker has been down for longer than that and than requests wait for it.
+`stopped`: the engine itself no longer runs. A model may also be `loading`, `draining` or `failed`, and so may not be
+asked; the engine is live all the same.
 """
 
 from collections.abc import Sequence
@@ -57,7 +58,7 @@ def judge(stats: EngineStats) -> Health:
     if stats.ranks_down:
         rank, since = min(stats.ranks_down.items(), key=lambda item: item[1])
         down_s = stats.now_s - since
-        state = "stuck" if down_s > STUCK_AFTER_S else "recovering"
+        state = "stuck" if down_s > max(STUCK_AFTER_S, stats.recovery_timeout_s) else "recovering"
         return Health(state, round(down_s, 3), f"worker {rank} is down")
     if stats.busy_since_s is not None:
         return _progress(stats.now_s, stats.busy_since_s, "no step has ended though work is in flight")
