@@ -66,11 +66,10 @@ GQA_VARIANTS: dict[int, tuple[Variant, ...]] = {
 }
 """By head_dim, narrowest first."""
 
-_MLA = {"stages": 2, "warps": 8, "blocks_per_sm": 1}
 MLA_VARIANTS: dict[tuple[int, int], tuple[Variant, ...]] = {
     (512, 64): (
-        Variant("attention_mla_l512_r64_h16", 576, 512, False, 16, **_MLA),
-        Variant("attention_mla_l512_r64_h24", 576, 512, False, 24, **_MLA),
+        Variant("attention_mla_l512_r64_h16", 576, 512, False, 16, stages=2, warps=8, blocks_per_sm=1),
+        Variant("attention_mla_l512_r64_h24", 576, 512, False, 24, stages=2, warps=8, blocks_per_sm=1),
     )
 }
 """By (kv_lora_rank, qk_rope_head_dim)."""
