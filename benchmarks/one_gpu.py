@@ -27,6 +27,10 @@ class MostOfAGpu:
     def is_hopper(self) -> bool:
         return bool(self.whole.is_hopper)
 
+    @property
+    def has_warpgroups(self) -> bool:
+        return bool(self.whole.has_warpgroups)
+
     def launch(self, source: str, kernel: str, *, params: ctypes.Structure, **options: Any) -> None:
         self.whole.launch(source, kernel, params=params, **options)
 
