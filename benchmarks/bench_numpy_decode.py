@@ -4,7 +4,8 @@
     python -m benchmarks.bench_numpy_decode DIR [DIR ...]       # Hugging Face directories
 
 Both sides run the same greedy requests of known length, turn by turn, and must give the same tokens. b1: one request
-alone. c8: eight requests over the directories at once, against transformers running them one after another.
+alone. c8: eight requests over the directories at once, against transformers running them one after another. The engine
+has a decode lane for each model and hands out runs of up to DECODE_STEPS steps; all else is its default.
 """
 
 import argparse
@@ -19,12 +20,13 @@ import numpy as np
 from benchmarks.engine_drive import Job, run_jobs, running_engine
 from benchmarks.report import Report
 from benchmarks.transformers_judge import TransformersModel
-from crosspool.config import Layout
+from crosspool.config import Layout, SchedulingConfig
 from crosspool.models.directory import read_model_dir
 from crosspool.server.garbage import settle_memory
 
 SEED = 11
 PROMPT_TOKENS = 16
+DECODE_STEPS = 8
 LAYOUTS: tuple[Layout, ...] = ("inprocess", "processes")
 
 
@@ -73,7 +75,8 @@ async def _compare(
     rounds: int,
     times: dict[str, list[float]],
 ) -> None:
-    async with running_engine(directories, layout) as engine:
+    scheduling = SchedulingConfig(num_decode_lanes=len(directories), decode_steps=DECODE_STEPS)
+    async with running_engine(directories, layout, scheduling) as engine:
         settle_memory()
         for index in range(rounds + 1):  # the first is warm-up
             for name, batch in (("b1", jobs[:1]), ("c8", jobs)):

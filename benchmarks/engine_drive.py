@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosspool.config import DeploymentConfig, Layout, ModelConfig, PoolsConfig
+from crosspool.config import DeploymentConfig, Layout, ModelConfig, PoolsConfig, SchedulingConfig
 from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.request import GenerationRequest
@@ -25,11 +25,14 @@ class Job:
 
 
 @asynccontextmanager
-async def running_engine(directories: Sequence[Path], layout: Layout) -> AsyncIterator[AsyncEngine]:
+async def running_engine(
+    directories: Sequence[Path], layout: Layout, scheduling: SchedulingConfig = SchedulingConfig()
+) -> AsyncIterator[AsyncEngine]:
     """An engine with the directories' models loaded, in threads or processes."""
     config = DeploymentConfig(
         models=tuple(ModelConfig(source=str(path)) for path in directories),
         pools=PoolsConfig(layout=layout, kv_pool_bytes=64 * MiB, frame_bytes=64 * KiB),
+        scheduling=scheduling,
     )
     engine = start_engine(config)
     try:
