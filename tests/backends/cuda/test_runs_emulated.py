@@ -57,7 +57,7 @@ def test_any_prefix_of_a_schedule_leaves_the_same_in_runs_and_in_steps(directory
     steps = (*begin, *decode[:prefix])
     by_runs, by_steps = Pair(directory, 2), Pair(directory, 2)
     assert play(by_runs, steps, in_runs=True) == play(by_steps, steps, in_runs=False)
-    arenas = [pair.kv._models["tiny"].frames for pair in (by_runs, by_steps)]
+    arenas = [pair.kv._models.led("tiny").frames for pair in (by_runs, by_steps)]
     assert torch.equal(*arenas)
     assert arenas[0].any()
 

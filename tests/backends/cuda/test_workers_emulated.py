@@ -286,28 +286,28 @@ def test_decode_is_fused_but_for_the_time_of_a_prompt(directory, monkeypatch):
     pair = Pair(directory)
     worker = pair.ffn["w0"]
     expected = generate(Pair(directory), directory, prompt, 3, greedy())
-    worker._may_fuse = True
+    worker._turns.may_fuse = True
     assert generate(pair, directory, prompt, 3, greedy()) == expected
     assert "moe_fused" in [kernel for kernel, _, _ in pair.kernels.launches]
-    assert not worker._fused_lanes
+    assert not worker._turns.fused_lanes
 
     region = ArrayRegion(link_bytes(directory.spec.hidden_size * 64)).map()
     outlet, inlet = worker.open_link(1, "kv0", region, directory.spec.hidden_size * 64, lambda: None)
     pair.kv.open_link(1, "w0", region, directory.spec.hidden_size * 64, lambda: None)
     decoding = worker._lanes[0].memory
     decoding.push(1024 * 50, directory.spec.num_layers)  # as if a fused pass were under way
-    worker._fused_lanes.add(0)
+    worker._turns.fused_lanes.add(0)
     monkeypatch.setattr(chunk_plan, "PASS_TOKENS", 32)
     header = StepHeader(lane=1, model="tiny", step_seq=1, phase="prefill", num_tokens=40)
     chunk = worker.run(header, LaneLinks({"kv0": outlet}, {"kv0": inlet}))
     assert next(chunk).satisfied()  # its lane is idle and its link open
     before = next(chunk)
     assert not before.satisfied()
-    assert worker._chunk_lanes == {1}
+    assert worker._turns.chunk_lanes == {1}
     decoding._host_words[0] = 1024 * 50 + directory.spec.num_layers
     assert before.satisfied()
     chunk.close()
-    assert not worker._chunk_lanes
+    assert not worker._turns.chunk_lanes
 
 
 def test_a_sequence_may_begin_behind_pages_that_another_one_filled(directory):

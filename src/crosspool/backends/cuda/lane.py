@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -182,12 +182,6 @@ def device_inlets(inlets: Iterable[Inlet]) -> tuple[DeviceInlet, ...]:
         inlet.index = index
         found.append(inlet)
     return tuple(found)
-
-
-def prefill_streams(lanes: Mapping[int, WorkerLane], site: Site) -> dict[bool, Any]:
-    """The streams on which chunks most likely run: those of the last lane, since prefill lanes come last."""
-    streams = lanes[max(lanes)].prefill_streams if lanes else PrefillStreams(site.driver, site.device, site.partition)
-    return streams.by_share
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -1,0 +1,71 @@
+"""A run of decode steps on a weights rank: one graph, or passes posted to the server; the KV rank may end it early."""
+
+import time
+
+from crosspool.backends.base import HalfStep, Wait
+from crosspool.backends.cuda.decode_run import LAST_NAP_S, places, rest_of_run
+from crosspool.backends.cuda.ffn_pass import FFNPass
+from crosspool.backends.cuda.ffn_passes import FFNPasses, FFNWay, PassKind
+from crosspool.backends.cuda.lane_memory import RunPlace
+from crosspool.backends.cuda.link import DeviceInlet
+from crosspool.backends.cuda.passes import bucket_of
+from crosspool.backends.cuda.resident_ffn import ResidentFFN
+from crosspool.scheduler.step import StepHeader, epoch
+
+
+def run_several(
+    found: FFNPasses, resident: ResidentFFN | None, header: StepHeader, way: FFNWay, inlet: DeviceInlet
+) -> HalfStep[None]:
+    """All steps of the run, and a wait for its end. inlet: of the way's link."""
+    lane, model = way.lane, way.model
+    num_layers, bucket = model.spec.num_layers, bucket_of(header.num_tokens)
+    steps, last_epoch = places(header, num_layers), epoch(header.step_seq, header.num_steps * num_layers - 1)
+    has_ended = False
+    try:
+        if resident is not None and resident.can_serve(lane):
+            for base, place in steps:
+                resident.post(
+                    way.name,
+                    model.layers,
+                    way.number,
+                    lane,
+                    way.links,
+                    bucket,
+                    base,
+                    takes_choices=model.takes_choices,
+                    place=place,
+                )
+        else:
+            if resident is not None:
+                resident.before_launch(lane)
+            # Not fused: a prompt would have to wait for the whole run, and within a graph that repeats itself a
+            # cooperative kernel has not been tried on a GPU.
+            kind = PassKind(bucket, False)
+            source = found.find(way, kind)
+            if lane.stream is None:
+                yield from _run_emulated(source, steps, way, inlet)
+            else:
+                for base, place in steps:
+                    lane.memory.push(base, num_layers, place=place)
+                lane.run_loop(way.name, way.links, kind)
+        begun_s = time.monotonic()
+        yield Wait((inlet,), last_epoch, (), LAST_NAP_S, rest_of_run(lane.memory, header.num_steps))
+        lane.memory.step_s = (time.monotonic() - begun_s) / header.num_steps
+        has_ended = True
+    finally:
+        if not has_ended:
+            lane.give_up(last_epoch)
+
+
+def _run_emulated(
+    source: FFNPass, steps: list[tuple[int, RunPlace]], way: FFNWay, inlet: DeviceInlet
+) -> HalfStep[None]:
+    """Kernels without a device, which run in turn: the loop looks itself whether more rows come."""
+    for base, place in steps:
+        if place.step:
+            yield Wait((inlet,), base + 1)
+            if inlet.arrived(place.over):
+                return
+        way.lane.memory.push(base, way.model.spec.num_layers)
+        for layer in source.kernels():
+            yield Wait((inlet,), base + layer + 1)

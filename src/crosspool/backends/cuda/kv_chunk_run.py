@@ -1,0 +1,79 @@
+"""Runs a chunk of prompts on the KV rank, with graphs for its spans where no other chunk of the model has them."""
+
+from collections.abc import Callable, Sequence
+
+from crosspool.backends.base import HalfStep, Wait
+from crosspool.backends.cuda.batch import Batch
+from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
+from crosspool.backends.cuda.chunk_half import ChunkHalf
+from crosspool.backends.cuda.chunk_plan import chunk_plan
+from crosspool.backends.cuda.chunk_rows import ChunkRows
+from crosspool.backends.cuda.chunk_run import run_pieces
+from crosspool.backends.cuda.joined import joined_chunk
+from crosspool.backends.cuda.kv_chunk import kv_chunk
+from crosspool.backends.cuda.kv_models import KVModel
+from crosspool.backends.cuda.kv_passes import KVWay
+from crosspool.backends.cuda.lane import LaneIdle
+from crosspool.backends.cuda.launch import Launcher
+from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
+from crosspool.backends.cuda.outcome import Outcome
+from crosspool.backends.cuda.prefill_attention import Library
+from crosspool.backends.cuda.span_attention import SpanGraphs
+from crosspool.core import SampledToken
+from crosspool.models.spec import GQASpec, MLASpec
+from crosspool.scheduler.step import StepHeader
+
+
+def run_kv_chunk(
+    kernels: Launcher,
+    header: StepHeader,
+    way: KVWay,
+    inlets: Sequence[DeviceInlet],
+    batch: Batch,
+    has_neighbours: Callable[[], bool],
+) -> HalfStep[tuple[SampledToken, ...]]:
+    """The chunk's kernels and the tokens of rows that end here. has_neighbours: of `run_pieces`."""
+    model, lane = way.model, way.lane
+    plan = chunk_plan(header.num_tokens, header.step_seq, model.spec.num_layers)
+    yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
+    outcome = Outcome(batch, lane)
+    graphs = _take_graphs(model)
+    streams = lane.prefill_streams if graphs else None
+
+    def is_shared() -> bool:
+        return streams is not None and streams.is_shared
+
+    libraries = {shape: Library(each, is_shared) for shape, each in graphs.items()}
+
+    def make_half() -> ChunkHalf:
+        rows = ChunkRows(batch.token_ids, batch.positions, batch.row_of_token, batch.tables)
+        return ChunkHalf(kernels, model.spec, model.weights, model.frames, model.geometry, rows, plan, None, libraries)
+
+    has_ended = False
+    try:
+        if way.joined is None:
+            maps = [link.map() for link in way.links]
+            crossing = ChunkCrossing(kernels, lane.memory, maps, plan, model.spec.hidden_size)
+            enqueued = kv_chunk(kernels, make_half, crossing, plan, batch, outcome)
+        else:
+            ffn = way.joined.chunks_of(way.name, way.number)
+            enqueued = joined_chunk(kernels, make_half, ffn, plan, batch, outcome)
+        yield from run_pieces(kernels, lane, inlets, plan, enqueued, has_neighbours)
+        yield Wait(inlets, plan.last_epoch)
+        if outcome.is_copying():
+            yield Wait((outcome,), plan.last_epoch)
+        has_ended = True
+    finally:
+        for each in graphs.values():
+            each.is_taken = False
+        if not has_ended:
+            lane.give_up(plan.last_epoch)
+    return outcome.finish()
+
+
+def _take_graphs(model: KVModel) -> dict[GQASpec | MLASpec, SpanGraphs]:
+    """The model's span graphs for one chunk; none while another chunk of it runs."""
+    free = {shape: graphs for shape, graphs in model.spans.items() if not graphs.is_taken}
+    for graphs in free.values():
+        graphs.is_taken = True
+    return free

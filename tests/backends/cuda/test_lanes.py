@@ -1,0 +1,48 @@
+"""The lanes of a worker, by number."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from crosspool.backends.cuda.driver import Driver  # noqa: E402
+from crosspool.backends.cuda.joined import JoinedLink  # noqa: E402
+from crosspool.backends.cuda.lane_memory import WaitRule  # noqa: E402
+from crosspool.backends.cuda.lanes import WorkerLanes  # noqa: E402
+from crosspool.backends.cuda.link import Site  # noqa: E402
+from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
+
+pytestmark = pytest.mark.judge
+
+
+@pytest.fixture
+def lanes():
+    return WorkerLanes(Site("w0", torch.device("cpu"), Driver("w0"), {"w0": 0}, None), WaitRule(), EmulatedKernels())
+
+
+def test_a_lane_is_made_once_and_found_again(lanes):
+    first = lanes[3]
+    assert lanes[3] is first
+    assert lanes[1] is not first
+    assert lanes.numbers() == (3, 1)
+
+
+def test_lanes_with_links_to_all_peers_come_in_order_of_their_numbers(lanes):
+    for number, peers in ((2, ("kv0", "kv1")), (0, ("kv0",)), (1, ("kv0", "kv1"))):
+        for peer in peers:
+            lanes[number].links[peer] = JoinedLink()
+    found = list(lanes.open_to(["kv0", "kv1"]))
+    assert [(number, lane) for number, lane, _ in found] == [(1, lanes[1]), (2, lanes[2])]
+    assert [links for _, _, links in found] == [tuple(lanes[number].links.values()) for number in (1, 2)]
+    lanes.close_links("kv1")
+    assert not list(lanes.open_to(["kv0", "kv1"]))
+
+
+def test_a_lane_is_no_neighbour_of_itself(lanes):
+    lanes[0]._replayed_s = lanes[1]._replayed_s = 100.0
+    assert lanes.decodes_beside(lanes[0], 100.01)
+    assert not lanes.decodes_beside(lanes[0], 101.0)
+    lanes[1]._replayed_s = 0.0
+    assert not lanes.decodes_beside(lanes[0], 100.01)
+    assert lanes.decodes_beside(lanes[1], 100.01)
