@@ -62,7 +62,12 @@ def control_plane() -> dict[str, str]:
 def test_the_control_plane_has_no_clock_thread_await_or_io():
     modules = control_plane()
     named = {
-        f"engine/{name}.py" for name in ("scheduler_core", "admission", "queues", "batcher", "dispatcher", "lanes")
+        f"engine/{name}.py"
+        for name in (
+            *("scheduler_core", "admission", "admitter", "intake", "queues", "endings", "deadlines", "rank_losses"),
+            *("dispatcher", "batcher", "lanes", "decode_steps", "steps_ahead", "prefill_steps", "parked_steps"),
+            *("step_outcomes", "run_length"),
+        )
     }
     assert named | {"scheduler/step.py", "kv_pool/pool.py"} <= modules.keys()
     assert {name: found for name, source in modules.items() if (found := impurities(source))} == {}

@@ -28,6 +28,13 @@ class Trouble:
         """How long to wait before a replay, when no rank is known to be down."""
         return float(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.num_failures - 1, 16)))
 
+    def describe(self, recovery_timeout_s: float) -> str:
+        """One line on a step that is given up."""
+        return (
+            f"a step failed {self.num_failures} times within {recovery_timeout_s:g} s of recovery time; "
+            f"last: {self.error}"
+        )
+
 
 @dataclass(slots=True)
 class Flight:

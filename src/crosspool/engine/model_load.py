@@ -1,6 +1,6 @@
 """ModelLoad: the queue, live sequences and counters of one model that is being served."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from crosspool.core import FinishReason
@@ -40,6 +40,12 @@ class ModelLoad:
         return (
             [home for home, needs in self.needs.items() if ranks.are_up(needs)] if ranks.any_down else list(self.needs)
         )
+
+    def homes_of(self, sequences: Iterable[Sequence], ranks: RankHealth) -> list[str]:
+        """Homes of `sequences` whose steps can run: the model has a batch for each."""
+        homes = self.homes_up(ranks)
+        taken = {sequence.kv_rank for sequence in sequences} if homes else ()
+        return [home for home in homes if home in taken]
 
     def expires_s(self, ranks: RankHealth) -> float | None:
         """When requests stop waiting for a home whose steps can run; None while there is one."""
@@ -81,3 +87,8 @@ class ModelLoad:
         """Every sequence that still owes its caller an end, live ones first."""
         yield from self.live()
         yield from list(self.queue)
+
+
+def num_decode_batches(loads: Iterable[ModelLoad], ranks: RankHealth) -> int:
+    """Decode batches that could run now: one for each model and home of its decoding sequences."""
+    return sum(len(load.homes_of(load.decoding.values(), ranks)) for load in loads if load.decoding)

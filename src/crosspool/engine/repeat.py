@@ -63,8 +63,6 @@ def repeat_step(core: EngineCore, lane: int, count: int, token_id: int, now: flo
         sequence.num_losses = 0
         sequence.request.output_token_ids.extend([token_id] * count)
     load.generated_tokens += count * len(running.sequences)
-    core.num_steps += count
-    core.last_step_s = now
     result = StepResult(lane=lane, step_seq=running.step_seq, sampled=())
     core.log.add(step.header, flight.started_s, now, result, count)
     core.dispatcher.take_turn(load.model.name, "decode")

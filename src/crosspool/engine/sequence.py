@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Self
 
 from crosspool.core import FinishReason, Request, SampledToken
 from crosspool.engine.sequence_prefix import SequencePrefix
@@ -137,3 +138,24 @@ class SequenceUpdate:
     token: SampledToken | None = None
     finish_reason: FinishReason | None = None
     error: CrossPoolError | None = None
+
+    @classmethod
+    def of(
+        cls,
+        sequence: Sequence,
+        now: float,
+        *,
+        token: SampledToken | None = None,
+        finish_reason: FinishReason | None = None,
+        error: CrossPoolError | None = None,
+    ) -> Self:
+        """What has just happened to `sequence`."""
+        return cls(
+            sequence_id=sequence.sequence_id,
+            time_s=now,
+            scheduled_s=sequence.scheduled_s,
+            cached_tokens=sequence.num_reused_tokens,
+            token=token,
+            finish_reason=finish_reason,
+            error=error,
+        )

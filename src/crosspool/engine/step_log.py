@@ -29,15 +29,22 @@ class StepSpan(NamedTuple):
 
 
 class StepLog:
-    """A ring of the last STEPS_KEPT steps, and totals of all by model and phase."""
+    """A ring of the last STEPS_KEPT steps, and totals of all by model and phase.
+
+    num_steps, last_step_s: all that ended, those of forgotten models too, and when the last one did.
+    """
 
     def __init__(self) -> None:
+        self.num_steps = 0
+        self.last_step_s: float | None = None
         self._spans: deque[StepSpan] = deque(maxlen=STEPS_KEPT)
         self._last_end_s: dict[str, float] = {}
         self._totals: dict[str, dict[Phase, StepTotals]] = {}
 
     def add(self, header: StepHeader, started_s: float, ended_s: float, result: StepResult, count: int = 1) -> None:
         """A step ended, or `count` steps alike as one."""
+        self.num_steps += count
+        self.last_step_s = ended_s
         self._last_end_s[header.model] = ended_s
         times = (result.attention_s, result.ffn_s, result.transfer_s)
         span = StepSpan(header.lane, header.phase, header.model, header.num_tokens, started_s, ended_s, *times)

@@ -1,0 +1,98 @@
+"""DecodeSteps: whose whole decode batch an idle lane gets, or goes behind another model's running step."""
+
+from collections.abc import Container, Mapping
+from collections.abc import Sequence as Items
+
+from crosspool.engine.batcher import Turns, decode_row
+from crosspool.engine.kv_pages import KVPages
+from crosspool.engine.lanes import Lane
+from crosspool.engine.model_load import ModelLoad
+from crosspool.engine.parked_steps import ParkedSteps
+from crosspool.engine.ranks import RankHealth
+from crosspool.engine.run_length import RunLength
+from crosspool.engine.step_start import StepStart
+from crosspool.scheduler.step import StepDescriptor
+
+
+class DecodeSteps:
+    """Models take turns; a model has a batch for each home of its decoding sequences.
+
+    num_stalls: rows left out of a step because their sequences had no page for one more token.
+    """
+
+    def __init__(
+        self,
+        lanes: Items[Lane],
+        parked: ParkedSteps,
+        turns: Turns,
+        loads: Mapping[str, ModelLoad],
+        kv: KVPages,
+        ranks: RankHealth,
+        run_length: RunLength,
+        starter: StepStart,
+    ) -> None:
+        self.num_stalls = 0
+        self._lanes = lanes
+        self._parked = parked
+        self._turns = turns
+        self._loads = loads
+        self._kv = kv
+        self._ranks = ranks
+        self._run_length = run_length
+        self._starter = starter
+
+    def step(self, lane: Lane, now: float) -> StepDescriptor | None:
+        """The next model's whole decode batch: all its decoding sequences that have a slot for one more token."""
+        flying = self.under_way()
+        for name in self._turns.ready(self._decoding(flying)):
+            load = self._loads[name]
+            for home in load.homes_of(load.decoding.values(), self._ranks):
+                step = None if (name, home) in flying else self._batch(lane, load, home, now)
+                if step is not None:
+                    return step
+        return None
+
+    def step_behind(self, lane: Lane, now: float) -> StepDescriptor | None:
+        """The decode step of the model whose turn comes next, behind another model's step.
+
+        Steps behind one another have the same KV rank, which alone tells in which order they end; where the next model
+        has another one the lane is left to become idle, so that it takes it.
+        """
+        assert lane.step is not None
+        flying = self.under_way()
+        for name in self._turns.ready(self._decoding(flying)):
+            load, home = self._loads[name], lane.step.header.kv_rank
+            homes = [own for own in load.homes_of(load.decoding.values(), self._ranks) if (name, own) not in flying]
+            if not homes:
+                continue
+            if home not in homes:
+                return None
+            step = self._batch(lane, load, home, now)
+            if step is not None:
+                return step
+        return None
+
+    def under_way(self) -> list[tuple[str, str]]:
+        """Model and home of every decode step in flight or parked: decode requests that share both share one lane."""
+        steps = [flight.step for lane in self._lanes if lane.phase == "decode" for flight in lane.flights()]
+        steps += [parked.step for parked in self._parked.steps if parked.step.header.phase == "decode"]
+        return [(step.header.model, step.header.kv_rank) for step in steps]
+
+    def _decoding(self, flying: Container[tuple[str, str]]) -> set[str]:
+        """Models with decoding sequences that may be in no step yet."""
+        return {
+            name
+            for name, load in self._loads.items()
+            if load.decoding and any((name, home) not in flying for home in load.needs)
+        }
+
+    def _batch(self, lane: Lane, load: ModelLoad, home: str, now: float) -> StepDescriptor | None:
+        decoding = [sequence for sequence in load.decoding.values() if sequence.kv_rank == home]
+        batch = [sequence for sequence in decoding if self._kv.of(sequence).ensure_slot(sequence)]
+        self.num_stalls += len(decoding) - len(batch)
+        if not batch:
+            return None
+        num_steps = self._run_length.of(load, batch)
+        return self._starter.start(
+            lane, load, home, batch, [decode_row(sequence) for sequence in batch], now, num_steps
+        )

@@ -1,0 +1,97 @@
+"""Endings: how a sequence ends in any state, and when its pages come back."""
+
+from collections.abc import Iterable
+
+from crosspool.core import FinishReason
+from crosspool.engine.admission import check_length
+from crosspool.engine.admitter import Admitter
+from crosspool.engine.forecast import OutputEstimate
+from crosspool.engine.model_loads import ModelLoads
+from crosspool.engine.parked_steps import ParkedSteps
+from crosspool.engine.sequence import Sequence, SequenceState, SequenceUpdate
+from crosspool.errors import CapacityError, CrossPoolError
+
+
+class Endings:
+    """Takes ended sequences out of `sequences`, frees what they hold, and remembers whom KV workers can forget."""
+
+    def __init__(
+        self,
+        models: ModelLoads,
+        parked: ParkedSteps,
+        admitter: Admitter,
+        estimate: OutputEstimate,
+        sequences: dict[int, Sequence],
+    ) -> None:
+        self._models = models
+        self._loads, self._kv = models.by_name, models.kv
+        self._parked = parked
+        self._admitter = admitter
+        self._estimate = estimate
+        self._sequences = sequences
+        self._forgotten: dict[str, list[int]] = {}
+
+    def end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Its pages are free at once, or when the step in flight that uses them ends."""
+        load = self._loads[sequence.request.model]
+        del self._sequences[sequence.sequence_id]
+        load.num_finished[reason] += 1
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._estimate.record(load.model.name, sequence.num_generated_tokens)
+        self._admitter.is_due = True
+        if sequence.state is SequenceState.QUEUED:
+            sequence.state = SequenceState.ENDED
+            load.queue.remove(sequence)
+            return
+        load.enter(sequence, SequenceState.ENDED)
+        self._parked.drop(sequence)
+        if sequence.in_step:
+            self._kv.of(sequence).stop_growing(sequence)
+        else:
+            self.release(sequence)
+
+    def fail(self, sequence: Sequence, error: CrossPoolError, now: float) -> SequenceUpdate:
+        self.end(sequence, FinishReason.ERROR)
+        return SequenceUpdate.of(sequence, now, finish_reason=FinishReason.ERROR, error=error)
+
+    def fail_all(self, sequences: Iterable[Sequence], error: CrossPoolError, now: float) -> list[SequenceUpdate]:
+        return [self.fail(sequence, error, now) for sequence in list(sequences)]
+
+    def refuse_unfitting(self, now: float) -> list[SequenceUpdate]:
+        """End queued sequences that no longer can fit, with the true numbers: nobody waits for what cannot come."""
+        updates = []
+        for load in self._loads.values():
+            reach = self._models.reach(load.model)
+            for sequence in list(load.queue):
+                request = sequence.request
+                try:
+                    check_length(load.model, reach, len(request.prompt_token_ids), request.sampling.max_tokens)
+                except CapacityError as error:
+                    updates.append(self.fail(sequence, error, now))
+        return updates
+
+    def release_unused(self, sequences: Iterable[Sequence]) -> None:
+        """`release` those that have ended, unless the step behind the one that they have left uses their pages."""
+        for sequence in sequences:
+            if sequence.state is SequenceState.ENDED and not sequence.in_step:
+                self.release(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the pages of a sequence that no step uses any more."""
+        load = self._loads[sequence.request.model]
+        load.leave(sequence)
+        self._kv.of(sequence).release(sequence)
+        if sequence.joined:
+            for rank in load.needs[sequence.kv_rank]:
+                if rank in load.model.kv_ranks:
+                    self._forgotten.setdefault(rank, []).append(sequence.sequence_id)
+        self._admitter.is_due = True
+
+    def take_forgotten(self) -> dict[str, list[int]]:
+        """By KV rank: sequences that were released since the last call and that the rank was told of."""
+        forgotten, self._forgotten = self._forgotten, {}
+        return forgotten
+
+    def rank_lost(self, kv_rank: str) -> None:
+        """The rank has forgotten everyone by itself."""
+        self._forgotten.pop(kv_rank, None)

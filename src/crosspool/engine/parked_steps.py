@@ -1,0 +1,76 @@
+"""ParkedSteps: failed steps that wait until they can be replayed."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import replace
+
+from crosspool.engine.lanes import Lane, ParkedStep, Trouble, rows_of
+from crosspool.engine.model_load import ModelLoad
+from crosspool.engine.ranks import RankHealth
+from crosspool.engine.sequence import Sequence, SequenceState
+from crosspool.scheduler.step import StepDescriptor
+
+
+class ParkedSteps:
+    """Parks steps out of lanes and replays them in idle ones. Reads models and ranks."""
+
+    def __init__(self, lanes: Items[Lane], loads: Mapping[str, ModelLoad], ranks: RankHealth) -> None:
+        self.num_replays = 0
+        self.steps: list[ParkedStep] = []
+        self._lanes = lanes
+        self._loads = loads
+        self._ranks = ranks
+
+    def park(self, step: StepDescriptor, sequences: tuple[Sequence, ...], trouble: Trouble, now: float) -> None:
+        """Keep a failed step, without the rows of sequences that have ended, until it can be replayed."""
+        alive = [sequence for sequence in sequences if sequence.state is not SequenceState.ENDED]
+        not_before_s = now + trouble.backoff_s() if self._ranks.are_up(self._ranks_of(step)) else now
+        self._keep(step, sequences, alive, trouble, not_before_s)
+
+    def isolate(self, step: StepDescriptor, sequences: tuple[Sequence, ...], trouble: Trouble, now: float) -> None:
+        """Replay a step in which a worker raised row by row, so that only the row that made it raise fails again."""
+        for sequence in sequences:
+            if sequence.state is not SequenceState.ENDED:
+                self._keep(step, sequences, [sequence], replace(trouble), now)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Leave an ended sequence out of the parked step that has a row of it, if one has."""
+        for parked in self.steps:
+            if sequence in parked.sequences:
+                parked.drop(sequence)
+        self.steps = [parked for parked in self.steps if parked.sequences]
+
+    def kv_rank_lost(self, kv_rank: str) -> None:
+        """Steps that need it are not replayed: their sequences are prefilled again."""
+        self.steps = [parked for parked in self.steps if kv_rank not in parked.ranks]
+
+    def replays(self, now: float) -> list[StepDescriptor]:
+        """Those that are ready, started in idle lanes of their phases."""
+        return [step for parked in list(self.steps) if (step := self._replay(parked, now)) is not None]
+
+    def _keep(
+        self,
+        step: StepDescriptor,
+        sequences: tuple[Sequence, ...],
+        kept: Items[Sequence],
+        trouble: Trouble,
+        not_before_s: float,
+    ) -> None:
+        part, members = rows_of(step, sequences, kept)
+        part = replace(part, header=replace(part.header, prefill_rank=None))  # the pools can do it as well
+        self.steps.append(ParkedStep(part, members, self._ranks_of(step), trouble, not_before_s))
+        for sequence in members:
+            sequence.take_step(part.num_steps)
+
+    def _ranks_of(self, step: StepDescriptor) -> frozenset[str]:
+        return frozenset(self._loads[step.header.model].needs[step.header.kv_rank])
+
+    def _replay(self, parked: ParkedStep, now: float) -> StepDescriptor | None:
+        phase = parked.step.header.phase
+        idle = [lane for lane in self._lanes if lane.phase == phase and lane.step is None]
+        if not idle or not parked.is_ready(self._ranks.down_since_s, now):
+            return None
+        own = [lane for lane in idle if lane.index == parked.step.header.lane]
+        self.steps.remove(parked)
+        self.num_replays += 1
+        return parked.replay_in((own or idle)[0], now)

@@ -1,0 +1,92 @@
+"""PrefillSteps: whose prompts an idle prefill lane runs next, in which chunks, and where."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+
+from crosspool.engine.batcher import Chunk, Turns, prefill_chunks, prefill_row
+from crosspool.engine.config import EngineConfig
+from crosspool.engine.kv_pages import KVPages
+from crosspool.engine.lanes import Lane
+from crosspool.engine.model_load import ModelLoad
+from crosspool.engine.prefill_ranks import PrefillRanks, with_bounded_past
+from crosspool.engine.ranks import RankHealth
+from crosspool.engine.sequence import Sequence
+from crosspool.engine.shared_prefill import shared_chunks
+from crosspool.engine.step_start import StepStart
+from crosspool.scheduler.step import StepDescriptor
+
+
+class PrefillSteps:
+    """Models take turns; on a prefill rank its residency says which of those that it computes comes next."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        lanes: Items[Lane],
+        turns: Turns,
+        loads: Mapping[str, ModelLoad],
+        kv: KVPages,
+        ranks: RankHealth,
+        prefill_ranks: PrefillRanks,
+        starter: StepStart,
+    ) -> None:
+        self._num_decode_lanes = config.num_decode_lanes
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._lanes = lanes
+        self._turns = turns
+        self._loads = loads
+        self._kv = kv
+        self._ranks = ranks
+        self._prefill_ranks = prefill_ranks
+        self._starter = starter
+
+    def step(self, lane: Lane, now: float) -> StepDescriptor | None:
+        """The next model's chunk, shared by its prefilling sequences: on the lane's prefill rank, or in the pools."""
+        names = {name for name, load in self._loads.items() if load.prefilling}
+        if not names:
+            return None
+        rank = self._prefill_ranks.of_lane(lane.index - self._num_decode_lanes)
+        turns = self._turns.ready(names)
+        if rank is not None:
+            own = [self._loads[name] for name in turns if self._prefill_ranks.computes(rank, self._loads[name])]
+            for name in self._prefill_ranks.order(rank, own, now):
+                step = self._step_of(lane, self._loads[name], now, rank)
+                if step is not None:
+                    self._prefill_ranks.take(rank, name)
+                    return step
+            turns = [name for name in turns if self._loads[name] not in own]
+        for name in turns:
+            step = self._step_of(lane, self._loads[name], now)
+            if step is not None:
+                return step
+        return None
+
+    def _step_of(
+        self, lane: Lane, load: ModelLoad, now: float, prefill_rank: str | None = None
+    ) -> StepDescriptor | None:
+        waiting = [sequence for sequence in load.prefilling.values() if not sequence.in_step]
+        homes = load.homes_of(waiting, self._ranks)
+        if prefill_rank is not None:  # no weights rank has a part in it
+            homes = [home for home in load.needs if self._ranks.are_up((home,))]
+        for home in homes:
+            chunks = self._chunks(load, home, [sequence for sequence in waiting if sequence.kv_rank == home])
+            if prefill_rank is not None:
+                chunks = with_bounded_past(chunks, load.model.model_limit)
+            if chunks:
+                batch, rows = [chunk.sequence for chunk in chunks], [prefill_row(chunk) for chunk in chunks]
+                return self._starter.start(lane, load, home, batch, rows, now, prefill_rank=prefill_rank)
+        return None
+
+    def _chunks(self, load: ModelLoad, home: str, waiting: Items[Sequence]) -> list[Chunk]:
+        """What the model's next prefill step with this home runs."""
+        prefix = self._kv.prefix(load.model.name, home)
+        if prefix is None:
+            return prefill_chunks(waiting, self._max_num_batched_tokens)
+        running = [
+            Chunk(sequence, row.num_new_tokens)
+            for lane in self._lanes
+            if lane.phase == "prefill" and lane.step is not None and lane.step.header.model == load.model.name
+            for row, sequence in zip(lane.step.rows, lane.sequences, strict=False)
+            if sequence.kv_rank == home
+        ]
+        return shared_chunks(prefix, waiting, running, self._max_num_batched_tokens)

@@ -1,0 +1,67 @@
+"""RankLosses: what the loss of a rank, and its return, mean for sequences and their pages."""
+
+from crosspool.engine.admitter import Admitter
+from crosspool.engine.dispatcher import Dispatcher
+from crosspool.engine.endings import Endings
+from crosspool.engine.model_loads import ModelLoads
+from crosspool.engine.ranks import RankHealth
+from crosspool.engine.sequence import SequenceUpdate
+from crosspool.errors import WorkerLostError
+
+MAX_LOSSES = 5
+"""KV ranks a sequence may lose in a row without gaining a token, before it is taken for their cause."""
+
+
+class RankLosses:
+    """Sends sequences that have lost their KV back to their queues. Steps that need other ranks wait: `ParkedSteps`."""
+
+    def __init__(
+        self, models: ModelLoads, ranks: RankHealth, dispatcher: Dispatcher, admitter: Admitter, endings: Endings
+    ) -> None:
+        self._loads, self._pages = models.by_name, models.pages
+        self._ranks = ranks
+        self._dispatcher = dispatcher
+        self._admitter = admitter
+        self._endings = endings
+
+    def lost(self, rank: str, reason: str, now: float) -> list[SequenceUpdate]:
+        self._ranks.lost(rank, reason, now)
+        updates = []
+        if rank in self._pages:
+            updates += self._kv_lost(rank, reason, now)
+        if self._ranks.recovery_timeout_s == 0:
+            error = WorkerLostError(f"rank {rank} was lost ({reason}); the recovery timeout is 0")
+            for load in self._loads.values():
+                if rank in load.ranks and load.expires_s(self._ranks) is not None:
+                    updates += self._endings.fail_all(list(load.unended()), error, now)
+        return updates
+
+    def ready(self, rank: str) -> None:
+        """The rank is back, with all its models."""
+        self._ranks.ready(rank)
+        if rank in self._pages:
+            self._pages[rank].nothing_is_mapped()  # what was released since its loss is not either
+        self._admitter.is_due = True
+
+    def _kv_lost(self, rank: str, reason: str, now: float) -> list[SequenceUpdate]:
+        """The rank's sequences go back to the head of their queues, to be prefilled from all tokens they have."""
+        self._dispatcher.kv_rank_lost(rank)
+        updates = []
+        for load in self._loads.values():
+            hit = [home for home, needs in load.needs.items() if rank in needs]
+            for sequence in [sequence for sequence in load.lingering.values() if sequence.kv_rank in hit]:
+                self._endings.release(sequence)
+            for sequence in [sequence for sequence in load.live() if sequence.kv_rank in hit]:
+                self._endings.release(sequence)
+                sequence.rewind()
+                sequence.num_losses += 1
+                load.num_preempted += 1
+                load.queue.push(sequence)
+                if sequence.num_losses > MAX_LOSSES:
+                    times = f"{sequence.num_losses} times in a row without a token"
+                    error = WorkerLostError(f"rank {rank} was lost under this request {times}; last: {reason}")
+                    updates.append(self._endings.fail(sequence, error, now))
+        self._pages[rank].memory_lost()
+        self._endings.rank_lost(rank)
+        # Limits may have been set below what those that ran were promised.
+        return updates + self._endings.refuse_unfitting(now)
