@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from crosspool.backends.cuda.vmm import CudaVmmDriver, RangeMemory  # noqa: E402
-from crosspool.kv_pool.backing.base import FrameRange  # noqa: E402
-from crosspool.kv_pool.backing.vmm import VmmBacking  # noqa: E402
-from crosspool.units import MiB  # noqa: E402
-from tests.support.fake_vmm import FakeVmmDriver  # noqa: E402
+from crosspool.backends.cuda.vmm import CudaVmmDriver, RangeMemory
+from crosspool.kv_pool.backing.base import FrameRange
+from crosspool.kv_pool.backing.vmm import VmmBacking
+from crosspool.units import MiB
+from tests.support.fake_vmm import FakeVmmDriver
 
 pytestmark = pytest.mark.judge
 
