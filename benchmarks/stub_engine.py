@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from crosspool.core import FinishReason
@@ -101,7 +102,8 @@ class LoopStream:
             return None
         await asyncio.sleep(0)
         self._made += 1
-        return [stub_output(self._request, self._made, self._arrival_s)]
+        is_last = self._made == self._request.sampling.max_tokens
+        return [stub_output(self._request, self._made, self._arrival_s, is_last=is_last)]
 
     async def aclose(self) -> None:
         self._made = self._request.sampling.max_tokens
@@ -111,19 +113,19 @@ class PacedEngine:
     """The engine beneath `AsyncEngine`: a thread gives every request one token each `pace_s`, all at the same moment,
     as a decode step of all of them would.
 
-    Since the engine is to cost nothing, a step makes one output and gives it to every request: what it tells of tokens
-    and times is that of the engine's first request. It ends none before it is aborted.
+    Since the engine is to cost nothing, a step makes one output and gives it to every request that does not end with
+    it: what that tells of usage and times is that of the engine's first request.
     """
 
     def __init__(self, pace_s: float) -> None:
         self._pace_s = pace_s
-        self._live: dict[str, tuple[Callable[[RequestOutput], None], Callable[[], None]]] = {}
+        self._live: dict[str, PacedRequest] = {}
         self._thread: threading.Thread | None = None
 
     def submit(
         self, request: GenerationRequest, take: Callable[[RequestOutput], None], flush: Callable[[], None]
     ) -> None:
-        self._live[request.request_id] = take, flush
+        self._live[request.request_id] = PacedRequest(request, take, flush, time.monotonic())
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(request,), name="paced engine", daemon=True)
             self._thread.start()
@@ -133,18 +135,35 @@ class PacedEngine:
 
     def _run(self, first: GenerationRequest) -> None:
         due_s = arrival_s = time.monotonic()
-        for made in itertools.count(1):
+        for step in itertools.count(1):
             due_s += self._pace_s
             time.sleep(max(0.0, due_s - time.monotonic()))
-            output = stub_output(first, made, arrival_s)
+            output = stub_output(first, step, arrival_s, is_last=False)
             flush = None
-            for take, flush in list(self._live.values()):  # noqa: B007 (the last one wakes the loop of all)
-                take(output)
+            for asked in list(self._live.values()):
+                asked.made += 1
+                if asked.made == asked.request.sampling.max_tokens:
+                    self._live.pop(asked.request.request_id, None)
+                    asked.take(stub_output(asked.request, asked.made, asked.arrival_s, is_last=True))
+                else:
+                    asked.take(output)
+                flush = asked.flush
             if flush is not None:
                 flush()
 
 
-def stub_output(request: GenerationRequest, made: int, arrival_s: float) -> RequestOutput:
+@dataclass(slots=True)
+class PacedRequest:
+    """A request that gets tokens, and where they go."""
+
+    request: GenerationRequest
+    take: Callable[[RequestOutput], None]
+    flush: Callable[[], None]
+    arrival_s: float
+    made: int = 0
+
+
+def stub_output(request: GenerationRequest, made: int, arrival_s: float, *, is_last: bool) -> RequestOutput:
     """The output with a request's token number `made`, from 1."""
     now = time.monotonic()
     return RequestOutput(
@@ -156,7 +175,7 @@ def stub_output(request: GenerationRequest, made: int, arrival_s: float) -> Requ
         logprobs=None,
         usage=Usage(prompt_tokens=1, completion_tokens=made, cached_tokens=0),
         timings=Timings(arrival_s=arrival_s, scheduled_s=arrival_s, first_token_s=now, last_token_s=now),
-        finish_reason=FinishReason.LENGTH if made == request.sampling.max_tokens else None,
+        finish_reason=FinishReason.LENGTH if is_last else None,
         stop_reason=None,
         error=None,
     )
