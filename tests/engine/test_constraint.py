@@ -6,11 +6,9 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import pytest
-
 from crosspool.core import FinishReason
 from crosspool.errors import ConstraintError
-from tests.support.engine_deployment import Deployment, collect, requests, token_ids, write_models
+from tests.support.engine_deployment import Deployment, collect, requests, token_ids
 
 
 @dataclass
@@ -38,11 +36,6 @@ class Countdown:
 
     def fork(self) -> Countdown:
         return Countdown(self.limit, list(self.seen))
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_models(tmp_path_factory.mktemp("models"))
 
 
 async def test_every_token_is_allowed_though_the_kv_rank_is_killed(directories: dict[str, Path]) -> None:

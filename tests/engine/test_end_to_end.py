@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from crosspool.backends.numpy.monolithic import MonolithicModel
 from crosspool.core import FinishReason, SamplingParams
 from crosspool.engine.request import GenerationRequest
 from tests.support.engine_deployment import (
     Deployment,
     collect,
-    load_undivided,
     requests,
     token_ids,
     wanted,
-    write_models,
 )
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def undivided(directories: dict[str, Path]) -> dict[str, MonolithicModel]:
-    return load_undivided(directories)
 
 
 @pytest.mark.parametrize("layout", ["inprocess", "processes"])

@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
-from crosspool.backends.numpy.monolithic import MonolithicModel
 from crosspool.core import SamplingParams
 from crosspool.engine.request import GenerationRequest
 from tests.support.engine_deployment import (
     FRAME_BYTES,
     Deployment,
     collect,
-    load_undivided,
     requests,
     token_ids,
     wanted,
-    write_models,
 )
 
 TWO, THREE = ("kv0", "kv1"), ("kv0", "kv1", "kv2")
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def undivided(directories: dict[str, Path]) -> dict[str, MonolithicModel]:
-    return load_undivided(directories)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from crosspool.core import FinishReason, SamplingParams
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.scheduler_core import EngineCore
-from tests.support.engine_deployment import FAMILIES, FRAME_BYTES, Deployment, collect, write_models
+from tests.support.engine_deployment import FAMILIES, FRAME_BYTES, Deployment, collect
 
 NUM_REQUESTS = 20
 SEED = 6
@@ -115,11 +115,6 @@ def random_requests(seed: int) -> list[GenerationRequest]:
             )
         )
     return found
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

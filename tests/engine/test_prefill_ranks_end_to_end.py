@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -18,23 +17,11 @@ from tests.support.engine_deployment import (
     WEIGHTS_RANKS,
     Deployment,
     collect,
-    load_undivided,
     requests,
     token_ids,
     wanted,
-    write_models,
 )
 from tests.support.tiny_models import write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def undivided(directories: dict[str, Path]) -> dict[str, MonolithicModel]:
-    return load_undivided(directories)
 
 
 def dedicated_steps(deployment: Deployment) -> int:

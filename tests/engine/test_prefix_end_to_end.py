@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from pathlib import Path
 
 import pytest
 
@@ -18,24 +17,12 @@ from tests.support.engine_deployment import (
     WEIGHTS_RANKS,
     Deployment,
     collect,
-    load_undivided,
     token_ids,
-    write_models,
 )
 from tests.support.tiny_models import write_tiny_model
 
 ATTENTIONS = ("qwen3_moe", "deepseek_v2", "glm4_moe_lite", "gpt_oss", "olmoe")
 """GQA, MLA with and without a compressed query, sinks and windows, a norm over all heads."""
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_models(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def undivided(directories: dict[str, Path]) -> dict[str, MonolithicModel]:
-    return load_undivided(directories)
 
 
 def a_request(model: str, prompt: list[int], max_tokens: int = 12, **changes) -> GenerationRequest:

@@ -6,7 +6,6 @@ import asyncio
 import os
 import random
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
@@ -20,15 +19,9 @@ from tests.support.engine_deployment import (
     collect,
     load_undivided,
     token_ids,
-    write_models,
 )
 
 NUM_ROUNDS = int(os.environ.get("CROSSPOOL_STORM_ROUNDS", "4"))
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return write_models(tmp_path_factory.mktemp("models"))
 
 
 def a_request(rng: random.Random, index: int, max_tokens: int = 40) -> GenerationRequest:

@@ -86,10 +86,6 @@ class RankLoop:
         now_s = self._around.clock()
         return min((run.nap_s(now_s) for run in self._runs.values()), default=NO_NAP_NEEDED_S)
 
-    def next_deadline_s(self) -> float | None:
-        """When the first wait runs out, on the loop's clock."""
-        return min((s for run in self._runs.values() if (s := run.deadline_s) is not None), default=None)
-
     def advance(self) -> bool:
         """Run one segment, the one the order policy picks, and end steps out of time. False if nothing was ready."""
         if self._loader.has_outcomes():

@@ -109,8 +109,9 @@ def attention_decode(
         variant = widened(variant)
     if is_ready:
         rope_cache(kernels, spec, inputs, cache, layer, positions, q)
-    params = attention_params(spec, inputs, cache, layer, lengths, scratch, splits, q if is_ready else None)
-    params.few_splits = num_few_splits(spec, splits, kernels.num_sms)
+    ready = address(q if is_ready else None)
+    params = attention_params(kernels, spec, cache, layer, lengths, scratch, splits, ready)
+    setattr(params, "mla" if isinstance(spec, MLASpec) else "gqa", inputs)
     kv_heads = num_kv_heads(spec)
     blocks = heads if variant is None else kv_heads * ceil_div(heads // kv_heads, variant.heads)
     kernels.launch(
@@ -126,22 +127,22 @@ def attention_decode(
 
 
 def attention_params(
+    kernels: Launcher,
     spec: GQASpec | MLASpec,
-    inputs: GqaInput | MlaInput,
     cache: PagedCache,
     layer: int,
     lengths: torch.Tensor,
     scratch: AttentionScratch,
     splits: int,
-    q: torch.Tensor | None,
+    q: int | None,
 ) -> AttentionParams:
-    """What a split pass needs. q: (tokens, heads, D_k) bf16, ready as are all slots; None: made of `inputs`."""
+    """What a split pass needs. q: where (tokens, heads, D_k) bf16 and all slots lie ready; None: made of its inputs."""
     key_dim, value_dim = key_value_dims(spec)
     is_mla, kv_heads = isinstance(spec, MLASpec), num_kv_heads(spec)
     window = None if isinstance(spec, MLASpec) else spec.sliding_window
     head_bytes = key_dim * _ELEMENT_BYTES
-    params = AttentionParams(
-        q=address(q),
+    return AttentionParams(
+        q=q,
         cache=cache.view(layer),
         lengths=address(lengths),
         partial_o=address(scratch.partial_o),
@@ -153,13 +154,11 @@ def attention_params(
         kv_heads=kv_heads,
         splits=splits,
         window=window or 0,
-        few_splits=splits,
+        few_splits=num_few_splits(spec, splits, kernels.num_sms),
         key_dim=key_dim,
         value_dim=value_dim,
         scale_log2=spec.softmax_scale * LOG2_E,
     )
-    setattr(params, "mla" if is_mla else "gqa", inputs)
-    return params
 
 
 def combine_params(

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from crosspool.backends.cuda.attention import LOG2_E, AttentionScratch
-from crosspool.backends.cuda.attention_variants import choose_variant, key_value_dims, num_few_splits, num_kv_heads
+from crosspool.backends.cuda.attention import AttentionScratch, attention_params
+from crosspool.backends.cuda.attention_variants import choose_variant, key_value_dims, num_kv_heads
 from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap
 from crosspool.backends.cuda.exchange_params import ExchangePutParams, ExchangeTakeParams, MergeParams
 from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.own_pages import OwnRows
-from crosspool.backends.cuda.params import AttentionParams, GqaInput, MlaInput, address
+from crosspool.backends.cuda.params import GqaInput, MlaInput, address
 from crosspool.backends.cuda.rope import rope_cache
 from crosspool.backends.cuda.transport_params import Flags, Slots
 from crosspool.kv_pool.geometry import PageGeometry
@@ -167,35 +167,15 @@ def attend_splits(
     splits: int,
 ) -> None:
     """Partial results in `scratch` of queries that lie ready at `q` over each token's first `lengths` slots."""
-    key_dim, value_dim = key_value_dims(spec)
-    is_mla, kv_heads, tokens = isinstance(spec, MLASpec), num_kv_heads(spec), len(lengths)
-    variant = choose_variant(spec)
-    head_bytes = key_dim * _ELEMENT_BYTES
-    params = AttentionParams(
-        q=q,
-        cache=cache.view(layer),
-        lengths=address(lengths),
-        partial_o=address(scratch.partial_o),
-        partial_ml=address(scratch.partial_ml),
-        key_head_bytes=0 if is_mla else head_bytes,
-        value_offset_bytes=0 if is_mla else kv_heads * head_bytes,
-        value_head_bytes=0 if is_mla else head_bytes,
-        heads=spec.num_heads,
-        kv_heads=kv_heads,
-        splits=splits,
-        few_splits=num_few_splits(spec, splits, kernels.num_sms),
-        key_dim=key_dim,
-        value_dim=value_dim,
-        scale_log2=spec.softmax_scale * LOG2_E,
-    )
+    variant, kv_heads = choose_variant(spec), num_kv_heads(spec)
     blocks = spec.num_heads if variant is None else kv_heads * ceil_div(spec.num_heads // kv_heads, variant.heads)
     kernels.launch(
         "attention",
         "attention_any" if variant is None else variant.ready_name,
-        grid=(splits, blocks, tokens),
+        grid=(splits, blocks, len(lengths)),
         threads=32 if variant is None else variant.warps * 32,
-        smem_bytes=value_dim * 4 if variant is None else variant.smem_bytes,
-        params=params,
+        smem_bytes=key_value_dims(spec)[1] * 4 if variant is None else variant.smem_bytes,
+        params=attention_params(kernels, spec, cache, layer, lengths, scratch, splits, q),
     )
 
 
