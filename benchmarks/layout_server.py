@@ -20,19 +20,24 @@ POLL_S = 0.2
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "crosspool-1+1": ("--kv-ranks", "1", "--weights-ranks", "1"),
+    "crosspool-1+1s": ("--kv-ranks", "1", "--weights-ranks", "2", "--weights-shares", "3,1"),
     "crosspool-1+3": ("--kv-ranks", "1", "--weights-ranks", "3"),
     "static-2": ("--baseline", "static", "--kv-ranks", "1", "--weights-ranks", "1"),
     "static-4": ("--baseline", "static", "--kv-ranks", "1", "--weights-ranks", "3"),
     "elastic-2": ("--baseline", "elastic", "--kv-ranks", "1", "--weights-ranks", "1"),
     "elastic-4": ("--baseline", "elastic", "--kv-ranks", "1", "--weights-ranks", "3"),
 }
-"""The number behind a baseline is that of its places; the two pools of the same flags have as many ranks."""
+"""The number behind a baseline is that of its places; the two pools of the same flags have as many ranks. 1+1s: a second
+weights rank, with a quarter of every FFN, lies beside the KV rank."""
+
+
+def num_gpus(layout: str) -> int:
+    """By its name, such as crosspool-1+1s or static-2."""
+    return sum(int(number) for number in layout.partition("-")[2].rstrip("s").split("+"))
+
 
 GPU_LAYOUTS: dict[str, tuple[str, ...]] = {
-    **{
-        name: (*flags, "--gpus", name[-1] if "+" not in name else str(1 + int(name[-1])))
-        for name, flags in LAYOUTS.items()
-    },
+    **{name: (*flags, "--gpus", str(num_gpus(name))) for name, flags in LAYOUTS.items()},
     "crosspool-1": ("--kv-ranks", "1", "--weights-ranks", "1", "--gpus", "1"),
     "static-1": ("--baseline", "static", "--gpus", "1"),
     "elastic-1": ("--baseline", "elastic", "--gpus", "1"),

@@ -67,6 +67,17 @@ def test_settings_of_all_models_hold_for_the_default_models_too() -> None:
     assert [(model.max_model_len, model.chat_template) for model in models] == [(50, "t.jinja")]
 
 
+def test_shares_are_numbers_between_commas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert load_deployment({"weights_ranks": 2, "weights_shares": "3, 1"}).pools.weights_shares == (3.0, 1.0)
+    file = tmp_path / "d.yaml"
+    file.write_text("weights_ranks: 2\nweights_shares: [0.75, 0.25]\n")
+    assert load_deployment({}, config_file=file).pools.weights_shares == (0.75, 0.25)
+    monkeypatch.setenv("CROSSPOOL_WEIGHTS_SHARES", "2,1")
+    assert load_deployment({}, config_file=file).pools.weights_shares == (2.0, 1.0)
+    with pytest.raises(ValueError, match="weights_shares.0 is 'most'"):
+        load_deployment({"weights_shares": "most"})
+
+
 def test_an_empty_variable_does_not_take_the_key_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CROSSPOOL_API_KEY", "")
     with pytest.raises(ValueError, match="an api_key is empty"):

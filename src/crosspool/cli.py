@@ -69,6 +69,9 @@ def serve(
         str | None, typer.Option(help="a model's KV over KV ranks: heads, tokens, one or auto  [auto]")
     ] = None,
     weights_ranks: Annotated[int | None, typer.Option(help="ranks that every FFN is sliced over  [1]")] = None,
+    weights_shares: Annotated[
+        str | None, typer.Option(help="relative width of each rank's slices, such as 3,1  [equal]")
+    ] = None,
     prefill: Annotated[
         str | None, typer.Option(help="inline in the pools, or dedicated: on ranks of its own  [inline]")
     ] = None,

@@ -3,6 +3,7 @@
 `settings.py` fills these from flags, environment, YAML and defaults; nothing below the CLI reads any of those.
 """
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -105,6 +106,7 @@ class PoolsConfig:
     kv_split: KVSplit = "auto"  # of models that say nothing else
     frame_bytes: int = 2 * MiB
     num_weights_ranks: int = 1
+    weights_shares: tuple[float, ...] = ()  # relative width of each weights rank's slices; none: equal ones
     prefill: Prefill = "inline"  # dedicated: by ranks that hold whole models, instead of by the pools
     num_prefill_ranks: int = 1  # with dedicated
     num_gpus: int | None = None  # that the ranks share, in turn; None: one for each
@@ -135,6 +137,7 @@ class PoolsConfig:
             raise ValueError(f"kv_backing is vmm with kv_ranks {self.num_kv_ranks}; use arena, or one KV rank")
         if self.num_weights_ranks < 1:
             raise ValueError(f"weights_ranks is {self.num_weights_ranks}; it must be at least 1")
+        self._check_shares()
         if self.num_prefill_ranks < 1:
             raise ValueError(f"prefill_ranks is {self.num_prefill_ranks}; it must be at least 1")
         if self.num_prefill_ranks > 1 and self.prefill == "inline":
@@ -146,6 +149,19 @@ class PoolsConfig:
             )
         if self.prefill == "dedicated" and self.baseline is not None:
             raise ValueError(f"prefill is dedicated with baseline {self.baseline}, which has no pools; use inline")
+
+    def _check_shares(self) -> None:
+        shares = self.weights_shares
+        if not shares:
+            return
+        if self.baseline is not None:
+            raise ValueError(f"weights_shares is {list(shares)} with baseline {self.baseline}, which has no weights pool")
+        if len(shares) != self.num_weights_ranks:
+            raise ValueError(
+                f"weights_shares names {len(shares)} shares for {self.num_weights_ranks} weights ranks; give one for each"
+            )
+        if not all(0 < share < math.inf for share in shares):
+            raise ValueError(f"weights_shares is {list(shares)}; each must be a number above 0")
 
     @property
     def driven_by(self) -> Control:

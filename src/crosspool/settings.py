@@ -48,6 +48,7 @@ ENV_PREFIX = "CROSSPOOL_"
 
 Size = Annotated[int | str, Field(description="bytes, or a number with KiB, MiB or GiB")]
 Words = Annotated[list[str], NoDecode, Field(description="a list; separated by commas in an environment variable")]
+Numbers = Annotated[list[float], NoDecode, Field(description="a list; separated by commas in a flag or a variable")]
 
 
 class ModelSettings(BaseModel):
@@ -126,6 +127,9 @@ class Settings(BaseSettings):
     kv_backing: KVBacking = Field("arena", description="one allocation, or vmm: frames mapped into a range a model")
     kv_split: KVSplit = Field("auto", description="how a model's KV lies over KV ranks: heads, tokens, one or auto")
     weights_ranks: int = Field(1, description="ranks that every FFN is sliced over")
+    weights_shares: Numbers = Field(
+        [], description="relative width of each weights rank's slices, such as 3,1; default: equal ones"
+    )
     prefill: Prefill = Field(
         "inline", description="prompts run in the pools, or dedicated: on ranks that hold whole models, one at a time"
     )
@@ -152,7 +156,7 @@ class Settings(BaseSettings):
     dtype: DTypeChoice = Field("auto", description="dtype of weights in memory; auto: the backend's own")
     download_dir: str | None = Field(None, description="where Hugging Face ids are stored; default: the hub's cache")
 
-    @field_validator("allowed_origins", "disable_access_log_for_endpoints", mode="before")
+    @field_validator("allowed_origins", "weights_shares", "disable_access_log_for_endpoints", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
@@ -290,6 +294,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             kv_backing=settings.kv_backing,
             kv_split=settings.kv_split,
             num_weights_ranks=settings.weights_ranks,
+            weights_shares=tuple(settings.weights_shares),
             prefill=settings.prefill,
             num_prefill_ranks=settings.prefill_ranks,
             num_gpus=settings.gpus,

@@ -31,7 +31,7 @@ def test_a_load_names_layout_rate_and_seconds(tmp_path):
 
 def test_every_layout_names_its_gpus():
     gpus = {name: flags[-1] for name, flags in GPU_LAYOUTS.items()}
-    assert gpus["crosspool-1+1"] == gpus["static-2"] == gpus["elastic-2"] == "2"
+    assert gpus["crosspool-1+1"] == gpus["crosspool-1+1s"] == gpus["static-2"] == gpus["elastic-2"] == "2"
     assert gpus["crosspool-1+3"] == gpus["static-4"] == "4"
     assert gpus["crosspool-1"] == gpus["static-1"] == gpus["elastic-1"] == "1"
 

@@ -24,6 +24,7 @@ def served_model(
     page_tokens: int | None = None,
     max_context: int | None = None,
     kv_dtype: DType = "float32",
+    weights_shares: Sequence[float] = (),
     prefill_ranks: Sequence[str] = (),
 ) -> ServedModel:
     """Read a directory's JSON files; no weights are touched. kv_dtype: what the backend's cache holds.
@@ -42,6 +43,7 @@ def served_model(
         spec=model_dir.spec,
         directory=model_dir.path,
         weights_ranks=tuple(weights_ranks),
+        weights_shares=tuple(weights_shares),
         prefill_ranks=tuple(prefill_ranks),
         page_tokens=tokens,
         frames_per_page=geometry.frames_per_page,

@@ -18,8 +18,8 @@ class ServedModel:
     `frames_per_page` frames of one rank, or under `heads` of each.
     has_random_weights: drawn at the model's shapes; no checkpoint is read.
     max_context: asked limit of prompt plus output tokens; None means the model's own. frames_per_page: from
-    `kv_pool/geometry.py`. weights_ranks: in the order in which their partial sums are added. prefill_ranks: those that
-    hold it whole, to compute its prompts.
+    `kv_pool/geometry.py`. weights_ranks: in the order in which their partial sums are added. weights_shares:
+    relative width of their slices; none: equal ones. prefill_ranks: those that hold it whole, to compute its prompts.
     kv_floor_bytes are kept for the model in its KV rank's pool, kv_ceiling_bytes are the most it may hold there; both
     as it is first served, they may change later. tokenizer: turns output ids into text; without one, outputs carry ids
     only.
@@ -32,6 +32,7 @@ class ServedModel:
     page_tokens: int
     frames_per_page: int
     frame_bytes: int
+    weights_shares: tuple[float, ...] = ()
     prefill_ranks: tuple[str, ...] = ()
     kv_rank: str = "kv0"
     kv_peers: tuple[str, ...] = ()
@@ -74,6 +75,7 @@ class ServedModel:
             hidden_size=self.spec.hidden_size,
             kv_rank=self.kv_rank,
             weights_ranks=self.weights_ranks,
+            weights_shares=self.weights_shares,
             page_tokens=self.page_tokens,
             frame_bytes=self.frame_bytes,
             kv_dtype=self.kv_dtype,

@@ -46,10 +46,10 @@ class Pair:
     """One KV worker and some FFN workers in one thread; links are opened as a cluster opens them."""
 
     def __init__(
-        self, directory, num_weights: int = 1, max_tokens: int = 64, shares=(), frames=None, route="ffn"
+        self, directory, num_weights: int = 1, max_tokens: int = 64, shares=(), frames=None, route="ffn", num_gpus=9
     ) -> None:
         ranks = tuple(f"w{idx}" for idx in range(num_weights))
-        devices = {"kv0": 0} | {rank: idx + 1 for idx, rank in enumerate(ranks)}
+        devices = {rank: idx % num_gpus for idx, rank in enumerate(("kv0", *ranks))}
         kernels, rule = EmulatedKernels(), WaitRule()
         self.kernels = kernels
         spec = directory.spec
@@ -259,14 +259,15 @@ def placement_fields(placement):
     return {name: getattr(placement, name) for name in placement.__slots__}
 
 
-def test_a_chunk_in_pieces_gives_the_tokens_of_passes(directory, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"shares": (3.0, 1.0), "num_gpus": 2}], ids=["equal", "one beside the KV"])
+def test_a_chunk_in_pieces_gives_the_tokens_of_passes(directory, monkeypatch, options):
     """A prompt in one chunk of several pieces, its rest in a second one, on two weights ranks; then decode."""
     monkeypatch.setattr(chunk_plan, "PIECE_TOKENS", 16)
     prompt = prompt_of(directory, 80)
     found = []
     for limit in (32, 10**9):  # in pieces, and in passes
         monkeypatch.setattr(chunk_plan, "PASS_TOKENS", limit)
-        pair = Pair(directory, 2)
+        pair = Pair(directory, 2, **options)
         whole = prefill_step(directory, prompt, 1, greedy(), num_pages=12)
         (row,) = whole.rows
         row = replace(row, token_ids=tuple(prompt[:44]), num_new_tokens=44, sample=False)
