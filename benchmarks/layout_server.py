@@ -27,8 +27,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "elastic-2": ("--baseline", "elastic", "--kv-ranks", "1", "--weights-ranks", "1"),
     "elastic-4": ("--baseline", "elastic", "--kv-ranks", "1", "--weights-ranks", "3"),
 }
-"""The number behind a baseline is that of its places; the two pools of the same flags have as many ranks. 1+1s: a second
-weights rank, with a quarter of every FFN, lies beside the KV rank."""
+"""The number behind a baseline is that of its places; the two pools of the same flags have as many ranks.
+1+1s: a second weights rank, with a quarter of every FFN, lies beside the KV rank."""
 
 
 def num_gpus(layout: str) -> int:

@@ -116,14 +116,15 @@ def test_pools_may_share_gpus_and_then_processes():
 
 
 def test_a_weights_rank_beside_the_kv_rank_may_take_less():
-    config = deployment(backend="cuda", num_weights_ranks=2, num_gpus=2, weights_shares=(3.0, 1.0), models=demo_models())
+    uneven = dict(num_weights_ranks=2, num_gpus=2, weights_shares=(3.0, 1.0))
+    config = deployment(backend="cuda", models=demo_models(), **uneven)
     assert cluster_config(config).all_hosts == (("kv0", "w1"), ("w0",))
     assert {model.served.placement.weights_shares for model in prepare_models(config)} == {(3.0, 1.0)}
     for wrong, message in (
-        (dict(weights_shares=(3.0, 1.0)), "names 2 shares for 1 weights ranks"),
+        (dict(weights_shares=(3.0, 1.0)), "has 2 shares for 1 weights ranks"),
         (dict(weights_shares=(0.0,)), "each must be a number above 0"),
         (dict(weights_shares=(float("inf"),)), "each must be a number above 0"),
-        (dict(weights_shares=(1.0,), baseline="static"), "baseline static, which has no weights pool"),
+        (dict(weights_shares=(1.0,), baseline="static"), "baseline static, which has no pools"),
     ):
         with pytest.raises(ValueError, match=message):
             deployment(**wrong)

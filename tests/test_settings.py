@@ -74,7 +74,7 @@ def test_shares_are_numbers_between_commas(monkeypatch: pytest.MonkeyPatch, tmp_
     assert load_deployment({}, config_file=file).pools.weights_shares == (0.75, 0.25)
     monkeypatch.setenv("CROSSPOOL_WEIGHTS_SHARES", "2,1")
     assert load_deployment({}, config_file=file).pools.weights_shares == (2.0, 1.0)
-    with pytest.raises(ValueError, match="weights_shares.0 is 'most'"):
+    with pytest.raises(ValueError, match=r"weights_shares\.0 is 'most'"):
         load_deployment({"weights_shares": "most"})
 
 

@@ -155,10 +155,10 @@ class PoolsConfig:
         if not shares:
             return
         if self.baseline is not None:
-            raise ValueError(f"weights_shares is {list(shares)} with baseline {self.baseline}, which has no weights pool")
+            raise ValueError(f"weights_shares is {list(shares)} with baseline {self.baseline}, which has no pools")
         if len(shares) != self.num_weights_ranks:
             raise ValueError(
-                f"weights_shares names {len(shares)} shares for {self.num_weights_ranks} weights ranks; give one for each"
+                f"weights_shares has {len(shares)} shares for {self.num_weights_ranks} weights ranks; give one for each"
             )
         if not all(0 < share < math.inf for share in shares):
             raise ValueError(f"weights_shares is {list(shares)}; each must be a number above 0")
