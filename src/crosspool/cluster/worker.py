@@ -170,6 +170,7 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
         config.device_of,
         has_processes=config.layout == "processes",
         control=config.control,
+        order=config.order,
         deadline_s=config.step_deadline_s * (DEVICE_DEADLINE if rank in config.kv_ranks else 2 * DEVICE_DEADLINE),
     )
     if rank in config.kv_ranks:

@@ -37,7 +37,7 @@ def begun(monkeypatch):
     """Marks of `begin_pass` and `end_pass`; events and streams are fakes."""
     FakeEvent.made = []
     marks = []
-    monkeypatch.setattr(chunk_run, "_stream", lambda lane, is_shared: nullcontext())
+    monkeypatch.setattr(chunk_run, "_stream", lambda lane, is_shared, patience: nullcontext())
     monkeypatch.setattr(chunk_run, "begin_pass", lambda launcher, memory: marks.append("begin"))
     monkeypatch.setattr(chunk_run, "end_pass", lambda launcher, memory, count: marks.append("end"))
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)

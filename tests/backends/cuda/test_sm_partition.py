@@ -23,13 +23,13 @@ class Stream:
 
 
 class Partition:
-    def stream(self, driver, device):
-        return Stream("part")
+    def stream(self, driver, device, priority):
+        return Stream("part" if priority == 0 else "urgent")
 
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: Stream("whole" if priority == 0 else "urgent"))
 
 
 def test_streams_change_with_the_neighbours_and_keep_the_order():
@@ -42,8 +42,18 @@ def test_streams_change_with_the_neighbours_and_keep_the_order():
     assert not made.is_shared
 
 
+def test_urgent_pieces_stay_in_the_partition():
+    made = PrefillStreams(Driver("w0"), CPU, Partition())
+    picked = [made.pick(*choice) for choice in ((True, False), (True, True), (False, True), (True, True))]
+    assert [stream.name for stream in picked] == ["part", "urgent", "whole", "urgent"]
+    assert picked[1].behind == ["part", "whole"]
+    assert made.is_shared
+    assert [stream.name for stream in made.all] == ["whole", "part", "urgent"]
+
+
 def test_without_partitions_there_is_one_stream():
     made = PrefillStreams(Driver("kv0"), CPU, None)
     assert made.pick(True) is made.pick(False)
     assert list(made.by_share) == [False]
     assert not made.is_shared
+    assert made.pick(True, True).name == "urgent"

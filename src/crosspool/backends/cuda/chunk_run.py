@@ -16,10 +16,14 @@ from crosspool.backends.cuda.chunk_plan import ChunkPlan
 from crosspool.backends.cuda.lane import WorkerLane
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import DeviceInlet
+from crosspool.backends.cuda.patience import Patience
 from crosspool.backends.cuda.transport import begin_pass, end_pass
 
 PIECES_AHEAD = 3
 """Pieces of a layer that are enqueued before the device has ended an earlier one."""
+
+ENDLESS = Patience(None)
+"""That of a KV rank: its decode leaves gaps enough."""
 
 NO_CROSSING = -1
 """Yielded by a chunk's kernels where they wait for nobody and others may be served."""
@@ -32,22 +36,23 @@ def run_pieces(
     plan: ChunkPlan,
     kernels: Iterator[int],
     has_neighbours: Callable[[], bool],
+    patience: Patience = ENDLESS,
 ) -> HalfStep[None]:
     """Enqueue all of `kernels`, which yields the number of each crossing before it waits for it, or NO_CROSSING.
 
     Other lanes are served at each of these, also while the chunk is not far enough ahead: its first pieces, and what is
     planned before them, are several milliseconds of the host. has_neighbours: whether other lanes of this device decode
-    now. A chunk that is given up half-way ends on the device as well, once its waits have given up, so that the lane is
-    free for the next step.
+    now; beside them pieces have a low priority while `patience` lasts. A chunk that is given up half-way ends on the
+    device as well, once its waits have given up, so that the lane is free for the next step.
     """
     lane.memory.push(plan.base, plan.num_crossings)
-    with _stream(lane, False):
+    with _stream(lane, False, ENDLESS):
         begin_pass(launcher, lane.memory)
     ended: deque[Any] = deque()
     is_open = True
     try:
         while is_open:
-            with _stream(lane, has_neighbours()):
+            with _stream(lane, has_neighbours(), patience):
                 number = next(kernels, None)
                 is_open = number is not None
                 if lane.stream is not None:
@@ -65,7 +70,7 @@ def run_pieces(
     finally:
         for inlet in inlets:
             inlet.pace = None
-        with _stream(lane, has_neighbours()):
+        with _stream(lane, has_neighbours(), patience):
             end_pass(launcher, lane.memory, plan.num_crossings)
 
 
@@ -74,6 +79,8 @@ def _at_once() -> bool:
     return True
 
 
-def _stream(lane: WorkerLane, is_shared: bool) -> AbstractContextManager[Any]:
+def _stream(lane: WorkerLane, is_shared: bool, patience: Patience) -> AbstractContextManager[Any]:
     """Makes the lane's stream for chunks torch's current one."""
-    return nullcontext() if lane.stream is None else torch.cuda.stream(lane.prefill_streams.pick(is_shared))
+    if lane.stream is None:
+        return nullcontext()
+    return torch.cuda.stream(lane.prefill_streams.pick(is_shared, patience.is_out))

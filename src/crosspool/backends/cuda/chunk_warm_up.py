@@ -4,7 +4,7 @@ What a step meets for the first time (a kernel to load, memory to allocate, a pl
 so for other lanes' peers; see `uploads.py`. Nothing is read or changed but frame 0, which belongs to nobody.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,6 @@ from crosspool.backends.cuda.weights import AttentionWeights
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 
-Streams = Mapping[bool, Any]
-"""Where chunks run: the whole device's stream (False), and that of its partition (True)."""
-
 
 def warm_up_attention(
     kernels: Launcher,
@@ -34,12 +31,12 @@ def warm_up_attention(
     weights: AttentionWeights,
     arena: torch.Tensor,
     geometry: PageGeometry,
-    streams: Streams,
+    streams: Iterable[Any],
 ) -> None:
     """Every shape of attention in every size, with and without keys far before, and the head."""
     shapes = {layer.attention: number for number, layer in reversed(list(enumerate(spec.layers)))}
     cases = [(rows, 0) for rows in reversed(PADDED_ROWS)] + [(SPAN_SIZES.rows[0], SPAN_SIZES.keys[-1])]
-    for stream in streams.values():
+    for stream in streams:
         with torch.cuda.stream(stream):
             for rows, cached in cases:
                 half = ChunkHalf(
@@ -62,8 +59,10 @@ def warm_up_attention(
         stream.synchronize()
 
 
-def capture_spans(spec: ModelSpec, device: torch.device, streams: Streams) -> dict[GQASpec | MLASpec, SpanGraphs]:
-    """Graphs of every shape whose spans the library runs."""
+def capture_spans(
+    spec: ModelSpec, device: torch.device, streams: Mapping[bool, Any]
+) -> dict[GQASpec | MLASpec, SpanGraphs]:
+    """Graphs of every shape whose spans the library runs. streams: `PrefillStreams.by_share`."""
     shapes = dict.fromkeys(layer.attention for layer in spec.layers)
     sizes = {shape: span_sizes(shape, device) for shape in shapes}
     return {shape: SpanGraphs.capture(shape, sizes[shape], device, streams) for shape in shapes if sizes[shape].keys}
@@ -73,11 +72,11 @@ def warm_up_ffn(
     kernels: Launcher,
     layers: Sequence[FFNLayerWeights],
     routers: Sequence[torch.Tensor | None],
-    streams: Streams,
+    streams: Iterable[Any],
 ) -> None:
     """One layer of every kind, in every size."""
     kinds = {layer.spec: number for number, layer in enumerate(layers)}
-    for stream in streams.values():
+    for stream in streams:
         with torch.cuda.stream(stream):
             ffn = ChunkFFN(kernels, layers, routers)
             for number in kinds.values():

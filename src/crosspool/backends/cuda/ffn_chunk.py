@@ -7,14 +7,16 @@ import torch
 from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
 from crosspool.backends.cuda.chunk_ffn import ChunkFFN
 from crosspool.backends.cuda.chunk_plan import ChunkPlan
+from crosspool.backends.cuda.patience import Patience
 
 
-def ffn_chunk(ffn: ChunkFFN, crossing: ChunkCrossing, plan: ChunkPlan) -> Iterator[int]:
+def ffn_chunk(ffn: ChunkFFN, crossing: ChunkCrossing, plan: ChunkPlan, patience: Patience) -> Iterator[int]:
     """Enqueue the chunk's kernels on torch's current stream; yields each crossing's number before its wait."""
     for layer in range(plan.num_layers):
         for piece in plan.pieces:
             yield plan.crossing(layer, piece)
             crossing.wait(layer, piece)
             (rows,) = crossing.received(layer, piece, torch.bfloat16)
-            ffn.run(layer, ffn.take(rows), crossing.sums(layer, piece))
+            with patience.timed(piece.num_tokens):
+                ffn.run(layer, ffn.take(rows), crossing.sums(layer, piece))
             crossing.raise_flags(layer, piece)

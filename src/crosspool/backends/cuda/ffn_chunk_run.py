@@ -13,6 +13,7 @@ from crosspool.backends.cuda.lane import LaneIdle
 from crosspool.backends.cuda.lanes import WorkerLanes
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
+from crosspool.backends.cuda.patience import Patience
 from crosspool.backends.cuda.resident_ffn import ResidentFFN
 from crosspool.scheduler.step import StepHeader
 
@@ -27,6 +28,7 @@ def run_ffn_chunk(
     way: FFNWay,
     inlet: DeviceInlet,
     has_neighbours: Callable[[], bool],
+    patience: Patience,
 ) -> HalfStep[None]:
     """The chunk's kernels, and a wait for their end. inlet: of the way's link; has_neighbours: of `run_pieces`."""
     lane, spec = way.lane, way.model.spec
@@ -42,8 +44,8 @@ def run_ffn_chunk(
             yield Wait(fused, OPEN_EPOCH)
         if resident is not None:
             resident.before_launch(lane)
-        enqueued = ffn_chunk(ffn, crossing, plan)
-        yield from run_pieces(kernels, lane, (inlet,), plan, enqueued, has_neighbours)
+        enqueued = ffn_chunk(ffn, crossing, plan, patience)
+        yield from run_pieces(kernels, lane, (inlet,), plan, enqueued, has_neighbours, patience)
         yield Wait((inlet,), plan.last_epoch)
         has_ended = True
     finally:

@@ -6,7 +6,10 @@ of prompts in `ffn_chunk_run.py`.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import product
+
+import torch
 
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
 from crosspool.backends.cuda.chunk_ffn import ChunkFFN
@@ -26,6 +29,7 @@ from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.lanes import WorkerLanes
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceOutlet, Site
+from crosspool.backends.cuda.patience import Patience
 from crosspool.backends.cuda.prepare import COMMON_BUCKETS
 from crosspool.backends.cuda.random_slices import draw_share, num_bytes
 from crosspool.backends.cuda.resident_ffn import ResidentFFN
@@ -41,15 +45,21 @@ from crosspool.scheduler.step import StepHeader
 class CudaFFNWorker:
     """Implements `backends.base.FFNWorker` on one device. `rank` tells this worker its slice of each model."""
 
-    def __init__(self, site: Site, kernels: Launcher, rule: WaitRule, *, control: Control = "graphs") -> None:
+    def __init__(
+        self, site: Site, kernels: Launcher, rule: WaitRule, *, control: Control = "graphs", order: str = "priority"
+    ) -> None:
+        """order: of `ClusterConfig`; under any but priority, prompts' kernels have decode's priority beside it."""
         self._site, self._kernels = site, kernels
         self._resident = ResidentFFN(site, kernels) if control == "resident" else None
         self._models: dict[str, FFNModel] = {}
         self._lanes = WorkerLanes(site, rule, kernels, is_host_driven=control == "host")
         self._passes = FFNPasses(site, kernels, is_host_driven=control == "host")
         self._joined: set[str] = set()  # KV ranks that run this worker's layers themselves
+        is_cuda = site.device.type == "cuda"
         is_alone = list(site.devices.values()).count(site.index) <= 1
-        self._turns = FusedTurns(may_fuse=site.device.type == "cuda" and kernels.is_hopper and is_alone)
+        make_event = partial(torch.cuda.Event, enable_timing=True) if is_cuda else None
+        self._patience = Patience(make_event, has_any=order == "priority")
+        self._turns = FusedTurns(may_fuse=is_cuda and kernels.is_hopper and is_alone)
 
     def join(self, kv_rank: str) -> None:
         """Leave the steps of this KV rank to it (`half_of`, `chunks_of`): it shares this process and GPU."""
@@ -91,7 +101,7 @@ class CudaFFNWorker:
             for number in self._lanes.numbers():
                 self._passes.chunks_of(model, number)
             finish(self._site.device)
-            warm_up_ffn(self._kernels, model.layers, routers, self._lanes.prefill_streams())
+            warm_up_ffn(self._kernels, model.layers, routers, self._lanes.prefill_streams().all)
         kinds = tuple(product(COMMON_BUCKETS, (False, True) if self._turns.may_fuse else (False,)))
         # no lane is open where a KV rank beside this one runs the passes
         for number, lane, links in self._lanes.open_to([placement.kv_rank]):
@@ -138,7 +148,7 @@ class CudaFFNWorker:
                 return self._lanes.decodes_beside(lane, time.monotonic())
 
             yield from run_ffn_chunk(
-                self._kernels, found, resident, turns, self._lanes, header, way, inlet, has_neighbours
+                self._kernels, found, resident, turns, self._lanes, header, way, inlet, has_neighbours, self._patience
             )
             return
         yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)

@@ -18,7 +18,8 @@ def prepare_chunks(kernels: Launcher, site: Site, lanes: WorkerLanes, model: KVM
     """Load what chunks need, where the model's prompts run in chunks."""
     if not is_supported(model.spec) or model.split != "one":
         return
-    warm_up_attention(kernels, model.spec, model.weights, model.frames, model.geometry, lanes.prefill_streams())
+    streams = lanes.prefill_streams().by_share.values()
+    warm_up_attention(kernels, model.spec, model.weights, model.frames, model.geometry, streams)
     # Not on a lane's streams: what another thread enqueues there meanwhile would join the capture.
     own = PrefillStreams(site.driver, site.device, site.partition)
     model.spans = capture_spans(model.spec, site.device, own.by_share)

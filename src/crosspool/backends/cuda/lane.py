@@ -16,7 +16,7 @@ from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import DeviceInlet, DeviceLink, DeviceOutlet, Link, Site
 from crosspool.backends.cuda.loop_graph import LoopGraph, Repeatable, capture_loop
 from crosspool.backends.cuda.segments import SegmentGraphs, capture_segments
-from crosspool.backends.cuda.sm_partition import PrefillStreams
+from crosspool.backends.cuda.sm_partition import DECODE_PRIORITY, PrefillStreams
 
 Links = tuple[Link, ...]
 
@@ -34,9 +34,9 @@ class WorkerLane:
         """is_host_driven: passes are cut at every crossing, after which the host launches the next part."""
         self.site, self._kernels, self._is_host_driven = site, kernels, is_host_driven
         is_cuda = site.device.type == "cuda"
-        # Graphs keep the priority of the stream that they were captured on; chunks of prompts run on lower ones.
-        self.stream: Any = torch.cuda.Stream(site.device, priority=-1) if is_cuda else None
-        self._capture_stream: Any = torch.cuda.Stream(site.device, priority=-1) if is_cuda else None
+        # Graphs keep the priority of the stream that they were captured on; chunks of prompts begin on lower ones.
+        self.stream: Any = torch.cuda.Stream(site.device, priority=DECODE_PRIORITY) if is_cuda else None
+        self._capture_stream: Any = torch.cuda.Stream(site.device, priority=DECODE_PRIORITY) if is_cuda else None
         # Made now, since making a stream may wait for the device, where a lane of a later step may be waiting.
         self._prefill_streams = PrefillStreams(site.driver, site.device, site.partition) if is_cuda else None
         self._replayed_s = -math.inf

@@ -1,7 +1,6 @@
 """The lanes of one worker, by number."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from crosspool.backends.cuda.lane import Links, WorkerLane
 from crosspool.backends.cuda.lane_memory import WaitRule
@@ -42,11 +41,11 @@ class WorkerLanes:
             for _, links in open_lanes([lane], peers):
                 yield number, lane, links
 
-    def prefill_streams(self) -> dict[bool, Any]:
+    def prefill_streams(self) -> PrefillStreams:
         """The streams on which chunks most likely run: those of the last lane, since prefill lanes come last."""
         if self._lanes:
-            return self._lanes[max(self._lanes)].prefill_streams.by_share
-        return PrefillStreams(self._site.driver, self._site.device, self._site.partition).by_share
+            return self._lanes[max(self._lanes)].prefill_streams
+        return PrefillStreams(self._site.driver, self._site.device, self._site.partition)
 
     def decodes_beside(self, lane: WorkerLane, now_s: float) -> bool:
         """Whether another lane runs passes, or did so just now (time.monotonic)."""

@@ -15,6 +15,9 @@ from crosspool.backends.cuda.launch import CudaError
 
 logger = logging.getLogger(__name__)
 
+DECODE_PRIORITY = -1
+"""Of streams that passes run on; prompts have 0, which is lower."""
+
 
 @dataclass(frozen=True)
 class SmPartition:
@@ -42,36 +45,50 @@ class SmPartition:
             return None
         return cls(context, int(groups[0].sm.smCount))
 
-    def stream(self, driver: Driver, device: torch.device) -> Any:
-        """A new stream of the partition, of low priority."""
+    def stream(self, driver: Driver, device: torch.device, priority: int) -> Any:
+        """A new stream of the partition."""
         from cuda.bindings import driver as cuda
 
         flags = cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
-        handle = driver.call("cuGreenCtxStreamCreate", self.context, flags, 0)
+        handle = driver.call("cuGreenCtxStreamCreate", self.context, flags, priority)
         return torch.cuda.ExternalStream(int(handle), device)
 
 
 class PrefillStreams:
-    """Where one lane's chunks run: on the whole device, or on a part of it while others decode there."""
+    """Where one lane's chunks run: on the whole device, or on a part of it while others decode there.
+
+    urgent: the part again, of decode's priority.
+    """
 
     def __init__(self, driver: Driver, device: torch.device, partition: SmPartition | None) -> None:
         self._whole = torch.cuda.Stream(device)
-        self._part = self._whole if partition is None else partition.stream(driver, device)
+        if partition is None:
+            self._part, self._urgent = self._whole, torch.cuda.Stream(device, priority=DECODE_PRIORITY)
+        else:
+            self._part = partition.stream(driver, device, 0)
+            self._urgent = partition.stream(driver, device, DECODE_PRIORITY)
         self.current = self._whole
         self.is_shared = False
-        """Whether the current stream is the partition's."""
+        """Whether the current stream is one of the partition."""
 
     @property
     def by_share(self) -> dict[bool, Any]:
         """The stream of the whole device, and that of the partition if there is one."""
         return {False: self._whole} if self._part is self._whole else {False: self._whole, True: self._part}
 
-    def pick(self, is_shared: bool) -> Any:
-        """The stream for the next kernels, ordered behind those enqueued so far."""
-        stream = self._part if is_shared else self._whole
+    @property
+    def all(self) -> tuple[Any, ...]:
+        """Every stream that chunks may run on."""
+        return (*self.by_share.values(), self._urgent)
+
+    def pick(self, is_shared: bool, is_urgent: bool = False) -> Any:
+        """The stream for the next kernels, ordered behind those enqueued so far. is_urgent: where it is shared."""
+        stream = self._whole
+        if is_shared:
+            stream = self._urgent if is_urgent else self._part
         if stream is not self.current:
             stream.wait_stream(self.current)
-            self.current, self.is_shared = stream, is_shared
+            self.current, self.is_shared = stream, stream is not self._whole
         return stream
 
     def synchronize(self) -> None:

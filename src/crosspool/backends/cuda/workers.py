@@ -47,6 +47,7 @@ class CudaWorkers:
         has_processes: bool,
         deadline_s: float,
         control: Control = "graphs",
+        order: str = "priority",
     ) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(MAX_CONNECTIONS))  # read when CUDA starts
         index, count = devices[rank], torch.cuda.device_count()
@@ -60,7 +61,7 @@ class CudaWorkers:
         partition = SmPartition.create(driver, index, int(self._kernels.num_sms * PREFILL_SHARE))
         self._site = Site(rank, device, driver, devices, DescriptorServer() if has_processes else None, partition)
         self._rule = WaitRule(deadline_s=deadline_s)
-        self._control = control
+        self._control, self._order = control, order
 
     def attention(
         self,
@@ -92,4 +93,4 @@ class CudaWorkers:
         return worker, frames if isinstance(frames, DeviceFrames) else None
 
     def ffn(self) -> CudaFFNWorker:
-        return CudaFFNWorker(self._site, self._kernels, self._rule, control=self._control)
+        return CudaFFNWorker(self._site, self._kernels, self._rule, control=self._control, order=self._order)
