@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crosspool.backends.cuda.fused_turns import FusedTurns
+from crosspool.backends.cuda.fused_turns import FusedTurns, NoneFused
 
 
 def test_no_step_is_fused_beside_a_prompts_kernels():
@@ -22,3 +22,17 @@ def test_a_rank_that_cannot_fuse_never_does():
     assert not turns.take(0)
     turns.end(0)
     assert not turns.fused_lanes
+
+
+def test_a_prompt_waits_for_fused_steps_but_not_for_their_lanes_to_rest():
+    """Two lanes that decode step after step are hardly ever idle at once."""
+    turns = FusedTurns(may_fuse=True)
+    gone = NoneFused(turns)
+    assert turns.take(0)
+    assert turns.take(1)
+    turns.chunk_lanes.add(2)
+    turns.end(0)
+    assert not turns.take(0), "the step that follows is not fused"
+    assert not gone.arrived(1)
+    turns.end(1)
+    assert gone.arrived(1)

@@ -295,9 +295,7 @@ def test_decode_is_fused_but_for_the_time_of_a_prompt(directory, monkeypatch):
     region = ArrayRegion(link_bytes(directory.spec.hidden_size * 64)).map()
     outlet, inlet = worker.open_link(1, "kv0", region, directory.spec.hidden_size * 64, lambda: None)
     pair.kv.open_link(1, "w0", region, directory.spec.hidden_size * 64, lambda: None)
-    decoding = worker._lanes[0].memory
-    decoding.push(1024 * 50, directory.spec.num_layers)  # as if a fused pass were under way
-    worker._turns.fused_lanes.add(0)
+    worker._turns.fused_lanes.add(0)  # as if a fused pass were under way
     monkeypatch.setattr(chunk_plan, "PASS_TOKENS", 32)
     header = StepHeader(lane=1, model="tiny", step_seq=1, phase="prefill", num_tokens=40)
     chunk = worker.run(header, LaneLinks({"kv0": outlet}, {"kv0": inlet}))
@@ -305,7 +303,7 @@ def test_decode_is_fused_but_for_the_time_of_a_prompt(directory, monkeypatch):
     before = next(chunk)
     assert not before.satisfied()
     assert worker._turns.chunk_lanes == {1}
-    decoding._host_words[0] = 1024 * 50 + directory.spec.num_layers
+    worker._turns.end(0)
     assert before.satisfied()
     chunk.close()
     assert not worker._turns.chunk_lanes

@@ -8,9 +8,8 @@ from crosspool.backends.cuda.chunk_plan import chunk_plan
 from crosspool.backends.cuda.chunk_run import run_pieces
 from crosspool.backends.cuda.ffn_chunk import ffn_chunk
 from crosspool.backends.cuda.ffn_passes import FFNPasses, FFNWay
-from crosspool.backends.cuda.fused_turns import FusedTurns
+from crosspool.backends.cuda.fused_turns import FusedTurns, NoneFused
 from crosspool.backends.cuda.lane import LaneIdle
-from crosspool.backends.cuda.lanes import WorkerLanes
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.patience import Patience
@@ -23,7 +22,6 @@ def run_ffn_chunk(
     found: FFNPasses,
     resident: ResidentFFN | None,
     turns: FusedTurns,
-    lanes: WorkerLanes,
     header: StepHeader,
     way: FFNWay,
     inlet: DeviceInlet,
@@ -39,9 +37,8 @@ def run_ffn_chunk(
     has_ended = False
     turns.chunk_lanes.add(header.lane)
     try:
-        fused = tuple(LaneIdle(lanes[number].memory) for number in sorted(turns.fused_lanes))
-        if fused:  # else each of their layers would wait for the chunk; passes that follow are not fused
-            yield Wait(fused, OPEN_EPOCH)
+        if turns.fused_lanes:  # each of their layers would wait for the chunk; passes that follow are not fused
+            yield Wait((NoneFused(turns),), OPEN_EPOCH)
         if resident is not None:
             resident.before_launch(lane)
         enqueued = ffn_chunk(ffn, crossing, plan, patience)

@@ -148,7 +148,7 @@ class CudaFFNWorker:
                 return self._lanes.decodes_beside(lane, time.monotonic())
 
             yield from run_ffn_chunk(
-                self._kernels, found, resident, turns, self._lanes, header, way, inlet, has_neighbours, self._patience
+                self._kernels, found, resident, turns, header, way, inlet, has_neighbours, self._patience
             )
             return
         yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)

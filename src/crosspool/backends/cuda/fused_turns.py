@@ -4,6 +4,7 @@ A fused layer takes the whole GPU: lanes then take turns, layer by layer, but it
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -23,3 +24,19 @@ class FusedTurns:
 
     def end(self, lane: int) -> None:
         self.fused_lanes.discard(lane)
+
+
+@dataclass(frozen=True)
+class NoneFused:
+    """An inlet that has arrived once no lane has fused passes under way: what a prompt's kernels wait for.
+
+    Not that all lanes are idle at once: while two of them decode, that may never be seen.
+    """
+
+    turns: FusedTurns
+
+    def arrived(self, epoch: int) -> bool:
+        return not self.turns.fused_lanes
+
+    def take(self, layer: int, num_tokens: int, width: int) -> Any:
+        raise TypeError("it carries no rows")
