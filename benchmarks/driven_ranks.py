@@ -197,9 +197,10 @@ class DrivenRanks:
         found = []
         while self.ended:
             match self.ended.popleft():
-                case messages.StepTold(lane, _, sampled):
-                    found.append((lane, sampled[0].token_id, False))
-                case messages.StepFinished(result):
+                case messages.StepTold(lane, _, steps):
+                    found += [(lane, sampled[0].token_id, False) for sampled in steps]
+                case messages.StepFinished(result, told):
+                    found += [(result.lane, sampled[0].token_id, False) for sampled in told]
                     found.append((result.lane, result.sampled[0].token_id, True))
                 case messages.StepEnded(error=error):
                     raise RuntimeError(error)

@@ -8,6 +8,7 @@ import pytest
 from crosspool.backends.base import Wait
 from crosspool.cluster import messages
 from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, a2f_part, f2a_part, link_bytes
+from crosspool.cluster.lane_run import TELL_EVERY_S
 from crosspool.cluster.loading import Loader, start_now
 from crosspool.cluster.messages import LoadFailed, StepEnded, StepFinished
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
@@ -155,12 +156,30 @@ def test_what_a_wait_tells_is_told_once_and_before_the_result(make_rig):
     rig.worker.told = {1: (SampledToken(7, 3),)}
     rig.step()
     for layer in range(3):
+        rig.clock.now_s += TELL_EVERY_S
         rig.spin()
         rig.answer(0, layer)
     rig.spin()
     told, finished = rig.said
-    assert told == messages.StepTold(0, 1, (SampledToken(7, 3),))
+    assert told == messages.StepTold(0, 1, ((SampledToken(7, 3),),))
     assert isinstance(finished, StepFinished)
+    assert finished.told == ()
+
+
+def test_tokens_of_quick_steps_are_told_together_and_none_late(make_rig):
+    rig = make_rig()
+    rig.worker.num_layers = 6
+    first, second, third, last = [(SampledToken(7, token),) for token in range(4)]
+    rig.worker.told = {1: first, 2: second, 3: third, 5: last}
+    rig.step()
+    for layer in range(6):
+        rig.spin()
+        assert rig.said == ([] if layer < 3 else [messages.StepTold(0, 1, (first, second, third))])
+        rig.answer(0, layer)
+        rig.clock.now_s += TELL_EVERY_S / 3
+    rig.spin()
+    (finished,) = rig.said[1:]
+    assert finished.told == (last,)
 
 
 def test_a_rank_may_nap_only_while_all_its_steps_wait_for_devices(make_rig):

@@ -8,6 +8,10 @@ from crosspool.scheduler.step import StepHeader
 
 Outcome = tuple[SampledToken, ...] | None
 
+TELL_EVERY_S = 0.004
+"""Tokens of a run's quick steps are told together, so late at most: each time the engine and its caller wake, which
+takes a core from the ranks for a quarter of a small model's step."""
+
 STARVING_PRIORITY = -(1 << 31)
 
 
@@ -24,12 +28,13 @@ class LaneRun:
         "_ready_s",
         "_since_s",
         "_ticket",
+        "_told_s",
         "_wait",
         "clocks",
         "compute_s",
         "has_waited",
         "header",
-        "told",
+        "untold",
         "wait_s",
     )
 
@@ -45,7 +50,8 @@ class LaneRun:
         self._links = links
         self._deadline_s = deadline_s
         self._wait: Wait | None = None  # nothing yet: the first segment needs no peer
-        self.told: tuple[SampledToken, ...] = ()  # of a run's step that ended with the last segment
+        self.untold: list[tuple[SampledToken, ...]] = []  # tokens of a run's steps that have ended, not told yet
+        self._told_s = now_s
         self._ticket: int | None = None
         self._since_s = now_s  # when it began to wait, or became ready
         self._ready_s = now_s
@@ -86,7 +92,18 @@ class LaneRun:
         """Run the segment up to its next wait. Raises StopIteration with the half's result at its end."""
         self._ticket = None
         self._wait = next(self._half)
-        self.told = self._wait.told
+        if self._wait.told:
+            self.untold.append(self._wait.told)
+
+    def is_to_tell(self, now_s: float) -> bool:
+        """Whether there is something to tell and enough time has passed since the last time. See TELL_EVERY_S."""
+        return bool(self.untold) and now_s - self._told_s >= TELL_EVERY_S
+
+    def take_untold(self, now_s: float) -> tuple[tuple[SampledToken, ...], ...]:
+        """Tokens of each of a run's steps that have ended since the last call; they are told now."""
+        self._told_s = now_s
+        untold, self.untold = tuple(self.untold), []
+        return untold
 
     def nap_s(self, now_s: float) -> float:
         """How late a look at it may come: nothing stands still meanwhile, and it would hardly find anything."""

@@ -147,18 +147,19 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepTold:
-    """A KV rank's half ended a step of a run that goes on, with these tokens."""
+    """A KV rank's half ended steps of a run that goes on, with the tokens of each."""
 
     lane: int
     step_seq: int
-    sampled: tuple[SampledToken, ...]
+    steps: tuple[tuple[SampledToken, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepFinished:
-    """A KV rank's half ended with tokens."""
+    """A KV rank's half ended with tokens. told: those of a run's steps before its last, as far as not told yet."""
 
     result: StepResult
+    told: tuple[tuple[SampledToken, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

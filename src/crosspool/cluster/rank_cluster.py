@@ -35,6 +35,7 @@ from crosspool.cluster.region import Region
 from crosspool.cluster.roster import Roster
 from crosspool.cluster.supervisor import RankState, Supervisor
 from crosspool.cluster.turned import TurnedHost
+from crosspool.core import SampledToken
 from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.scheduler.step import StepDescriptor
@@ -298,12 +299,12 @@ class RankCluster:
 
     def _handle(self, rank: str, message: FromRank) -> None:
         match message:
-            case messages.StepFinished(result):
+            case messages.StepFinished(result, told):
+                self._tell(rank, result.lane, result.step_seq, told)
                 if self._flights.end(result.lane, result.step_seq) is not None:
                     self._events.append(StepDone(result=result))
-            case messages.StepTold(lane, step_seq, sampled):
-                if self._flights.is_led_by(rank, lane, step_seq):
-                    self._events.append(StepTokens(lane=lane, step_seq=step_seq, sampled=sampled))
+            case messages.StepTold(lane, step_seq, steps):
+                self._tell(rank, lane, step_seq, steps)
             case messages.StepEnded():
                 self._step_ended(rank, message)
             case messages.Hello():
@@ -329,6 +330,11 @@ class RankCluster:
             case messages.LoadFailed(model, load_id, error):
                 if self._roster.is_current(model, rank, load_id):
                     self._drop_model(model, f"{rank}: {error}")
+
+    def _tell(self, rank: str, lane: int, step_seq: int, steps: tuple[tuple[SampledToken, ...], ...]) -> None:
+        """Tokens of steps of a run, if it still is the lane's and the rank leads it."""
+        if steps and self._flights.is_led_by(rank, lane, step_seq):
+            self._events += [StepTokens(lane=lane, step_seq=step_seq, sampled=sampled) for sampled in steps]
 
     def _settle_loads(self, ranks: Sequence[str]) -> None:
         """A rank that came (back) up is ready once none of its models is left to load."""

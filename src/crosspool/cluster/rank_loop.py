@@ -247,15 +247,15 @@ class RankLoop:
             self._finished_seq[lane] = run.header.step_seq
             self._computed(run, self._around.clock() - now_s)
             if self._leads(run.header):
-                self._around.emit(StepFinished(_result(run, end.value)))
+                self._around.emit(StepFinished(_result(run, end.value), run.take_untold(now_s)))
             self._begin_behind(lane)
             return
         except Exception as failure:  # a bug or bad input ends this step; other lanes and the loop go on
             del self._runs[lane]
             self._fail(run.header, failure)
             return
-        if run.told and self._leads(run.header):
-            self._around.emit(StepTold(lane, run.header.step_seq, run.told))
+        if run.is_to_tell(now_s) and self._leads(run.header):
+            self._around.emit(StepTold(lane, run.header.step_seq, run.take_untold(now_s)))
         ended_s = self._around.clock()
         self._computed(run, ended_s - now_s)
         run.waits_since(ended_s)

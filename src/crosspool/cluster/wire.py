@@ -10,7 +10,7 @@ import copyreg
 import io
 import marshal
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -46,17 +46,16 @@ def loads(data: bytes | memoryview) -> Any:
     kind, rest = data[0], data[1:]
     if kind == _PICKLED:
         return pickle.loads(rest)
-    rank, behind, header, rows = marshal.loads(rest)
+    rank, other, header, rows = marshal.loads(rest)
     if kind == _FLAT_HEADER:
-        return rank, Step(_header(*header), behind)
+        return rank, Step(_header(*header), other)
     if kind == _FLAT_STEP:
         step = StepDescriptor(header=_header(*header), rows=tuple([_row(*row) for row in rows]))
-        return rank, Step(step, behind)
-    sampled = tuple([SampledToken(*token) for token in rows])
+        return rank, Step(step, other)
     if kind == _FLAT_TOLD:
         lane, step_seq = header
-        return rank, StepTold(lane, step_seq, sampled)
-    return rank, StepFinished(_result(sampled, *header))
+        return rank, StepTold(lane, step_seq, tuple(map(_tokens, rows)))
+    return rank, StepFinished(_result(_tokens(rows), *header), tuple(map(_tokens, other)))
 
 
 def _flat(rank: str, message: object) -> tuple[int, tuple[Any, ...]] | None:
@@ -70,11 +69,18 @@ def _flat(rank: str, message: object) -> tuple[int, tuple[Any, ...]] | None:
             return _FLAT_STEP, (rank, message.behind, _header_values(work.header), rows)
     elif isinstance(message, StepFinished):
         sampled, *header = _result_values(message.result)
-        return _FLAT_RESULT, (rank, 0, header, tuple(map(_token_values, sampled)))
+        return _FLAT_RESULT, (rank, _told_values(message.told), header, tuple(map(_token_values, sampled)))
     elif isinstance(message, StepTold):
-        tokens = tuple(map(_token_values, message.sampled))
-        return _FLAT_TOLD, (rank, 0, (message.lane, message.step_seq), tokens)
+        return _FLAT_TOLD, (rank, 0, (message.lane, message.step_seq), _told_values(message.steps))
     return None
+
+
+def _told_values(steps: tuple[tuple[SampledToken, ...], ...]) -> tuple[tuple[Any, ...], ...]:
+    return tuple([tuple(map(_token_values, step)) for step in steps])
+
+
+def _tokens(rows: Iterable[Iterable[Any]]) -> tuple[SampledToken, ...]:
+    return tuple([SampledToken(*values) for values in rows])
 
 
 def _build(cls: type[Any], *values: object) -> object:
