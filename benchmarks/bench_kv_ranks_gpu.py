@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import guarded, write_failures
-from benchmarks.kv_ranks_on_one_gpu import RanksOnOneGpu
+from benchmarks.ranks_in_one_process import RanksInOneProcess
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.frames import ArenaFrames, DeviceFrames
 from crosspool.backends.cuda.launch import DeviceKernels
@@ -68,8 +68,8 @@ def split(report: Report, kernels: DeviceKernels, layers: int | None, gib: float
     pages = [held[owner].pop() for owner in owners]
     share = min(pool.used(MODEL) / pool.budget for pool in pools)
     longest = len(pages) * page_tokens
-    one = RanksOnOneGpu(kernels, spec, attention, ffn, [ArenaFrames(frames)], page_tokens)
-    two = RanksOnOneGpu(
+    one = RanksInOneProcess(kernels, spec, attention, ffn, [ArenaFrames(frames)], page_tokens)
+    two = RanksInOneProcess(
         kernels, spec, attention, ffn, [ArenaFrames(part) for part in frames.split(num_frames)], page_tokens
     )
     name = MODEL if layers is None else f"{MODEL}-{layers}-layers"
@@ -128,7 +128,7 @@ def mapped(report: Report, kernels: DeviceKernels) -> None:
     backing = MappedFrames(CudaVmmDriver(0), *shape, GRANULARITY)
     moving = DeviceFrames(backing, FRAME_BYTES, kernels.device)
     still = ArenaFrames(torch.zeros(shape, dtype=torch.uint8, device="cuda"))
-    sides = [RanksOnOneGpu(kernels, spec, attention, ffn, [frames], page_tokens) for frames in (still, moving)]
+    sides = [RanksInOneProcess(kernels, spec, attention, ffn, [frames], page_tokens) for frames in (still, moving)]
     answers: list[list[list[SampledToken]]] = [[], []]
     for turn in range(TURNS):
         pages = pool.allocate("model", 40) or ()

@@ -128,11 +128,14 @@ class PoolWorld:
         except ValueError:
             return False
         held = {key: tuple(sequence.pages) for key, sequence in self.live.items()}
-        self.budget.set_limits(limits)
+        self._hold_to(limits)
         assert held == {key: tuple(sequence.pages) for key, sequence in self.live.items()}
+        return True
+
+    def _hold_to(self, limits: PoolLimits) -> None:
+        self.budget.set_limits(limits)
         unused = self.pool.budget - limits.budget
         self.ahead.leave_unused(unused, is_settling=self.budget.is_settling)
-        return True
 
     def evict(self, model: str) -> None:
         """Take back the model's mapped pages that nobody uses."""
@@ -143,7 +146,7 @@ class PoolWorld:
         """The model goes and comes back; it has no sequence."""
         self.pool.remove_model(model)
         self.backing.remove_model(model)
-        self.budget.set_limits(self.budget.limits.without(model))
+        self._hold_to(self.budget.limits.without(model))
         self.pool.add_model(model, WIDTHS[model])
         self._add_range(model)
 

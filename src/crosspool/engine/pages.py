@@ -54,14 +54,14 @@ class KVRankPages:
         self._models[model.name] = model
         if self.prefix is not None:
             self.prefix.add_model(model.name)
-        self.budget.set_limits(limits)
+        self._hold_to(limits)
 
     def remove_model(self, name: str) -> None:
         if self.prefix is not None:
             self.prefix.remove_model(name)
         self.pool.remove_model(name)
         del self._models[name]
-        self.budget.set_limits(self.budget.limits.without(name))
+        self._hold_to(self.budget.limits.without(name))
 
     @property
     def limits(self) -> PoolLimits:
@@ -81,9 +81,13 @@ class KVRankPages:
 
     def set_limits(self, limits: PoolLimits) -> None:
         """Hold what is admitted from now on to limits that have been checked; nothing live is touched."""
-        self.budget.set_limits(limits)
+        self._hold_to(limits)
         if self.prefix is not None:
             self.prefix.hold_to_limits()
+
+    def _hold_to(self, limits: PoolLimits) -> None:
+        """Any new limits may let the budget settle, also those that only lost a model; then it counts on all memory."""
+        self.budget.set_limits(limits)
         if self.ahead is not None:
             unused = self.pool.budget - limits.budget
             self.ahead.leave_unused(unused, is_settling=self.budget.is_settling)

@@ -1,4 +1,4 @@
-"""KV workers and a weights worker of one model on one GPU, driven in one thread: to see split KV and mapped frames."""
+"""KV workers and a weights worker of one model, driven in one thread: to see split KV, mapped frames, one request."""
 
 from __future__ import annotations
 
@@ -32,8 +32,11 @@ MAX_TOKENS = 64
 DEADLINE_S = 5.0
 
 
-class RanksOnOneGpu:
-    """One lane. `frames`: of each KV rank, in order; the first is the model's home."""
+class RanksInOneProcess:
+    """One lane. `frames`: of each KV rank, in order; the first is the model's home.
+
+    weights_kernels: of the weights rank's GPU, where that is not the KV ranks'.
+    """
 
     def __init__(
         self,
@@ -43,7 +46,9 @@ class RanksOnOneGpu:
         ffn: Sequence[FFNLayerWeights],
         frames: Sequence[KVFrames],
         page_tokens: int,
+        weights_kernels: DeviceKernels | None = None,
     ) -> None:
+        weights_kernels = weights_kernels or kernels
         self.names = tuple(f"kv{idx}" for idx in range(len(frames)))
         self.home, self.shares = self.names[0], self.names[1:]
         split = "tokens" if self.shares else "one"
@@ -60,11 +65,16 @@ class RanksOnOneGpu:
             frame_bytes=frames[0].frame_bytes,
             kv_dtype="bfloat16",
         )
-        devices = dict.fromkeys((*self.names, "w0"), 0)
+        on = dict.fromkeys(self.names, kernels.device) | {"w0": weights_kernels.device}
+        devices = {rank: device.index or 0 for rank, device in on.items()}
         rule = WaitRule(deadline_s=DEADLINE_S)
+        for rank, index in devices.items():
+            for peer in set(devices.values()) - {index}:
+                with torch.cuda.device(index):
+                    Driver(rank).enable_peer_access(peer)
 
         def site(rank: str) -> Site:
-            return Site(rank, kernels.device, Driver(rank), devices, None)
+            return Site(rank, on[rank], Driver(rank), devices, None)
 
         num_frames = frames[0].num_bytes // frames[0].frame_bytes
         self.kv = {
@@ -78,7 +88,7 @@ class RanksOnOneGpu:
             )
             for idx, (name, own) in enumerate(zip(self.names, frames, strict=True))
         }
-        self.ffn = CudaFFNWorker(site("w0"), kernels, rule)
+        self.ffn = CudaFFNWorker(site("w0"), weights_kernels, rule)
         self._ends: dict[tuple[str, str], tuple[Outlet, Inlet]] = {}
         self._open(self.home, "w0", spec.hidden_size)
         for peer in self.shares:
@@ -170,6 +180,3 @@ class RanksOnOneGpu:
             exchange_outlets={peer: self._ends[rank, peer][0] for peer in exchange},
             exchange_inlets={peer: self._ends[rank, peer][1] for peer in exchange},
         )
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()

@@ -1,0 +1,85 @@
+"""One model on ranks in processes, stepped by hand: one sequence at a time, without an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from crosspool.cluster.base import ModelFailed, ModelPlacement, ModelReady, RankFailed, RankLost, StepDone, StepFailed
+from crosspool.cluster.config import ClusterConfig
+from crosspool.cluster.start import start_cluster
+from crosspool.core import SampledToken, SamplingParams
+from crosspool.kv_pool.pool import Page
+from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow
+
+LOAD_TIMEOUT_S, STEP_TIMEOUT_S = 120.0, 30.0
+
+
+class SteppedCluster:
+    """Ranks start at once; `load` brings the model."""
+
+    def __init__(self, config: ClusterConfig, placement: ModelPlacement) -> None:
+        self._cluster = start_cluster(config)
+        self._placement = placement
+        self._step_seq = 0
+
+    def load(self) -> None:
+        """Wait until every rank has its share. Raises RuntimeError where one cannot."""
+        self._cluster.add_model(self._placement)
+        until_s = time.monotonic() + LOAD_TIMEOUT_S
+        while time.monotonic() < until_s:
+            for event in self._cluster.poll(0.1):
+                if isinstance(event, ModelFailed | RankFailed | RankLost):
+                    raise RuntimeError(str(event))
+                if isinstance(event, ModelReady):
+                    return
+        raise RuntimeError(f"{self._placement.name} is not ready after {LOAD_TIMEOUT_S:g} s")
+
+    def step(
+        self,
+        sequence_id: int,
+        token_ids: Sequence[int],
+        num_cached: int,
+        *,
+        new_pages: Sequence[Page] = (),
+        joining: SamplingParams | None = None,
+    ) -> SampledToken:
+        """The tokens at positions from `num_cached` on, and the one that is sampled after them. joining: it is new."""
+        self._step_seq += 1
+        count = len(token_ids)
+        header = StepHeader(
+            lane=0,
+            model=self._placement.name,
+            step_seq=self._step_seq,
+            phase="decode" if count == 1 else "prefill",
+            num_tokens=count,
+            kv_rank=self._placement.kv_rank,
+        )
+        row = StepRow(
+            sequence_id=sequence_id,
+            token_ids=tuple(token_ids),
+            num_cached_tokens=num_cached,
+            num_new_tokens=count,
+            new_pages=tuple(new_pages),
+        )
+        step = StepDescriptor(header=header, rows=(row,))
+        if joining is not None:
+            new = NewSequence(
+                sequence_id=sequence_id, prompt_token_ids=tuple(token_ids), output_token_ids=(), sampling=joining
+            )
+            step = replace(step, joining=(new,))
+        self._cluster.submit(step)
+        until_s = time.monotonic() + STEP_TIMEOUT_S
+        while time.monotonic() < until_s:
+            for event in self._cluster.poll(0.1):
+                if isinstance(event, StepFailed | RankLost | RankFailed):
+                    raise RuntimeError(str(event))
+                if isinstance(event, StepDone):
+                    (token,) = event.result.sampled
+                    return token
+        raise RuntimeError(f"step {self._step_seq} did not end within {STEP_TIMEOUT_S:g} s")
+
+    def close(self) -> None:
+        """Stop the ranks. A second call does nothing."""
+        self._cluster.close()
