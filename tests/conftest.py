@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Generator
+import logging
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -31,6 +32,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="report every skipped test or module as failed: for runs in which everything needed is installed",
     )
+
+
+@pytest.fixture(autouse=True)
+def _no_log_handler_is_left() -> Iterator[None]:
+    """A command sets logging up for its process, on a stream that in tests is closed once the test has ended."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    for handler in [handler for handler in root.handlers if handler not in before]:
+        root.removeHandler(handler)
+    root.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer.main
 from typer.testing import CliRunner
 
 from crosspool import __version__, cli
 from crosspool.commands.serve import deployment, model_entries
+from crosspool.commands.serve_help import GROUPS
 from crosspool.errors import CrossPoolError
 from crosspool.settings import Settings
 
@@ -44,6 +47,24 @@ def test_help_takes_less_than_half_a_second() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         durations.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(durations) < 0.5
+
+
+@pytest.mark.parametrize("width", ["80", "60"])
+@pytest.mark.parametrize("command", ["serve", "bench", "simulate", "limits"])
+def test_help_shows_every_option_whole(command: str, width: str) -> None:
+    shown = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": width, "TERMINAL_WIDTH": width}).stdout
+    found = typer.main.get_command(cli.app).commands[command]  # type: ignore[attr-defined]
+    options = [name for parameter in found.params for name in (*parameter.opts, *parameter.secondary_opts)]
+    assert len(options) > 5
+    assert [name for name in options if name.startswith("--") and not re.search(rf"{name}[\s,]", shown)] == []
+
+
+def test_help_of_serve_has_every_option_once_and_its_default() -> None:
+    shown = CliRunner().invoke(cli.app, ["serve", "--help"]).stdout
+    names = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]
+    assert len(names) == len(set(names)) == len(inspect.signature(cli.serve).parameters) - 1  # models are no option
+    assert "[inline]" in " ".join(shown.split())
+    assert {name for names in GROUPS.values() for name in names.split()} <= set(inspect.signature(cli.serve).parameters)
 
 
 def test_version() -> None:

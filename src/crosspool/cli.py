@@ -7,12 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from crosspool.commands import bench
+from crosspool.commands.serve_help import ServeCommand
 from crosspool.errors import CrossPoolError
 
 app = typer.Typer(
     name="crosspool",
     help="Serve many Mixture-of-Experts models from two memory pools: one for weights, one for KV cache.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -36,9 +38,9 @@ def main() -> None:
         raise SystemExit(130) from None
 
 
-@app.command()
+@app.command(cls=ServeCommand)
 def serve(
-    models: Annotated[Words, typer.Argument(metavar="[MODEL_DIR | HF_ID | NAME=DIR]...", show_default=False)] = None,
+    models: Annotated[Words, typer.Argument(metavar="MODEL", show_default=False)] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these settings and `models:`")] = None,
     plan: Annotated[Path | None, typer.Option(help="serve as planned: JSON of `crosspool plan --output`")] = None,
     plan_group: Annotated[str | None, typer.Option(help="which group of the plan; needed if it has several")] = None,
@@ -123,7 +125,8 @@ def serve(
 ) -> None:
     """Serve models behind the OpenAI API; with no model named, the demo models.
 
-    Every option may also stand in the YAML file, or in the environment as CROSSPOOL_NAME.
+    MODEL is a Hugging Face model directory or id, or NAME=DIR to serve it as NAME. Every option may also stand in the
+    YAML file, or in the environment as CROSSPOOL_NAME.
     """
     given = dict(locals())
     flags = {key: value for key, value in given.items() if key not in SERVE_ARGUMENTS and value not in (None, [])}
@@ -138,7 +141,7 @@ SERVE_ARGUMENTS = ("models", "served_model_name", "config", "plan", "plan_group"
 
 @app.command()
 def generate(
-    directories: Annotated[list[str], typer.Argument(metavar="DIR...", help="model directories (or NAME=DIR)")],
+    directories: Annotated[list[str], typer.Argument(metavar="DIR", help="model directories (or NAME=DIR)")],
     prompts: Annotated[Path, typer.Option(help="JSON lines, or lines of model<TAB>prompt; - reads standard input")],
     max_tokens: Annotated[int, typer.Option(help="tokens to generate for each prompt")] = 64,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own")] = None,

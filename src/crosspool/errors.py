@@ -54,3 +54,8 @@ class StepError(CrossPoolError):
 
 class ConstraintError(CrossPoolError):
     """The grammar an answer has to follow cannot go on: it grew too complex, or its last token breaks it."""
+
+
+def unreadable_because(error: Exception) -> str:
+    """Why a file could not be read, without its name, which the message around it has."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -23,6 +23,7 @@ from crosspool.errors import CheckpointError, CrossPoolError, UnsupportedModelEr
 from crosspool.model_source import model_directory
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import DType
+from crosspool.preflight import check_machine, check_slices
 from crosspool.ranks import (
     are_apart,
     arenas,
@@ -187,7 +188,11 @@ def _start_cluster(config: DeploymentConfig) -> Cluster:
 
 
 def start_engine(config: DeploymentConfig) -> AsyncEngine:
-    """The two pools and the engine, running, with no models yet. The caller closes it."""
+    """The two pools and the engine, running, with no models yet. The caller closes it.
+
+    Raises CrossPoolError for what this machine cannot give.
+    """
+    check_machine(config.pools)
     return AsyncEngine(Engine(engine_config(config), _start_cluster(config)).start())
 
 
@@ -221,6 +226,7 @@ def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel
             served = _served_model(model, config, directory, "one")  # replicas: engines without pools do no other
         if config.pools.backend == "cuda" and config.pools.baseline is None and served.kv_split != "one":
             _check_prefill(served, config.scheduling.max_num_batched_tokens)
+        check_slices(served.spec, len(served.weights_ranks))
         served = replace(
             served,
             kv_floor_bytes=model.kv_floor_bytes,

@@ -9,6 +9,8 @@ import sys
 from importlib import metadata
 
 from crosspool import __version__
+from crosspool.preflight import physical_memory_bytes
+from crosspool.units import GiB
 
 PACKAGES = (
     "fastapi",
@@ -59,9 +61,8 @@ def environment() -> dict[str, str]:
 
 
 def _memory() -> str:
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return "unknown"
-    return f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"
+    found = physical_memory_bytes()
+    return "unknown" if found is None else f"{found / GiB:.1f} GiB"
 
 
 def _gpus() -> str:

@@ -19,7 +19,7 @@ from crosspool.commands.serve import deployment
 from crosspool.core import TokenConstraint
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.request import GenerationRequest
-from crosspool.errors import CrossPoolError, QueueFullError
+from crosspool.errors import CrossPoolError, QueueFullError, unreadable_because
 from crosspool.launch import catalogue, load_models, prepare_models, start_engine
 from crosspool.server.catalogue import Catalogue, ModelFrontend
 from crosspool.server.chat_plan import chat_plan
@@ -68,7 +68,7 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise CrossPoolError(f"cannot read the prompts in {path}: {error}") from None
+        raise CrossPoolError(f"cannot read the prompts in {path}: {unreadable_because(error)}") from None
     # NOTE: splitlines() would also cut at U+2028, form feeds and the like, which may stand in a prompt.
     found = [_parse(line, f"{path}:{number}") for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not found:

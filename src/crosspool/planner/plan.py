@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from crosspool.errors import unreadable_because
 from crosspool.planner.holding import AdmissionPolicy
 from crosspool.planner.memory import GPUMemory
 from crosspool.planner.parallelism import KVParallelism
@@ -180,7 +181,7 @@ def read_plan(path: Path) -> Plan:
     try:
         return plan_from_json(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from None
+        raise ValueError(f"cannot read {path}: {unreadable_because(error)}") from None
 
 
 _ADAPTER = TypeAdapter(Plan)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jinja2
 
-from crosspool.errors import CheckpointError
+from crosspool.errors import CheckpointError, unreadable_because
 from crosspool.server.answer_formats import answer_format
 from crosspool.server.hidden_marks import HiddenMarks
 from crosspool.server.messages import Message
@@ -118,7 +118,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read the chat template {path}: {error}") from None
+        raise CheckpointError(f"cannot read the chat template {path}: {unreadable_because(error)}") from None
 
 
 def _require_whole(text: str, messages: Sequence[Message]) -> None:

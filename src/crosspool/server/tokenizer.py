@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from crosspool.errors import CheckpointError
+from crosspool.errors import CheckpointError, unreadable_because
 from crosspool.server.token_bound import TokenBound
 
 LONG_TEXT = 4096
@@ -159,7 +159,7 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
         try:
             loaded = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"cannot read {path}: {error}") from None
+            raise CheckpointError(f"cannot read {path}: {unreadable_because(error)}") from None
         if not isinstance(loaded, dict):
             raise CheckpointError(f"{path} holds a {type(loaded).__name__}; it must be a JSON object")
         merged |= {key: value for key, value in loaded.items() if value is not None}

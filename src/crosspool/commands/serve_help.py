@@ -1,0 +1,33 @@
+"""The help of `crosspool serve`: its many options by what they are about."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from typer.core import TyperCommand
+
+GROUPS: Mapping[str, str] = {
+    "Models": "config plan plan_group served_model_name max_model_len chat_template dtype weights download_dir",
+    "Server": "host port api_key admin_api_key ssl_certfile ssl_keyfile allowed_origins root_path "
+    "sse_keep_alive_interval shutdown_timeout",
+    "Requests": "max_num_seqs max_num_batched_tokens max_queue max_queue_per_key queue_timeout admission "
+    "enable_prefix_caching decode_steps seed",
+    "Memory": "kv_pool_bytes frame_bytes kv_backing",
+    "Pools and ranks": "backend gpus weights_ranks kv_ranks kv_split prefill prefill_ranks layout control route order "
+    "pipeline recovery_timeout baseline",
+    "Logs and metrics": "log_level log_format disable_access_log_for_endpoints metrics_compat otlp_traces_endpoint",
+}
+"""Names of parameters, by heading, in the order in which they are shown. The others come last."""
+
+
+class ServeCommand(TyperCommand):
+    """Writes a heading for each group of options where other commands write one for all."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """`ctx` and `formatter` are those of the library that Typer brings along."""
+        parameters = {parameter.name: parameter for parameter in self.get_params(ctx) if parameter.name != "models"}
+        grouped = {name for names in GROUPS.values() for name in names.split()}
+        others = " ".join(name for name in parameters if name not in grouped)
+        for heading, names in {**GROUPS, "Others": others}.items():
+            records = [parameters[name].get_help_record(ctx) for name in names.split()]
+            with formatter.section(heading):
+                formatter.write_dl([record for record in records if record is not None], col_max=36)

@@ -1,0 +1,60 @@
+"""What a deployment asks of this machine and of its models' shapes, looked at before any process starts."""
+
+import os
+from importlib.util import find_spec
+
+from crosspool.config import PoolsConfig
+from crosspool.errors import CrossPoolError
+from crosspool.models.spec import DenseFFNSpec, ModelSpec
+from crosspool.units import GiB
+from crosspool.weights_pool.placement import intermediate_slices
+
+BACKEND_PACKAGES = {"numpy": (), "cuda": ("torch", "triton")}
+
+
+def check_machine(pools: PoolsConfig, memory_bytes: int | None = None) -> None:
+    """memory_bytes: of this machine, found out if None.
+
+    Raises CrossPoolError where a package is missing, or where the KV pool is larger than all memory there is.
+    """
+    missing = [name for name in BACKEND_PACKAGES[pools.backend] if find_spec(name) is None]
+    if missing:
+        raise CrossPoolError(
+            f"backend is {pools.backend} and {' and '.join(missing)} cannot be found; "
+            f"pip install 'crosspool[{pools.backend}]', or use backend numpy"
+        )
+    have = physical_memory_bytes() if memory_bytes is None else memory_bytes
+    asked = pools.kv_pool_bytes * pools.num_kv_ranks
+    if pools.backend == "numpy" and have is not None and asked > have:
+        ranks = f" on each of {pools.num_kv_ranks} KV ranks" if pools.num_kv_ranks > 1 else ""
+        raise CrossPoolError(
+            f"kv_pool_bytes is {pools.kv_pool_bytes / GiB:.1f} GiB{ranks}, and this machine has {have / GiB:.1f} GiB "
+            "of memory for that and the weights; set less"
+        )
+
+
+def physical_memory_bytes() -> int | None:
+    """None where the system does not tell."""
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_slices(spec: ModelSpec, num_ranks: int) -> None:
+    """Raises ValueError where one of the model's FFNs is too narrow to be cut over so many weights ranks."""
+    for width in ffn_widths(spec):
+        intermediate_slices(width, num_ranks)
+
+
+def ffn_widths(spec: ModelSpec) -> set[int]:
+    """The intermediate sizes of all FFNs: dense ones, experts and shared experts."""
+    widths = set()
+    for layer in spec.layers:
+        ffn = layer.ffn
+        if isinstance(ffn, DenseFFNSpec):
+            widths.add(ffn.intermediate_size)
+            continue
+        widths.add(ffn.expert_intermediate_size)
+        if ffn.shared is not None:
+            widths.add(ffn.shared.intermediate_size)
+    return widths

@@ -1,0 +1,67 @@
+"""What this machine or a model's shapes cannot give is one line before any process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from crosspool import preflight
+from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig
+from crosspool.errors import CheckpointError, CrossPoolError
+from crosspool.launch import prepare_models, start_engine
+from crosspool.units import GiB
+from tests.support.tiny_models import write_tiny_model
+
+
+def test_a_pool_beyond_the_machines_memory_is_refused_with_both_sizes():
+    pools = PoolsConfig(kv_pool_bytes=20 * GiB)
+    preflight.check_machine(pools, memory_bytes=20 * GiB)
+    with pytest.raises(CrossPoolError, match=r"kv_pool_bytes is 20\.0 GiB, and this machine has 19\.0 GiB"):
+        preflight.check_machine(pools, memory_bytes=19 * GiB)
+    with pytest.raises(CrossPoolError, match="on each of 2 KV ranks"):
+        preflight.check_machine(replace(pools, num_kv_ranks=2), memory_bytes=39 * GiB)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setattr(
+        preflight, "find_spec", lambda name: None if name == "torch" else importlib.util.find_spec(name)
+    )
+    preflight.check_machine(PoolsConfig(), memory_bytes=GiB)
+    monkeypatch.setitem(preflight.BACKEND_PACKAGES, "cuda", ("torch", "json"))
+    with pytest.raises(CrossPoolError, match=r"torch cannot be found; pip install 'crosspool\[cuda\]'"):
+        preflight.check_machine(PoolsConfig(backend="cuda"))
+
+
+def test_the_engine_is_not_started_on_a_machine_that_is_too_small(monkeypatch):
+    monkeypatch.setattr(preflight, "physical_memory_bytes", lambda: GiB)
+    monkeypatch.setattr("crosspool.launch.start_cluster", lambda config: pytest.fail("the ranks were started"))
+    with pytest.raises(CrossPoolError, match="kv_pool_bytes is"):
+        start_engine(DeploymentConfig(models=(), pools=PoolsConfig(kv_pool_bytes=2 * GiB)))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
+def test_more_weights_ranks_than_an_ffn_has_slices_are_refused(family, tmp_path):
+    source = str(write_tiny_model(tmp_path / "tiny", family))
+
+    def prepared(num_ranks: int):
+        pools = PoolsConfig(num_weights_ranks=num_ranks)
+        return prepare_models(DeploymentConfig(models=(ModelConfig(source=source),), pools=pools))
+
+    (model,) = prepared(1)
+    most = min(preflight.ffn_widths(model.served.spec)) // 16
+    prepared(most)
+    with pytest.raises(CheckpointError, match=f"model tiny: an FFN of width .* use at most {most} weights ranks"):
+        prepared(most + 1)
+
+
+def test_widths_are_those_of_every_kind_of_ffn(tmp_path):
+    write_tiny_model(tmp_path / "tiny", "deepseek_v2")
+    config = DeploymentConfig(models=(ModelConfig(source=str(tmp_path / "tiny")),))
+    spec = prepare_models(config)[0].served.spec
+    kinds = {type(layer.ffn).__name__ for layer in spec.layers}
+    assert kinds == {"DenseFFNSpec", "MoEFFNSpec"}
+    shared = next(layer.ffn.shared for layer in spec.layers if hasattr(layer.ffn, "shared"))
+    assert shared is not None
+    assert shared.intermediate_size in preflight.ffn_widths(spec)
