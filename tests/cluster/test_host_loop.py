@@ -159,11 +159,35 @@ def test_a_look_around_finds_what_comes_meanwhile_without_a_sleep():
 def test_a_host_whose_ranks_wait_for_devices_naps_and_does_not_look_all_the_time(rig, monkeypatch):
     naps = []
     monkeypatch.setattr("crosspool.cluster.host_loop.time.sleep", naps.append)
+    monkeypatch.setattr("crosspool.cluster.host_loop.time.monotonic", lambda: 7.0)
     (loop,) = rig.loops
     loop.is_busy, loop.nap = True, 5e-4
     for _ in range(3):
         assert rig.host.turn()
-    assert naps == [5e-4] * 3
+    assert naps == [pytest.approx(5e-4)] * 3
     loop.num_ready = 1
     rig.host.turn()
     assert (loop.num_ready, len(naps)) == (0, 3)
+
+
+def test_a_nap_is_as_long_as_asked_and_no_longer_than_a_beat_may_take(rig):
+    (loop,) = rig.loops
+    loop.is_busy = True
+    for nap, least_s, most_s in ((0.0035, 0.0035, 0.03), (60.0, 0.05, 0.5)):
+        loop.nap, begun_s = nap, time.monotonic()
+        assert rig.host.turn()
+        assert least_s <= time.monotonic() - begun_s < most_s
+
+
+def test_a_message_ends_a_nap(rig):
+    """A prompt does not wait for the end of another lane's run."""
+    (loop,) = rig.loops
+    loop.is_busy, loop.nap = True, 0.05
+    rig.host.turn()
+    rig.inbox.to_host.append(("r0", CloseChannels("w0")))
+    rig.doorbell.ring()
+    begun_s = time.monotonic()
+    rig.host.turn()
+    rig.host.turn()
+    assert loop.handled == [CloseChannels("w0")]
+    assert time.monotonic() - begun_s < 0.09, "the nap after the message is one whole, that before none"

@@ -153,7 +153,7 @@ def test_a_step_runs_to_its_end_and_counts_work_and_wait_apart(make_rig):
 
 def test_what_a_wait_tells_is_told_once_and_before_the_result(make_rig):
     rig = make_rig()
-    rig.worker.told = {1: (SampledToken(7, 3),)}
+    rig.worker.told = {1: ((SampledToken(7, 3),),)}
     rig.step()
     for layer in range(3):
         rig.clock.now_s += TELL_EVERY_S
@@ -170,7 +170,7 @@ def test_tokens_of_quick_steps_are_told_together_and_none_late(make_rig):
     rig = make_rig()
     rig.worker.num_layers = 6
     first, second, third, last = [(SampledToken(7, token),) for token in range(4)]
-    rig.worker.told = {1: first, 2: second, 3: third, 5: last}
+    rig.worker.told = {1: (first,), 2: (second, third), 5: (last,)}
     rig.step()
     for layer in range(6):
         rig.spin()

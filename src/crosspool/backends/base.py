@@ -43,14 +43,14 @@ class Outlet(Protocol):
 class Wait(NamedTuple):
     """What a half-step needs before its next segment: every one of `inlets` at `epoch`.
 
-    told: tokens of a step of a run that has ended; the rank tells them while the run goes on. nap_s: nothing stands
-    still if it looks so late, since a device goes on by itself; 0: it is to look all the time. rest_until_s: before
-    then (time.monotonic) it probably has not come, and a rank that may nap need not look.
+    told: tokens of each step of a run that has ended since the last wait; the rank tells them while the run goes on.
+    nap_s: nothing stands still if it looks so late, since a device goes on by itself; 0: it is to look all the time.
+    rest_until_s: before then (time.monotonic) it probably has not come, and a rank that may nap need not look.
     """
 
     inlets: Sequence[Inlet]
     epoch: int
-    told: tuple[SampledToken, ...] = ()
+    told: tuple[tuple[SampledToken, ...], ...] = ()
     nap_s: float = 0.0
     rest_until_s: float = 0.0
 

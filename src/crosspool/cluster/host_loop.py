@@ -14,12 +14,8 @@ from crosspool.cluster.rank_loop import RankLoop
 LOOK_TURNS = 256
 """After so many turns of work on end descriptors are asked too: a parent that is gone posts nothing."""
 
-LONGEST_NAP_S = 0.005
-"""Of hosts whose ranks wait for devices alone: so late it may learn of a message."""
-
 BUSY_NAP_S = 0.05
 """Longest sleep while something is in flight, so that the host's beat goes on and no lost ring costs more."""
-
 
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 """Lets another process of this core run: a look around must not keep the very peer from working that it waits for."""
@@ -120,8 +116,7 @@ class HostLoop:
         is_busy = any(loop.is_busy for loop in self._loops.values())
         nap_s = min(loop.nap_s() for loop in self._loops.values())
         if is_busy and nap_s > 0:  # devices go on by themselves: nobody rings, and nothing stands still
-            time.sleep(min(nap_s, LONGEST_NAP_S))
-            self._has_slept = True
+            self._nap(min(nap_s, BUSY_NAP_S))
             return
         if is_busy and self._spin_s > 0 and self._look_around():
             return
@@ -132,6 +127,16 @@ class HostLoop:
         self._has_slept = True
         if any(fd == self._doorbell.read_fd for fd, _ in readable):
             self._doorbell.drain()
+
+    def _nap(self, seconds: float) -> None:
+        """Rest for so long, or until a message comes; descriptors are waited for in whole milliseconds."""
+        until_s = time.monotonic() + seconds
+        if (whole_ms := int(1000 * seconds)) and (readable := self._poll.poll(whole_ms)):
+            self._has_slept = True
+            if any(fd == self._doorbell.read_fd for fd, _ in readable):
+                self._doorbell.drain()
+            return
+        time.sleep(max(0.0, until_s - time.monotonic()))
 
     def _look_around(self) -> bool:
         """Whether work comes within the time of a spin. What there is to look at stays the same meanwhile."""

@@ -92,12 +92,15 @@ class LaneRun:
         """Run the segment up to its next wait. Raises StopIteration with the half's result at its end."""
         self._ticket = None
         self._wait = next(self._half)
-        if self._wait.told:
-            self.untold.append(self._wait.told)
+        self.untold += self._wait.told
 
     def is_to_tell(self, now_s: float) -> bool:
-        """Whether there is something to tell and enough time has passed since the last time. See TELL_EVERY_S."""
-        return bool(self.untold) and now_s - self._told_s >= TELL_EVERY_S
+        """Whether there is something to tell and enough time has passed since the last time. See TELL_EVERY_S.
+
+        Not where the next segment comes at once: it may be the last one, with whose tokens these are told then.
+        """
+        waits = self._wait is not None and bool(self._wait.inlets)
+        return waits and bool(self.untold) and now_s - self._told_s >= TELL_EVERY_S
 
     def take_untold(self, now_s: float) -> tuple[tuple[SampledToken, ...], ...]:
         """Tokens of each of a run's steps that have ended since the last call; they are told now."""

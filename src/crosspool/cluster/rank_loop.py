@@ -98,6 +98,8 @@ class RankLoop:
             if run.becomes_ready(now_s):
                 self._run_segment(run, now_s)
                 return True
+            if (deadline_s := run.deadline_s) is None or now_s <= deadline_s:
+                return False
         ready = []
         for run in tuple(self._runs.values()):
             segment = run.segment(now_s, self._next_ticket, self._patience_s)

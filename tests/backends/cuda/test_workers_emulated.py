@@ -95,7 +95,7 @@ class Pair:
                 count += 1
                 try:
                     waits[rank] = next(halves[rank])
-                    self.told += [waits[rank].told] if waits[rank].told else []
+                    self.told += waits[rank].told
                 except StopIteration as stop:
                     result = stop.value if rank == "kv0" else result
                     del halves[rank]

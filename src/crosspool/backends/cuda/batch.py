@@ -1,6 +1,7 @@
 """The rows of a step as the KV worker runs them: one row a token, with its position and its sequence's block table."""
 
 from collections.abc import Mapping
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -88,8 +89,7 @@ class Batch:
         for idx, (sequence, row, table) in enumerate(zip(self._sequences, self.rows, self.tables, strict=True)):
             sequence.commit(row, table, tokens.get(idx))
 
-    def commit_ahead(self, step: int, tokens: Mapping[int, SampledToken]) -> None:
-        """The same of a run's step, by its number; this batch holds the rows of the first."""
+    def commit_ahead(self, step: int, steps: ListOf[ListOf[SampledToken]]) -> None:
+        """The same of a run's steps from number `step` on; this batch holds the rows of the first."""
         for idx, (sequence, row, table) in enumerate(zip(self._sequences, self.rows, self.tables, strict=True)):
-            ahead = replace(row, num_cached_tokens=row.num_cached_tokens + step)
-            sequence.commit(ahead, table, tokens[idx])
+            sequence.commit_several(row, table, step, [tokens[idx].token_id for tokens in steps])

@@ -11,7 +11,7 @@ import numpy as np
 
 from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.batch import Batch
-from crosspool.backends.cuda.lane_memory import LaneMemory, RunPlace
+from crosspool.backends.cuda.lane_memory import LaneMemory, RunPlace, RunRows
 from crosspool.backends.cuda.link import DeviceInlet
 from crosspool.backends.cuda.passes import PASS_TOKENS
 from crosspool.backends.cuda.sampling import fill_sampling, needs_host, sampling_records
@@ -23,9 +23,6 @@ NAP_S = 5e-4
 
 LAST_NAP_S = 5e-5
 """The same at the end of a run, when the device is to get its next one."""
-
-REST = 0.97
-"""Part of a step's usual time for which nobody looks whether it has ended: looks cost a host more than all it does."""
 
 
 def runs_on_device(batch: Batch) -> bool:
@@ -51,19 +48,22 @@ def push_run(
 
     Later steps take the tokens of the one before them. Rows that are not in use repeat the first.
     """
-    at = np.arange(bucket)
+    stops = batch.stop_ids()
+    assert stops is not None, "the device cannot tell what ends the rows"
+    at, steps = np.arange(bucket), np.arange(header.num_steps)
     at[len(batch.rows) :] = 0
-    token_ids, positions = batch.token_ids[at], batch.positions[at]
+    token_ids = np.repeat(-1 - at[None], header.num_steps, axis=0)
+    token_ids[0] = batch.token_ids[at]
+    sampling = sampling_records((header.num_steps, bucket))
+    for row in batch.sampled:
+        drawn = batch.sampling_row(row)
+        if not drawn.params.is_greedy:
+            for step in range(header.num_steps):
+                fill_sampling(sampling[step], row.row, batch.sampling_row(row, step))
     limits = np.array([table.shape[1] * page_tokens for table in batch.tables])
-    stops, slots = batch.stop_ids(), []
-    for base, place in places(header, num_layers):
-        sampling = sampling_records(bucket)
-        for row in batch.sampled:
-            fill_sampling(sampling, row.row, batch.sampling_row(row, place.step))
-        whole = RunPlace(place.over, place.step, place.left, limits, stops)
-        ids = token_ids if place.step == 0 else -1 - at
-        slots.append(memory.push(base, num_layers, bucket, ids, positions + place.step, sampling, whole))
-    return slots
+    rows = RunRows(token_ids, batch.positions[at] + steps[:, None], sampling, limits, stops)
+    over = run_over(header.step_seq, header.num_steps, num_layers)
+    return memory.push_run(epoch(header.step_seq, 0) - 1, num_layers, over, rows)
 
 
 def read_run(
@@ -74,36 +74,57 @@ def read_run(
     num_layers: int,
     inlets: Sequence[DeviceInlet],
 ) -> HalfStep[tuple[SampledToken, ...]]:
-    """Tell and commit the tokens of each step as it ends; returns those of the last one.
+    """Tell and commit the tokens of steps that have ended, several at a look; returns those of the last one.
 
     Raises ValueError where the device ended the run for lack of pages.
     """
+    pace, num_steps, num_rows = memory.pace, step.num_steps, len(batch.rows)
+    first_base = epoch(step.header.step_seq, 0) - 1
     ended: set[int] = set()
-    told: tuple[SampledToken, ...] = ()
-    bases, read_s = places(step.header, num_layers), [time.monotonic()]
-    for slot, (base, place) in zip(slots, bases, strict=True):
-        nap_s, rest_until_s = NAP_S if place.left else LAST_NAP_S, read_s[-1] + REST * memory.step_s
-        yield Wait(inlets, base + num_layers, told, nap_s, rest_until_s)
-        read_s.append(time.monotonic())
-        tokens = memory.tokens(slot, len(batch.rows))
-        if tokens[0] < 0:
-            raise ValueError(
-                f"the run ended after {place.step} of {step.num_steps} steps: a row lacks a page; "
-                "send the pages of all its steps with it"
-            )
-        pairs = zip(batch.rows, tokens, strict=True)
-        sampled = tuple([SampledToken(row.sequence_id, token) for row, token in pairs])
-        by_row = dict(enumerate(sampled))
-        batch.commit_ahead(place.step, by_row)
-        ended |= batch.ended(by_row)
-        if len(ended) == len(batch.rows) and place.left:
-            batch.end_run(step.num_steps - 1)
-            break
-        told = sampled
-    memory.step_s = (read_s[-1] - read_s[0]) / (len(read_s) - 1)
-    return sampled
+    told: list[tuple[SampledToken, ...]] = []
+    num_read = 0
+    pace.begin(time.monotonic())
+    while num_read < num_steps and len(ended) < num_rows:
+        wanted = num_read + pace.num_at_once(num_steps - num_read)
+        nap_s = LAST_NAP_S if wanted == num_steps else NAP_S
+        yield Wait(inlets, first_base + wanted * num_layers, tuple(told), nap_s, pace.look_s(wanted))
+        num_ended = min(num_steps, max(wanted, (memory.done_epoch - first_base) // num_layers))
+        told = []
+        for idx in range(num_read, num_ended):
+            tokens = memory.tokens(slots[idx], num_rows)
+            if tokens[0] < 0:
+                raise ValueError(
+                    f"the run ended after {idx} of {num_steps} steps: a row lacks a page; "
+                    "send the pages of all its steps with it"
+                )
+            pairs = zip(batch.rows, tokens, strict=True)
+            told.append(tuple([SampledToken(row.sequence_id, token) for row, token in pairs]))
+            ended |= batch.ended(dict(enumerate(told[-1])))
+            if len(ended) == num_rows:
+                break
+        batch.commit_ahead(num_read, told)
+        num_read += len(told)
+        if num_ended < num_steps:
+            pace.goes_on(time.monotonic(), num_ended)
+        elif len(ended) < num_rows:
+            pace.ends(time.monotonic(), num_steps, LAST_NAP_S)
+    if num_read < num_steps:
+        batch.end_run(num_steps - 1)
+    if len(told) > 1:
+        yield Wait((), 0, tuple(told[:-1]))
+    return told[-1]
 
 
-def rest_of_run(memory: LaneMemory, num_steps: int) -> float:
-    """Until when (time.monotonic) a weights rank need not look whether a run of so many steps has ended."""
-    return time.monotonic() + REST * num_steps * memory.step_s
+def read_end(memory: LaneMemory, header: StepHeader, num_layers: int, inlet: DeviceInlet) -> HalfStep[None]:
+    """Wait for the end of a run, as a rank without rows does: one look half-way, which keeps its pace."""
+    pace, num_steps, first_base = memory.pace, header.num_steps, epoch(header.step_seq, 0) - 1
+    over = run_over(header.step_seq, num_steps, num_layers)
+    pace.begin(time.monotonic())
+    half = num_steps // 2
+    yield Wait((inlet,), first_base + half * num_layers, (), NAP_S, pace.look_s(half))
+    num_ended = max(0, (memory.done_epoch - first_base) // num_layers)
+    if num_ended < num_steps:
+        pace.goes_on(time.monotonic(), num_ended)
+    yield Wait((inlet,), first_base + num_steps * num_layers, (), LAST_NAP_S, pace.look_s(num_steps))
+    if memory.done_epoch < over:
+        pace.ends(time.monotonic(), num_steps, LAST_NAP_S)

@@ -1,9 +1,7 @@
 """A run of decode steps on a weights rank: one graph, or passes posted to the server; the KV rank may end it early."""
 
-import time
-
 from crosspool.backends.base import HalfStep, Wait
-from crosspool.backends.cuda.decode_run import LAST_NAP_S, places, rest_of_run
+from crosspool.backends.cuda.decode_run import places, read_end
 from crosspool.backends.cuda.ffn_pass import FFNPass
 from crosspool.backends.cuda.ffn_passes import FFNPasses, FFNWay, PassKind
 from crosspool.backends.cuda.lane_memory import RunPlace
@@ -48,9 +46,7 @@ def run_several(
                 for base, place in steps:
                     lane.memory.push(base, num_layers, place=place)
                 lane.run_loop(way.name, way.links, kind)
-        begun_s = time.monotonic()
-        yield Wait((inlet,), last_epoch, (), LAST_NAP_S, rest_of_run(lane.memory, header.num_steps))
-        lane.memory.step_s = (time.monotonic() - begun_s) / header.num_steps
+        yield from read_end(lane.memory, header, num_layers, inlet)
         has_ended = True
     finally:
         if not has_ended:

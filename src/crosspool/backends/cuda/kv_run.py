@@ -66,5 +66,5 @@ def run_by_host(
                 release(kernels, flags, over)
             break
         if left:
-            yield Wait((), OPEN_EPOCH, sampled)
+            yield Wait((), OPEN_EPOCH, (sampled,))
     return sampled

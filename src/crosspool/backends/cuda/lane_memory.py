@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from crosspool.backends.cuda.pace import Pace
 from crosspool.backends.cuda.passes import PASS_TOKENS
 from crosspool.backends.cuda.transport_params import MAX_PEERS, LaneView
 from crosspool.units import align_up
@@ -68,6 +69,21 @@ class RunPlace:
     stops: npt.NDArray[np.int32] | None = None
 
 
+@dataclass(frozen=True)
+class RunRows:
+    """The rows of all steps of a run.
+
+    token_ids, positions: (steps, rows); an id below 0 is what row -1 - id sampled last. sampling: (steps, rows)
+    SAMPLING. limits, stops: as in `RunPlace`, of the rows in use.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    sampling: npt.NDArray[np.void]
+    limits: npt.NDArray[np.int64]
+    stops: npt.NDArray[np.int32]
+
+
 class LaneMemory:
     """The words of one lane. Passes are pushed by the host in order; the device takes them in the same order."""
 
@@ -84,7 +100,7 @@ class LaneMemory:
         self._tokens: npt.NDArray[np.int32] = self.host_tokens.numpy()
         self._cursor = 0
         self._last_epoch = 0
-        self.step_s = 0.0  # how long a step of the last run took; 0: there was none
+        self.pace = Pace()
 
     @property
     def done_epoch(self) -> int:
@@ -148,6 +164,33 @@ class LaneMemory:
         self._cursor += 1
         self._last_epoch = base + num_layers
         return slot
+
+    def push_run(self, base: int, num_layers: int, over: int, rows: RunRows) -> list[int]:
+        """`push` for every step of a run, the first of which has `base`; returns their slots.
+
+        over: as in `RunPlace`.
+        """
+        num_steps, width = rows.token_ids.shape
+        steps = np.arange(num_steps)
+        slots = (self._cursor + steps) % RING_SLOTS
+        used = len(rows.stops)
+        found = np.zeros((num_steps, RECORD_WORDS), dtype=np.int32)
+        longs = found.view(np.int64)
+        longs[:, 0] = base + num_layers * steps
+        found[:, 2 : 2 + width] = rows.token_ids
+        found[:, 2 + width : 2 + 2 * width] = rows.positions
+        found[:, 2 + 2 * width : 2 + 3 * width] = rows.positions + 1
+        found[:, 2 + 3 * width : 2 + (3 + SAMPLING_WORDS) * width] = rows.sampling.view(np.int32)
+        longs[:, RUN_AT // 2] = over
+        found[:, _LEFT] = num_steps - 1 - steps
+        found[:, _STEP] = steps
+        found[:, _ROWS] = used
+        found[:, _LIMITS : _LIMITS + used] = rows.limits
+        found[:, _STOPS : _STOPS + STOP_IDS * used] = rows.stops.reshape(-1)
+        self._records[slots] = found
+        self._cursor += num_steps
+        self._last_epoch = base + num_layers * num_steps
+        return [int(slot) for slot in slots]
 
     def post(self, base: int, num_layers: int, layers_at: int, place: RunPlace | None = None) -> None:
         """Push a pass to a resident server; layers_at: device address of its served layers. place: as in `push`."""

@@ -74,6 +74,6 @@ class Sampler:
         return self.tokens
 
 
-def sampling_records(rows: int) -> npt.NDArray[np.void]:
-    """(rows) SAMPLING, all greedy."""
-    return np.zeros(rows, dtype=SAMPLING)
+def sampling_records(shape: int | tuple[int, ...]) -> npt.NDArray[np.void]:
+    """SAMPLING of so many rows, or of that shape, all greedy."""
+    return np.zeros(shape, dtype=SAMPLING)

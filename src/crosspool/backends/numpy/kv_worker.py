@@ -161,7 +161,7 @@ class NumpyAttentionWorker:
                 rows = routers.joined(layer, rows)
             for outlet in outlets:
                 outlet.put(layer, flag, rows)
-            yield Wait(inlets, flag, told if layer == 0 else ())
+            yield Wait(inlets, flag, (told,) if told and layer == 0 else ())
             attention.add(inlet.take(layer, num_tokens, hidden_size) for inlet in inlets)
         return attention.finish()
 

@@ -81,6 +81,12 @@ class Sequence:
             position = row.num_cached_tokens + row.num_new_tokens
             self.token_ids[position : position + 1] = [sampled.token_id]
 
+    def commit_several(self, row: StepRow, table: IntArray, step: int, token_ids: list[int]) -> None:
+        """The same for steps of a run, by the row of its first: one token each, from that of number `step` on."""
+        self._table = table
+        first = row.num_cached_tokens + row.num_new_tokens + step
+        self.token_ids[first : first + len(token_ids)] = token_ids
+
 
 def row_slots(row: StepRow, table: IntArray, start: int, page_tokens: int) -> RowSlots:
     """Where the row lies, given its block table; `start` is its first token's index in the batch."""

@@ -1,0 +1,162 @@
+"""A run's tokens as its host reads them behind the device, which is a script here."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from crosspool.backends.cuda.batch import Batch  # noqa: E402
+from crosspool.backends.cuda.decode_run import places, push_run, read_end, read_run  # noqa: E402
+from crosspool.backends.cuda.lane_memory import DONE, LaneMemory, WaitRule  # noqa: E402
+from crosspool.backends.cuda.passes import PASS_TOKENS  # noqa: E402
+from crosspool.backends.cuda.sampling import fill_sampling, sampling_records  # noqa: E402
+from crosspool.backends.numpy.sequences import Sequence  # noqa: E402
+from crosspool.core import SampledToken, SamplingParams  # noqa: E402
+from crosspool.scheduler.step import (  # noqa: E402
+    NewSequence,
+    StepDescriptor,
+    StepHeader,
+    StepRow,
+    epoch,
+    run_over,
+)
+
+pytestmark = pytest.mark.judge
+
+CPU = torch.device("cpu")
+LAYERS, STEPS, PAGE_TOKENS, SEQ = 5, 8, 16, 7
+GREEDY = SamplingParams(max_tokens=90, temperature=0.0, stop_token_ids=(99,))
+DRAWN = SamplingParams(max_tokens=90, temperature=0.7, top_p=0.9, seed=3)
+
+
+class Lane:
+    """A lane with a run of two rows; `ends(n)` lets the device end its first n steps."""
+
+    def __init__(self, sampling=(GREEDY, GREEDY), step_s=0.0):
+        self.memory = LaneMemory(CPU, WaitRule())
+        self.memory.pace.step_s = step_s
+        rows, sequences = [], {}
+        for number, params in enumerate(sampling):
+            new = NewSequence(sequence_id=number, prompt_token_ids=(1, 2, 3), output_token_ids=(4,), sampling=params)
+            sequences[number] = Sequence(new, "m", 1, 200)
+            row = StepRow(
+                sequence_id=number,
+                token_ids=None,
+                num_cached_tokens=3,
+                num_new_tokens=1,
+                new_pages=((1,), (2,)),
+            )
+            rows.append(row)
+        header = StepHeader(lane=0, model="m", step_seq=SEQ, phase="decode", num_tokens=len(rows), num_steps=STEPS)
+        self.step, self.sequences = StepDescriptor(header=header, rows=tuple(rows)), sequences
+        self.batch = Batch(self.step.part(0), sequences, PAGE_TOKENS)
+        self.slots = push_run(self.memory, self.batch, header, LAYERS, 4, PAGE_TOKENS)
+        self.half = read_run(self.memory, self.batch, self.step, self.slots, LAYERS, ())
+
+    def ends(self, num_steps, tokens=lambda step, row: 10 * step + row):
+        for step in range(num_steps):
+            for row in range(2):
+                self.memory.host_tokens[self.slots[step] * PASS_TOKENS + row] = tokens(step, row)
+        self.memory._host[DONE] = epoch(SEQ, num_steps * LAYERS) - 1
+
+    def awaited(self, wait):
+        """How many steps the half waits for."""
+        return (wait.epoch + 1 - epoch(SEQ, 0)) // LAYERS
+
+
+def ids(steps):
+    return [[token.token_id for token in step] for step in steps]
+
+
+def test_records_of_a_run_are_those_of_its_steps_pushed_one_by_one():
+    lane = Lane((GREEDY, DRAWN))
+    by_step = LaneMemory(CPU, WaitRule())
+    stops, at = lane.batch.stop_ids(), np.array([0, 1, 0, 0])
+    for base, place in places(lane.step.header, LAYERS):
+        sampling = sampling_records(4)
+        for row in lane.batch.sampled:
+            fill_sampling(sampling, row.row, lane.batch.sampling_row(row, place.step))
+        whole = type(place)(place.over, place.step, place.left, np.array([2 * PAGE_TOKENS] * 2), stops)
+        token_ids = lane.batch.token_ids[at] if place.step == 0 else -1 - at
+        by_step.push(base, LAYERS, 4, token_ids, lane.batch.positions[at] + place.step, sampling, whole)
+    assert torch.equal(lane.memory.ring, by_step.ring)
+    assert lane.slots == list(range(STEPS))
+    assert not lane.memory.is_drained
+    lane.memory._host[DONE] = epoch(SEQ, STEPS * LAYERS) - 1
+    assert lane.memory.is_drained
+
+
+def test_records_of_runs_go_round_the_ring():
+    lane = Lane()
+    header = lane.step.header
+    for _ in range(7):
+        slots = push_run(lane.memory, lane.batch, header, LAYERS, 4, PAGE_TOKENS)
+    assert slots == list(range(56, 64))
+    assert push_run(lane.memory, lane.batch, header, LAYERS, 4, PAGE_TOKENS) == list(range(8))
+
+
+def test_steps_that_nobody_has_timed_are_told_one_by_one():
+    lane = Lane()
+    wait = next(lane.half)
+    assert (lane.awaited(wait), wait.told) == (1, ())
+
+
+def test_steps_are_told_together_as_far_as_the_device_has_come():
+    lane = Lane(step_s=4.9e-3)
+    wait = next(lane.half)
+    assert lane.awaited(wait) == 2
+    lane.ends(3)
+    wait = next(lane.half)
+    assert ids(wait.told) == [[0, 1], [10, 11], [20, 21]]
+    assert lane.sequences[1].token_ids == [1, 2, 3, 4, 1, 11, 21]
+    assert lane.awaited(wait) > 3
+
+
+def test_every_token_is_told_once_and_the_last_ones_are_the_result():
+    lane = Lane(step_s=1e-3)
+    assert lane.awaited(next(lane.half)) == STEPS, "a run that is over soon is read once"
+    lane.ends(STEPS)
+    told = ids(next(lane.half).told)
+    with pytest.raises(StopIteration) as end:
+        next(lane.half)
+    assert [*told, *ids([end.value.value])] == [[10 * step, 10 * step + 1] for step in range(STEPS)]
+    assert end.value.value[0] == SampledToken(0, 70)
+
+
+def test_a_run_that_the_device_ended_early_is_read_up_to_there():
+    """What lies behind, of an older run, is nobody's."""
+    lane = Lane(step_s=1e-3)
+    next(lane.half)
+    lane.ends(4, lambda step, row: 99 if step == row + 1 else 5)
+    lane.memory.host_tokens[lane.slots[3] * PASS_TOKENS] = -1
+    lane.memory._host[DONE] = run_over(SEQ, STEPS, LAYERS)
+    assert ids(next(lane.half).told) == [[5, 5], [99, 5]]
+    with pytest.raises(StopIteration) as end:
+        next(lane.half)
+    assert ids([end.value.value]) == [[5, 99]]
+    assert lane.memory.pace.step_s == 1e-3, "an early end says nothing of how long steps take"
+
+
+def test_a_run_that_the_device_ended_for_lack_of_pages_says_so():
+    lane = Lane(step_s=1e-3)
+    next(lane.half)
+    lane.ends(2)
+    lane.memory.host_tokens[lane.slots[2] * PASS_TOKENS] = -1
+    lane.memory._host[DONE] = run_over(SEQ, STEPS, LAYERS)
+    with pytest.raises(ValueError, match="after 2 of 8 steps: a row lacks a page"):
+        next(lane.half)
+
+
+def test_a_rank_without_rows_looks_half_way_and_at_the_end():
+    lane = Lane()
+    lane.memory.pace.step_s = 2e-3
+    half = read_end(lane.memory, lane.step.header, LAYERS, None)
+    first = next(half)
+    assert lane.awaited(first) == STEPS // 2
+    lane.ends(STEPS // 2)
+    second = next(half)
+    assert lane.awaited(second) == STEPS
+    lane.ends(STEPS)
+    assert next(half, None) is None

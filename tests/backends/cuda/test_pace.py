@@ -1,0 +1,76 @@
+"""How long steps take, and when to look for their end. A device is a clock here."""
+
+from __future__ import annotations
+
+import pytest
+
+from crosspool.backends.cuda.pace import EARLY, TELL_S, Pace
+
+NAP_S = 5e-5
+
+
+def run(pace: Pace, step_s: float, num_steps: int = 8, late_s: float = 2e-5) -> tuple[float, int]:
+    """One run as a host without rows reads it: how late it saw the end, and how many looks that took."""
+    now, num_looks = 100.0, 0
+    pace.begin(now)
+    for wanted in (num_steps // 2, num_steps):
+        now = max(now, pace.look_s(wanted)) + late_s
+        num_looks += 1
+        while now < 100.0 + wanted * step_s:
+            now += NAP_S + late_s
+            num_looks += 1
+        num_ended = int((now - 100.0) / step_s + 1e-9)
+        if num_ended < num_steps:
+            pace.goes_on(now, num_ended)
+        else:
+            pace.ends(now, num_steps, NAP_S)
+    return now - 100.0 - num_steps * step_s, num_looks
+
+
+def test_a_pace_is_learned_in_one_run_and_then_costs_few_looks():
+    pace = Pace()
+    run(pace, 2.5e-3)
+    for _ in range(20):
+        late_s, num_looks = run(pace, 2.5e-3)
+        assert late_s < 2 * NAP_S
+        assert num_looks <= 9
+    assert pace.step_s == pytest.approx(2.5e-3, rel=0.02)
+
+
+@pytest.mark.parametrize("step_s", [1.2e-3, 2.4e-3, 7.0e-3])
+def test_a_pace_follows_when_a_neighbour_comes_or_goes(step_s):
+    pace = Pace()
+    run(pace, 2.5e-3)
+    late = [run(pace, step_s)[0] for _ in range(12)]
+    assert pace.step_s == pytest.approx(step_s, rel=0.06)
+    assert late[-1] < 0.06 * 8 * step_s
+
+
+def test_a_host_that_came_late_once_does_not_stay_late():
+    pace = Pace()
+    run(pace, 2.5e-3)
+    run(pace, 2.5e-3, late_s=4e-3)
+    late = [run(pace, 2.5e-3)[0] for _ in range(12)]
+    assert late[-1] < 2 * NAP_S
+
+
+def test_the_first_look_for_an_end_comes_a_little_early():
+    pace = Pace()
+    assert pace.look_s(8) == 0.0, "nothing is known: look at once"
+    pace.begin(100.0)
+    pace.step_s = 2e-3
+    assert pace.look_s(4) == pytest.approx(100.0 + (1 - EARLY) * 8e-3)
+
+
+@pytest.mark.parametrize("step_s", [0.0, 1.1e-3, 2.5e-3, 9.0e-3, 30e-3])
+def test_steps_are_read_together_for_no_longer_than_a_token_may_be_late(step_s):
+    pace = Pace()
+    pace.step_s = step_s
+    left, parts = 16, []
+    while left:
+        parts.append(pace.num_at_once(left))
+        left -= parts[-1]
+    assert sum(parts) == 16
+    assert max(parts) - min(parts) <= 1
+    assert all(count == 1 or (step_s > 0 and count * step_s <= TELL_S) for count in parts)
+    assert step_s in (0.0, 9.0e-3, 30e-3) or min(parts) > 1
