@@ -56,7 +56,7 @@ def measure(
     )
     cache = seeded_cache(geometry, batch, context, SEED)
     _, value_dim = key_value_dims(spec)
-    splits = num_splits(spec, batch, kernels.num_sms)
+    splits = num_splits(spec, kernels.num_sms)
     scratch = AttentionScratch.for_specs({spec}, batch, kernels.num_sms, kernels.device)
     lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
     positions = lengths - 1

@@ -50,7 +50,7 @@ class CacheAttention:
         torch.manual_seed(SEED)
         self.inputs, self._keep = projections(self.spec, self.rope, 1)
         self.scratch = AttentionScratch.for_specs({self.spec}, 1, self.kernels.num_sms, self.kernels.device)
-        self.splits = num_splits(self.spec, 1, self.kernels.num_sms)
+        self.splits = num_splits(self.spec, self.kernels.num_sms)
         _, value_dim = key_value_dims(self.spec)
         self.out = torch.empty(1, self.spec.num_heads, value_dim, dtype=torch.bfloat16, device="cuda")
 

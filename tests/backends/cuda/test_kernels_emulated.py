@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from crosspool.backends.cuda.attention import AttentionScratch, attention_decode  # noqa: E402
-from crosspool.backends.cuda.attention_variants import choose_variant, key_value_dims  # noqa: E402
+from crosspool.backends.cuda.attention_variants import choose_variant, key_value_dims, num_splits  # noqa: E402
 from crosspool.backends.cuda.ffn_weights import pack_ffn  # noqa: E402
 from crosspool.backends.cuda.gemv import gemv  # noqa: E402
 from crosspool.backends.cuda.moe import ffn  # noqa: E402
@@ -213,6 +213,61 @@ def test_short_contexts_go_into_few_splits(length, used):
     assert not out.isnan().any()
 
 
+@pytest.mark.parametrize("how", ["one_row_per_sequence", "any_shape", "neither"])
+@pytest.mark.parametrize("name", ["gqa_d128_group_of_8", "gqa_window_sinks", "mla_20_heads"])
+def test_a_tokens_attention_has_the_same_bits_in_every_batch(name, how):
+    """A lone token's splits are blocks of their own; in a batch one block takes several, of other tokens others."""
+    spec, lengths = ATTENTIONS[name], [700, 70, 450, 1]
+    geometry = PageGeometry(
+        num_layers=1,
+        elements_per_token_layer=spec.kv_elements_per_token,
+        element_bytes=2,
+        page_tokens=64,
+        frame_bytes=64 * spec.kv_elements_per_token * 2,
+    )
+    cache = shuffled_cache(geometry, 4, 700, CPU)
+    fill(cache, 0, draw(4, 700, spec.kv_elements_per_token, seed=5), [length - 1 for length in lengths])
+    kernels = EmulatedKernels(num_sms=7)
+    splits = num_splits(spec, kernels.num_sms)
+    _, value_dim = key_value_dims(spec)
+    sinks = draw(spec.num_heads, seed=7) if getattr(spec, "sinks", False) else None
+    all_positions = torch.tensor(lengths, dtype=torch.int32) - 1
+
+    def attended(rows):
+        positions = all_positions[rows]
+        rope = RopeTable.allocate(spec.rope, len(rows), CPU)
+        rope.update(kernels, positions)
+        most = len(rows) * splits * spec.num_heads
+        scratch = AttentionScratch(nan(most * value_dim), nan(most * 2), nan(most * 600, dtype=torch.bfloat16))
+        out = nan(len(rows), spec.num_heads, value_dim, dtype=torch.bfloat16)
+        inputs, _queries, _newest, _keep = project(spec, rope, positions, rows)
+        attention_decode(
+            kernels,
+            spec,
+            inputs,
+            replace(cache, frame_table=cache.frame_table[rows].contiguous()),
+            0,
+            positions,
+            positions + 1,
+            out,
+            scratch,
+            splits=splits,
+            sinks=sinks,
+            one_row_per_sequence=how == "one_row_per_sequence",
+            any_shape=how == "any_shape",
+        )
+        return out
+
+    together = attended([0, 1, 2, 3])
+    grids = [
+        grid[0] for kernel, grid, _ in kernels.launches if kernel.startswith("attention") and "combine" not in kernel
+    ]
+    for row in range(4):
+        assert torch.equal(attended([row])[0], together[row])
+    assert torch.equal(attended([0, 2])[1], together[2])
+    assert grids[0] < splits or how == "any_shape", "the batch takes as many blocks a token as a lone token"
+
+
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("name", ["gqa_d128_group_of_8", "mla_16_heads"])
 def test_tokens_of_one_sequence_see_each_other(name, backwards):
@@ -243,12 +298,17 @@ def test_tokens_of_one_sequence_see_each_other(name, backwards):
     assert relative_error(out, expected) < 2 * ROUNDED
 
 
-def project(spec, rope, positions):
-    """Random projections; what they become in float64: queries (tokens, heads, D) and cache rows (tokens, row)."""
+def project(spec, rope, positions, rows=None):
+    """Random projections; what they become in float64: queries (tokens, heads, D) and cache rows (tokens, row).
+
+    rows: of four tokens, those that take part, in place of the first ones.
+    """
     tokens = len(positions)
+    num_drawn, rows = (tokens, slice(None)) if rows is None else (4, rows)
     if isinstance(spec, MLASpec):
-        q_latent = draw(tokens, spec.num_heads, 512, seed=6)
-        q, kv_a = draw(tokens, spec.num_heads * 192, seed=8), draw(tokens, 576, seed=9)
+        q_latent = draw(num_drawn, spec.num_heads, 512, seed=6)[rows].contiguous()
+        q = draw(num_drawn, spec.num_heads * 192, seed=8)[rows].contiguous()
+        kv_a = draw(num_drawn, 576, seed=9)[rows].contiguous()
         norm = draw(512, seed=10)
         inputs = mla_input(spec, rope, q_latent, q, kv_a, kv_a_norm=norm)
         turned = rotated(spec.rope, q.view(tokens, -1, 192)[..., 128:], positions)
@@ -257,7 +317,7 @@ def project(spec, rope, positions):
         queries = torch.cat([q_latent.double(), turned], dim=-1)
         return inputs, queries, torch.cat([latent, key], dim=-1), (q_latent, q, kv_a, norm)
     heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-    qkv = draw(tokens, (heads + 2 * kv_heads) * dim, seed=6)
+    qkv = draw(num_drawn, (heads + 2 * kv_heads) * dim, seed=6)[rows].contiguous()
     q, k, v = qkv.double().split([heads * dim, kv_heads * dim, kv_heads * dim], dim=1)
     norms = [None, None]
     if spec.qk_norm != "none":
@@ -429,6 +489,30 @@ def test_ffn_equals_the_sum_over_chosen_experts(tokens, options, is_fused):
     weights = scratch.routing.topk_weights.view(tokens, -1)
     expected = torch.stack([ffn_reference(layer, x[t], ids[t], weights[t]) for t in range(tokens)])
     assert relative_error(out, expected) < ROUNDED
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"width": 264, "shared": 160},
+        {"experts": 12, "top_k": 4, "width": 96},
+        {"width": 784, "top_k": 3, "shared": 784},
+    ],
+)
+def test_a_tokens_ffn_has_the_same_bits_in_every_batch(options, is_fused):
+    layer = moe_layer(ROUTERS["softmax"], **options)
+    x = draw(19, layer.hidden, seed=30)
+    kernels = EmulatedKernels(num_sms=3, is_hopper=is_fused)
+
+    def outputs(rows):
+        out = nan(len(rows), layer.hidden)
+        ffn(kernels, layer, x[rows].contiguous(), out, FFNScratch.for_layers([layer], len(rows), CPU), fused=True)
+        return out
+
+    together = outputs(list(range(19)))
+    for rows in ([0], [7], [18], [7, 3], [9, 10, 11, 12, 7, 14, 15, 16, 17]):
+        assert torch.equal(outputs(rows), together[rows])
 
 
 def ffn_reference(layer, x, ids, weights):

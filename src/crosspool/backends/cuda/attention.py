@@ -11,6 +11,7 @@ import torch
 from crosspool.backends.cuda.attention_variants import (
     choose_variant,
     key_value_dims,
+    num_blocks,
     num_few_splits,
     num_kv_heads,
     num_splits,
@@ -38,7 +39,7 @@ _COMBINE_VALUES, _COMBINE_SPLITS = 128, 160
 
 @dataclass(frozen=True)
 class AttentionScratch:
-    """Partial results of the split pass, reused by every layer."""
+    """Partial results of the split pass, reused by every layer, and by every pass of a lane."""
 
     partial_o: torch.Tensor  # fp32, flat
     partial_ml: torch.Tensor  # fp32, flat
@@ -46,22 +47,31 @@ class AttentionScratch:
 
     @classmethod
     def for_specs(
-        cls, specs: set[GQASpec | MLASpec], tokens: int, num_sms: int, device: torch.device
+        cls,
+        specs: set[GQASpec | MLASpec],
+        tokens: int,
+        num_sms: int,
+        device: torch.device,
+        held: "AttentionScratch | None" = None,
     ) -> "AttentionScratch":
-        """Large enough for any of `specs` with up to `tokens` tokens."""
+        """Large enough for any of `specs` with up to `tokens` tokens: `held`, if that is."""
         most_o = most_ml = most_q = 0
         for spec in specs:
             key_dim, value_dim = key_value_dims(spec)
             most_q = max(most_q, tokens * spec.num_heads * key_dim)
-            for count in range(1, tokens + 1):
-                rows = count * num_splits(spec, count, num_sms) * spec.num_heads
-                most_o = max(most_o, rows * value_dim)
-                most_ml = max(most_ml, rows * 2)
+            rows = tokens * num_splits(spec, num_sms) * spec.num_heads
+            most_o = max(most_o, rows * value_dim)
+            most_ml = max(most_ml, rows * 2)
+        if held is not None and held.holds(most_o, most_ml, most_q):
+            return held
         return cls(
             torch.empty(most_o, dtype=torch.float32, device=device),
             torch.empty(most_ml, dtype=torch.float32, device=device),
             torch.empty(most_q, dtype=torch.bfloat16, device=device),
         )
+
+    def holds(self, num_o: int, num_ml: int, num_q: int) -> bool:
+        return num_o <= self.partial_o.numel() and num_ml <= self.partial_ml.numel() and num_q <= self.q.numel()
 
 
 def attention_decode(
@@ -85,8 +95,8 @@ def attention_decode(
     """out = softmax(scale q k^T) v over each token's first `lengths` slots (the last `sliding_window` of them).
 
     inputs: from `gqa_input` or `mla_input`. lengths: (tokens) int32 = positions + 1; the token's own slot is written.
-    out: (tokens, heads, D_v) bf16, D_v = head_dim or kv_lora. splits: from `num_splits`. any_shape: run the slow
-    kernels that take every shape.
+    out: (tokens, heads, D_v) bf16, D_v = head_dim or kv_lora. splits: from `num_splits`; as many blocks as fill the GPU
+    share them. any_shape: run the slow kernels that take every shape.
     one_row_per_sequence: no token attends to another token of the step (decode, not a chunk of a prompt): then one
     kernel norms, rotates, writes the cache and attends. NOTE: it reads lengths, frame table and earlier slots before it
     waits for the kernel before it, so nothing may write them within the same chain of overlapping kernels.
@@ -113,11 +123,11 @@ def attention_decode(
     params = attention_params(kernels, spec, cache, layer, lengths, scratch, splits, ready)
     setattr(params, "mla" if isinstance(spec, MLASpec) else "gqa", inputs)
     kv_heads = num_kv_heads(spec)
-    blocks = heads if variant is None else kv_heads * ceil_div(heads // kv_heads, variant.heads)
+    parts = heads if variant is None else kv_heads * ceil_div(heads // kv_heads, variant.heads)
     kernels.launch(
         "attention",
         "attention_any" if variant is None else variant.ready_name if is_ready else variant.name,
-        grid=(splits, blocks, tokens),
+        grid=(min(splits, num_blocks(spec, tokens, kernels.num_sms)), parts, tokens),
         threads=32 if variant is None else variant.warps * 32,
         smem_bytes=value_dim * 4 if variant is None else variant.smem_bytes,
         params=wide_params(params, cache, layer, variant.tile) if variant is not None and variant.is_wide else params,

@@ -39,6 +39,7 @@ class AttentionHalf:
     one_row_per_sequence: the rows are of different sequences (decode, not a chunk of a prompt): a kernel less a layer.
     It may be set before a step, or before a step is captured.
     home: exchanges with other KV ranks where the model is split over several; set like the flag above.
+    scratch: of passes that never run beside this one; used where it is large enough.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class AttentionHalf:
         tokens: int,
         *,
         one_row_per_sequence: bool = False,
+        scratch: AttentionScratch | None = None,
     ) -> None:
         self.one_row_per_sequence = one_row_per_sequence
         self.home: TokenHome | HeadHome | None = None
@@ -58,9 +60,9 @@ class AttentionHalf:
         self._kernels, self.spec, self._weights, self.cache = kernels, spec, weights, cache
         device = weights.embed.device
         specs = {layer.attention for layer in spec.layers}
-        self._splits = {attention: num_splits(attention, tokens, kernels.num_sms) for attention in specs}
+        self._splits = {attention: num_splits(attention, kernels.num_sms) for attention in specs}
         self._ropes = {attention.rope: RopeTable.allocate(attention.rope, tokens, device) for attention in specs}
-        self._scratch = AttentionScratch.for_specs(specs, tokens, kernels.num_sms, device)
+        self.scratch = AttentionScratch.for_specs(specs, tokens, kernels.num_sms, device, scratch)
         self.token_ids, self.positions = (torch.zeros(tokens, dtype=torch.int32, device=device) for _ in range(2))
         self.lengths = torch.ones(tokens, dtype=torch.int32, device=device)
         self.residual = torch.empty(tokens, spec.hidden_size, dtype=torch.float32, device=device)
@@ -196,7 +198,7 @@ class AttentionHalf:
         sinks: torch.Tensor | None,
     ) -> Iterator[None]:
         if isinstance(self.home, TokenHome):
-            yield from self.home.attend(spec, layer, inputs, out, self._scratch, self._splits[spec], sinks)
+            yield from self.home.attend(spec, layer, inputs, out, self.scratch, self._splits[spec], sinks)
             return
         attention_decode(
             self._kernels,
@@ -207,7 +209,7 @@ class AttentionHalf:
             self.positions,
             self.lengths,
             out,
-            self._scratch,
+            self.scratch,
             splits=self._splits[spec],
             one_row_per_sequence=self.one_row_per_sequence,
             sinks=sinks,

@@ -104,8 +104,16 @@ def key_value_dims(spec: GQASpec | MLASpec) -> tuple[int, int]:
     return spec.head_dim, spec.head_dim
 
 
-def num_splits(spec: GQASpec | MLASpec, tokens: int, num_sms: int) -> int:
-    """Splits of each token's slots, so that a batch fills the GPU about once whatever its context."""
+def num_splits(spec: GQASpec | MLASpec, num_sms: int) -> int:
+    """Most splits of a token's slots: those with which a lone token fills the GPU once.
+
+    The same for every batch, so that a token's attention has the same bits in any.
+    """
+    return num_blocks(spec, 1, num_sms)
+
+
+def num_blocks(spec: GQASpec | MLASpec, tokens: int, num_sms: int) -> int:
+    """Blocks that share each token's splits, so that a batch fills the GPU about once whatever its context."""
     variant = choose_variant(spec)
     if variant is None:
         return max(1, min(8, num_sms // (tokens * spec.num_heads)))

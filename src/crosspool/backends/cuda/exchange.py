@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from crosspool.backends.cuda.attention import AttentionScratch, attention_params
-from crosspool.backends.cuda.attention_variants import choose_variant, key_value_dims, num_kv_heads
+from crosspool.backends.cuda.attention_variants import choose_variant, key_value_dims, num_blocks, num_kv_heads
 from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap
 from crosspool.backends.cuda.exchange_params import ExchangePutParams, ExchangeTakeParams, MergeParams
@@ -168,11 +168,12 @@ def attend_splits(
 ) -> None:
     """Partial results in `scratch` of queries that lie ready at `q` over each token's first `lengths` slots."""
     variant, kv_heads = choose_variant(spec), num_kv_heads(spec)
-    blocks = spec.num_heads if variant is None else kv_heads * ceil_div(spec.num_heads // kv_heads, variant.heads)
+    parts = spec.num_heads if variant is None else kv_heads * ceil_div(spec.num_heads // kv_heads, variant.heads)
+    blocks = min(splits, num_blocks(spec, len(lengths), kernels.num_sms))
     kernels.launch(
         "attention",
         "attention_any" if variant is None else variant.ready_name,
-        grid=(splits, blocks, len(lengths)),
+        grid=(blocks, parts, len(lengths)),
         threads=32 if variant is None else variant.warps * 32,
         smem_bytes=key_value_dims(spec)[1] * 4 if variant is None else variant.smem_bytes,
         params=attention_params(kernels, spec, cache, layer, lengths, scratch, splits, q),

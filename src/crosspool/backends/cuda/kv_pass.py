@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from crosspool.backends.cuda.attention import AttentionScratch
 from crosspool.backends.cuda.attention_half import AttentionHalf
 from crosspool.backends.cuda.attention_pass import AttentionPass, Crossing
 from crosspool.backends.cuda.cache import PagedCache
@@ -35,8 +36,11 @@ class KVRows:
         bucket: int,
         max_pages: int,
         number: int | None = None,
+        scratch: AttentionScratch | None = None,
     ) -> None:
-        """number: of this KV rank, where each page lies whole on one of several (`own_pages.py`)."""
+        """number: of this KV rank, where each page lies whole on one of several (`own_pages.py`).
+        scratch: of the lane.
+        """
         device = frames.device
         self.own: OwnRows | None = None
         self._tables: FrameTables | None = None
@@ -47,7 +51,7 @@ class KVRows:
             self.own = OwnRows(geometry, bucket, max_pages, number, device)
             tables = self.own.tables.tables
         cache = PagedCache(frames=frames, frame_table=tables, geometry=geometry)
-        self.half = AttentionHalf(kernels, spec, weights, cache, bucket)
+        self.half = AttentionHalf(kernels, spec, weights, cache, bucket, scratch=scratch)
 
     def are_set(self, tables: list[IntArray]) -> bool:
         """Whether `set` has nothing to upload."""

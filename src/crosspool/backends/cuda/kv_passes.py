@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from crosspool.backends.cuda.attention import AttentionScratch
 from crosspool.backends.cuda.attention_pass import Crossing
 from crosspool.backends.cuda.exchange import TokenHome
 from crosspool.backends.cuda.head_exchange import HeadHome
@@ -56,6 +57,7 @@ class KVPasses:
         self._site, self._kernels = site, kernels
         # emulated kernels run in turn, and the host sees flags alone
         self._has_words = site.device.type == "cuda" and not is_host_driven
+        self._scratch: dict[int, AttentionScratch] = {}  # of lanes, the largest so far
 
     def find(self, way: KVWay, kind: PassKind) -> KVPass:
         """The pass of this kind on this way, captured where there is a GPU."""
@@ -89,7 +91,9 @@ class KVPasses:
                 bucket,
                 model.max_pages,
                 model.own_number,
+                self._scratch.get(way.number),
             )
+            self._scratch[way.number] = rows.half.scratch
         return rows
 
     def _crossing(self, way: KVWay, bucket: int) -> Crossing:

@@ -105,7 +105,7 @@ class TokenSharePass:
         cache = PagedCache(frames=share.frames, frame_table=rows.tables.tables, geometry=share.geometry)
         self._side = TokenShare(kernels, lane, rows, cache, link.link.map(), bucket)
         specs = {layer.attention for layer in share.spec.layers}
-        self._splits = {attention: num_splits(attention, bucket, kernels.num_sms) for attention in specs}
+        self._splits = {attention: num_splits(attention, kernels.num_sms) for attention in specs}
         self._scratch = AttentionScratch.for_specs(specs, bucket, kernels.num_sms, share.frames.device)
 
     def kernels(self) -> Iterator[int]:

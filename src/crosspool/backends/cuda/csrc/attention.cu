@@ -1,5 +1,4 @@
-// Decode attention as two kernels: every split of a token's slots by a block of its own, then the merge of the splits.
-// For GPUs without clusters, and for shapes that no instance fits.
+// Decode attention as two kernels: blocks each take some splits of a token's slots, then the merge of the splits.
 #include "attention_block.cuh"
 
 struct WideAttentionParams {
@@ -10,15 +9,13 @@ struct WideAttentionParams {
 
 template <class Block>
 DEVICE void attend_split(const AttentionParams& p, const PanelMap* map = nullptr) {
-  Block self = Block::at(p, blockIdx.x, blockIdx.y, blockIdx.z);
+  Block self = Block::at(p, blockIdx.x, gridDim.x, blockIdx.y, blockIdx.z);
   self.map = map;
   grid_launch_dependents();
   if (Block::IS_READY) grid_wait();  // the kernel before wrote cache rows
   const u64 upcoming = self.start();
   if (!Block::IS_READY) grid_wait();
-  typename Block::Sums s;
-  self.finish(upcoming, s);
-  self.write(s);
+  self.finish(upcoming);
 }
 
 // gqa_d<head_dim>_h<heads of a block>, mla_l<latent>_r<rope>_h<heads of a block>. ready: queries and slots are there;
@@ -40,22 +37,19 @@ KERNEL(attention_mla_l512_r64_h24_wide, WideAttentionParams, 256, 1) {
   attend_split<Attention<576, 512, false, 3, 64, 2, 8, false, true>>(p.attention, p.has_map ? &p.map : nullptr);
 }
 
-// Any shape, on plain arithmetic: one warp a (token, head, split). Slow; small models and checks use it.
-KERNEL(attention_any, AttentionParams, 32, 1) {
+// Any shape, on plain arithmetic: one warp a (token, head, block). Slow; small models and checks use it.
+DEVICE void attend_any(const AttentionParams& p, const Splits& splits, int split) {
   const i64 token = blockIdx.z;
-  const int head = blockIdx.y, split = blockIdx.x, lane = threadIdx.x % 32;
-  grid_launch_dependents();
-  grid_wait();
+  const int head = blockIdx.y, lane = threadIdx.x % 32;
   const int kv_head = head / (p.heads / p.kv_heads), length = p.lengths[token];
   const i64 row = p.table_rows != nullptr ? p.table_rows[token] : token;
-  const SplitRange range = split_range(p, length, split, 32);
-  const int window_begin = p.window > 0 ? max_int(length - p.window, 0) : 0;
+  const int window_begin = p.window > 0 ? max_int(length - p.window, 0) : 0, end = splits.begin(split + 1);
   const u16* q = p.q + (token * p.heads + head) * p.key_dim;
   const i64 part = (token * p.splits + split) * p.heads + head;
   float* o = reinterpret_cast<float*>(dynamic_smem());  // value_dim
   for (int d = lane; d < p.value_dim; d += 32) o[d] = 0.0f;
   float m = NEG_INF, l = 0.0f;
-  for (int slot = max_int(range.begin, window_begin); slot < range.end; ++slot) {
+  for (int slot = max_int(splits.begin(split), window_begin); slot < end; ++slot) {
     const u8* at = slot_address(p.cache, row, slot);
     const u16* key = reinterpret_cast<const u16*>(at + kv_head * p.key_head_bytes);
     const u16* value = reinterpret_cast<const u16*>(at + p.value_offset_bytes + kv_head * p.value_head_bytes);
@@ -69,6 +63,13 @@ KERNEL(attention_any, AttentionParams, 32, 1) {
   }
   for (int d = lane; d < p.value_dim; d += 32) p.partial_o[part * p.value_dim + d] = o[d];
   if (lane == 0) p.partial_ml[part * 2] = m, p.partial_ml[part * 2 + 1] = l;
+}
+
+KERNEL(attention_any, AttentionParams, 32, 1) {
+  grid_launch_dependents();
+  grid_wait();
+  const Splits splits = Splits::of(p, p.lengths[blockIdx.z], 32);
+  for (int split = blockIdx.x; split < p.splits; split += gridDim.x) attend_any(p, splits, split);
 }
 
 constexpr int COMBINE_THREADS = 256;

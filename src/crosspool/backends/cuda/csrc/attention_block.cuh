@@ -1,4 +1,5 @@
-// One block of decode attention: one token, one group of up to 8 * NT query heads of one KV head, one range of slots.
+// One block of decode attention: one token, one group of up to 8 * NT query heads of one KV head, some neighbouring splits
+// of its slots, each begun anew.
 //
 // Scores are computed transposed (slots x heads): a group of 8 heads fills the matrix unit's 8 columns. Tiles of slots
 // come through shared memory, STAGES - 1 ahead. Slots of earlier steps do not depend on the kernel before, so their
@@ -49,22 +50,23 @@ struct Attention {
   u8* smem;
   i64 token, table_row;
   int kv_head, head0, heads_here, begin, end, tiles, window_begin;
-  int split;
+  int split, per_split, used;  // the first of its splits, tiles of each, and how many of all splits hold slots
   bool has_newest;  // the range's last slot is the token's own
   bool is_writer;   // ... and this block writes it to the cache
   const PanelMap* map;   // WIDE: whole tiles come by the copy engine; null: by all threads
 
-  // Block `part` of those that share a split of a token: each KV head's query heads in groups.
-  static DEVICE Attention at(const AttentionParams& p, int split, int part, i64 token) {
+  // Block `part` of those that share splits of a token: each KV head's query heads in groups. block: of `blocks`.
+  static DEVICE Attention at(const AttentionParams& p, int block, int blocks, int part, i64 token) {
     const int group = p.heads / p.kv_heads, groups_per_kv = ceil_div(group, COLS);
     const int kv_head = part / groups_per_kv, head0 = kv_head * group + part % groups_per_kv * COLS;
     const int length = p.lengths[token];
-    const SplitRange range = split_range(p, length, split, TILE);
-    const int tiles = range.end > range.begin ? ceil_div(range.end - range.begin, TILE) : 0;
+    const Splits splits = Splits::of(p, length, TILE);
+    const int split = splits.share(block, blocks), begin = splits.begin(split);
+    const int end = splits.begin(splits.share(block + 1, blocks)), tiles = ceil_div(end - begin, TILE);
     return Attention{p, dynamic_smem(), token, p.table_rows != nullptr ? p.table_rows[token] : token,
-                     kv_head, head0, min_int((kv_head + 1) * group - head0, COLS), range.begin, range.end, tiles,
-                     p.window > 0 ? max_int(length - p.window, 0) : 0, split,
-                     !READY && tiles > 0 && range.end == length, part % groups_per_kv == 0, nullptr};
+                     kv_head, head0, min_int((kv_head + 1) * group - head0, COLS), begin, end, tiles,
+                     p.window > 0 ? max_int(length - p.window, 0) : 0, split, splits.per_split, splits.used,
+                     !READY && tiles > 0 && end == length, part % groups_per_kv == 0, nullptr};
   }
 
   // Where 16 bytes of a tile's slot, of a query and of a head's probabilities lie.
@@ -439,18 +441,25 @@ struct Attention {
     copy_panels(*map, smem + stage * STAGE, tile % p.cache.page_tokens, static_cast<int>(place), arrival(stage));
   }
 
-  // All tiles of the block, once queries and newest slot can be made.
-  DEVICE void finish(u64 upcoming, Sums& s) const {
-    if (tiles > 0) prepare_queries();
-    if constexpr (!READY) {
-      if (has_newest) prepare_newest(is_writer);
-    }
+  static DEVICE void clear(Sums& s) {
 #pragma unroll
     for (int j = 0; j < COLS / WARPS; ++j) s.m[j] = NEG_INF, s.l[j] = 0.0f;
 #pragma unroll
     for (int i = 0; i < V_TILES; ++i)
 #pragma unroll
       for (int n = 0; n < NT; ++n) s.o[i][n][0] = s.o[i][n][1] = s.o[i][n][2] = s.o[i][n][3] = 0.0f;
+  }
+
+  // All tiles of the block, once queries and newest slot can be made; every split's partial attention for the merge.
+  DEVICE void finish(u64 upcoming) const {
+    if (tiles > 0) prepare_queries();
+    if constexpr (!READY) {
+      if (has_newest) prepare_newest(is_writer);
+    }
+    leave_empty();
+    Sums s;
+    clear(s);
+    int at = split, left = per_split;  // of the present split: its number, and tiles still to come
 
     u32 fragments[2 * K_PAIRS][NT][2];
     publish();
@@ -476,13 +485,27 @@ struct Attention {
       publish();
       block_sync();
       values(stage, s.o);
+      if (--left > 0 && i < tiles - 1) continue;
+      write(at, s);
+      if (i == tiles - 1) break;
+      clear(s);
+      ++at, left = per_split;
     }
   }
 
-  // The split's partial attention, for the merge.
-  DEVICE void write(const Sums& s) const {
+  // Splits without slots: every block tells of those at its own place.
+  DEVICE void leave_empty() const {
+    for (int empty = blockIdx.x; empty < p.splits; empty += gridDim.x) {
+      if (empty < used || static_cast<int>(threadIdx.x) >= heads_here) continue;
+      float* ml = p.partial_ml + ((token * p.splits + empty) * p.heads + head0 + threadIdx.x) * 2;
+      ml[0] = NEG_INF, ml[1] = 0.0f;
+    }
+  }
+
+  // A split's partial attention, for the merge.
+  DEVICE void write(int at, const Sums& s) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const i64 part = (token * p.splits + split) * p.heads + head0;
+    const i64 part = (token * p.splits + at) * p.heads + head0;
 #pragma unroll
     for (int j = 0; j < HEADS; ++j) {
       const int h = warp + j * WARPS;
@@ -491,7 +514,6 @@ struct Attention {
         p.partial_ml[(part + h) * 2 + 1] = s.l[j];
       }
     }
-    if (tiles == 0) return;
     const int first = (WIDE ? warp / 4 * V_TILES * 64 + warp % 4 * 16 : warp * V_TILES * 16) + lane / 4;
 #pragma unroll
     for (int n = 0; n < NT; ++n)

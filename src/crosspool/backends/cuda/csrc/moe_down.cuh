@@ -1,15 +1,31 @@
 // The down projection of the FFN of few tokens: a block computes sixteen rows of the output, from all experts.
+//
+// Which warp takes a unit is a matter of its expert alone, and a warp takes units in the order of experts: so a token's sum
+// has one order, whichever experts the other tokens of the batch chose.
 #pragma once
 #include "moe_stream.cuh"
 
-// Which unit: DOWN_K elements of k, the `part`th of an expert; unique -1: of the shared one.
-struct DownCursor {
-  int unit, unique, part;
+// How `width` elements of k are cut into units: whole chunks of 32, so that the busiest of the warps has least.
+struct DownCut {
+  int chunks, parts;
+  DEVICE explicit DownCut(int width) : chunks(DOWN_CHUNKS), parts(0) {
+    int least = 0x7fffffff;
+#pragma unroll
+    for (int c = DOWN_CHUNKS; c >= 1; --c) {
+      const int count = ceil_div(width, c * 32), busiest = ceil_div(count, MOE_WARPS) * c;
+      if (busiest < least) least = busiest, chunks = c, parts = count;
+    }
+  }
 };
 
-// What a unit is multiplied with: elements [k0, k0 + DOWN_K) of `count` activations of `width`.
+// Which unit: the `part`th of an expert; unique -1: of the shared one; the number of chosen experts: none.
+struct DownCursor {
+  int unique, part;
+};
+
+// What a unit is multiplied with: elements [k0, k_end) of `count` activations of `width`.
 struct DownUnit {
-  int unique, k0, width;
+  int unique, k0, k_end, width;
   int begin, count;  // its pairs, or the tokens; count 0: no unit
 };
 
@@ -27,14 +43,9 @@ struct Acts {
     for (int c = 0; c < DOWN_CHUNKS; ++c) to[c] = uint4{0, 0, 0, 0};
     if (at >= u.count) return;
     const u16* row = (u.unique < 0 ? shared + at * u.width : routed + lists.pairs[u.begin + at] * u.width) + u.k0 + k_lane;
-    if (u.k0 + DOWN_K <= u.width) {
 #pragma unroll
-      for (int c = 0; c < DOWN_CHUNKS; ++c) to[c] = load16(row + c * 32);
-    } else {
-#pragma unroll
-      for (int c = 0; c < DOWN_CHUNKS; ++c)
-        if (u.k0 + k_lane + c * 32 < u.width) to[c] = load16(row + c * 32);
-    }
+    for (int c = 0; c < DOWN_CHUNKS; ++c)
+      if (u.k0 + k_lane + c * 32 < u.k_end) to[c] = load16(row + c * 32);
   }
 };
 
@@ -68,7 +79,7 @@ DEVICE void gather(const MoeParams& p, u16* near) {
     *reinterpret_cast<uint4*>(near + i) = load16(i < routed ? p.act + i : p.shared_act + (i - routed));
 }
 
-// Down: one row tile of a block. Each warp takes every eighth unit and keeps its own sums, added in warp order.
+// Down: one row tile of a block. Each warp takes an eighth of the units and keeps its own sums, added in warp order.
 struct DownStep {
   using DownStream = Stream<DOWN_STAGES, DOWN_CHUNKS>;
   const MoeParams& p;
@@ -81,7 +92,9 @@ struct DownStep {
   const int tokens, hidden, width, shared_width;
   const u16 *routed_down, *shared_down, *bias;
   const float* shared_scale;
-  int warp, g, q, k_lane, shared_units, parts, units;
+  const DownCut shared_cut, routed_cut;
+  const int unique;  // how many experts are chosen
+  int warp, g, q, k_lane;
   int row0 = 0, loaded = 0, load_stage = 0;
   DownCursor ahead{};
   int low = 0, high = 0;  // this lane's two rows
@@ -89,36 +102,40 @@ struct DownStep {
   DEVICE DownStep(const MoeParams& p, u8* smem, const Lists& lists, const float* weights, float* sums, int unique)
       : p(p), stream(smem), lists(lists), weights(weights), sums(sums), acts(p), tokens(p.tokens), hidden(p.hidden),
         width(p.width), shared_width(p.shared_width), routed_down(p.down), shared_down(p.shared_down), bias(p.down_bias),
-        shared_scale(p.shared_scale), warp(threadIdx.x / 32), g(threadIdx.x % 32 / 4), q(threadIdx.x % 4), k_lane(q * 8),
-        shared_units(ceil_div(shared_width, DOWN_K)), parts(ceil_div(width, DOWN_K)), units(shared_units + unique * parts) {}
+        shared_scale(p.shared_scale), shared_cut(shared_width), routed_cut(width), unique(unique), warp(threadIdx.x / 32),
+        g(threadIdx.x % 32 / 4), q(threadIdx.x % 4), k_lane(q * 8) {}
 
   // A warp's first unit, and the one after `c`.
-  DEVICE DownCursor start() const { return settle(DownCursor{warp, -1, warp}); }
+  DEVICE DownCursor start() const { return settle(DownCursor{-1, warp}); }
   DEVICE DownCursor after(DownCursor c) const {
-    c.unit += MOE_WARPS, c.part += MOE_WARPS;
+    c.part += MOE_WARPS;
     return settle(c);
   }
+  // Units of an expert go to warps in turn, from one on that depends on its number: experts of few units take turns.
   DEVICE DownCursor settle(DownCursor c) const {
-    if (c.unique < 0 && c.part >= shared_units) c.unique = 0, c.part -= shared_units;
-    if (c.unique >= 0 && parts > 0)
-      while (c.part >= parts) ++c.unique, c.part -= parts;
+    while (c.unique < unique && c.part >= (c.unique < 0 ? shared_cut.parts : routed_cut.parts)) {
+      if (++c.unique < unique) c.part = (warp - lists.ids[c.unique] * routed_cut.parts) & (MOE_WARPS - 1);
+    }
     return c;
   }
   DEVICE DownUnit unit_at(const DownCursor& c) const {
-    if (c.unit >= units) return DownUnit{};
-    if (c.unique < 0) return DownUnit{-1, c.part * DOWN_K, shared_width, 0, tokens};
-    const int begin = lists.offsets[c.unique];
-    return DownUnit{c.unique, c.part * DOWN_K, width, begin, lists.offsets[c.unique + 1] - begin};
+    if (c.unique >= unique) return DownUnit{};
+    const bool is_shared = c.unique < 0;
+    const int step = (is_shared ? shared_cut : routed_cut).chunks * 32, row = is_shared ? shared_width : width;
+    const int k0 = c.part * step, begin = is_shared ? 0 : lists.offsets[c.unique];
+    const int count = is_shared ? tokens : lists.offsets[c.unique + 1] - begin;
+    return DownUnit{c.unique, k0, min_int(k0 + step, row), row, begin, count};
   }
   DEVICE void load() {
-    if (ahead.unit < units) {
+    if (ahead.unique < unique) {
       const bool is_shared = ahead.unique < 0;
-      const int row = is_shared ? shared_width : width, k0 = ahead.part * DOWN_K, k = k0 + k_lane;
+      const int chunks = is_shared ? shared_cut.chunks : routed_cut.chunks;
+      const int row = is_shared ? shared_width : width, k0 = ahead.part * chunks * 32, k = k0 + k_lane;
       const u16* weight = is_shared ? shared_down : routed_down;
       const i64 first = is_shared ? low : static_cast<i64>(lists.ids[ahead.unique]) * hidden + low;
       const u16 *low_row = weight + first * row, *high_row = low_row + (high - low) * row;
-      if (k0 + DOWN_K <= row) stream.copy_whole(load_stage, low_row + k, high_row + k);
-      else stream.copy(load_stage, low_row, high_row, k, row);
+      if (k0 + chunks * 32 <= row) stream.copy_whole(load_stage, low_row + k, high_row + k, chunks);
+      else stream.copy(load_stage, low_row, high_row, k, row, chunks);
     }
     copy_async_commit();
     ahead = after(ahead);
@@ -136,9 +153,10 @@ struct DownStep {
     while (loaded < DOWN_STAGES) load();
   }
   // A unit's weights, in their stage, times eight columns; in two chains, which are shorter.
-  DEVICE void products(int stage, const uint4 (&column)[DOWN_CHUNKS], float (&acc)[2][4]) const {
+  DEVICE void products(int stage, const uint4 (&column)[DOWN_CHUNKS], int chunks, float (&acc)[2][4]) const {
   #pragma unroll
     for (int c = 0; c < DOWN_CHUNKS; ++c) {
+      if (c >= chunks) break;
       const uint4 w_low = stream.low(stage, c), w_high = stream.high(stage, c);
       mma_bf16(acc[0], w_low.x, w_high.x, w_low.y, w_high.y, column[c].x, column[c].y);
       mma_bf16(acc[1], w_low.z, w_high.z, w_low.w, w_high.w, column[c].z, column[c].w);
@@ -152,7 +170,7 @@ struct DownStep {
   // The same onto this warp's sums.
   DEVICE void multiply(const DownUnit& u, int n0, int stage, const uint4 (&column)[DOWN_CHUNKS], float* out) const {
     float acc[2][4] = {};
-    products(stage, column, acc);
+    products(stage, column, u.unique < 0 ? shared_cut.chunks : routed_cut.chunks, acc);
   #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int at = n0 + 2 * q + c;
@@ -175,7 +193,7 @@ struct DownStep {
     DownUnit u = unit_at(at);
     uint4 held[DOWN_CHUNKS];  // the first group's columns, of this unit
     acts.load(lists, u, g, k_lane, held);
-    for (int stage = 0; at.unit < units; stage = stage + 1 == DOWN_STAGES ? 0 : stage + 1) {
+    for (int stage = 0; at.unique < unique; stage = stage + 1 == DOWN_STAGES ? 0 : stage + 1) {
       at = after(at);
       const DownUnit next = unit_at(at);
       uint4 coming[DOWN_CHUNKS];
@@ -197,9 +215,10 @@ struct DownStep {
     const SharedAddress routed = shared_address(acts.routed + k_lane), shared = shared_address(acts.shared + k_lane);
     float low_sum = 0.0f, high_sum = 0.0f;
     DownCursor at = start();
-    for (int stage = 0; at.unit < units; at = after(at), stage = stage + 1 == DOWN_STAGES ? 0 : stage + 1) {
+    for (int stage = 0; at.unique < unique; at = after(at), stage = stage + 1 == DOWN_STAGES ? 0 : stage + 1) {
       const bool is_shared = at.unique < 0;
-      const int k0 = at.part * DOWN_K, row = is_shared ? shared_width : width, pair = is_shared ? 0 : lists.pairs[at.unique];
+      const int chunks = is_shared ? shared_cut.chunks : routed_cut.chunks, k0 = at.part * chunks * 32;
+      const int row = is_shared ? shared_width : width, pair = is_shared ? 0 : lists.pairs[at.unique];
       const SharedAddress from = is_shared ? shared + 2 * k0 : routed + 2 * (pair * width + k0);
       float w = is_shared ? 1.0f : weights[pair];
       if (is_shared && shared_scale != nullptr) w = load_float_l2(shared_scale);
@@ -207,11 +226,11 @@ struct DownStep {
   #pragma unroll
       for (int c = 0; c < DOWN_CHUNKS; ++c) {
         held[c] = uint4{0, 0, 0, 0};
-        if (g == 0 && k0 + k_lane + c * 32 < row) held[c] = load16_shared(from + c * 64);
+        if (g == 0 && c < chunks && k0 + k_lane + c * 32 < row) held[c] = load16_shared(from + c * 64);
       }
       copy_async_wait<DOWN_STAGES - 1>();
       float acc[2][4] = {};
-      products(stage, held, acc);
+      products(stage, held, chunks, acc);
       load();
       float low_value = acc[0][0] + acc[1][0], high_value = acc[0][2] + acc[1][2];
       if (bias != nullptr && !is_shared && k0 == 0) add_bias(at.unique, low_value, high_value);
