@@ -15,13 +15,14 @@ from crosspool.planner.deployment import PlanInput
 from crosspool.planner.planner import Planned, plan_deployment
 from crosspool.planner.quantile import QuantileEstimate
 from crosspool.simulator.group import STREAMS, Layout
-from crosspool.simulator.measured import MeasuredTable, read_measured
+from crosspool.simulator.measured import MeasuredTable
+from crosspool.simulator.measured_files import read_measured
 from crosspool.simulator.result import GroupResult
 from crosspool.simulator.simulator import SimulationSettings, simulate
 from crosspool.workload.traces import read_trace
 
 QUANTILE = 0.99
-STAGE_TIMES = ("moe_layer_h200", "attention_half_h200", "decode_step_h200-x2")
+STAGE_TIMES = ("moe_layer_h200", "attention_half_h200", "decode_step_h200-x2", "lanes_h200-x2")
 """Kept results with measured stage times."""
 
 
@@ -73,8 +74,13 @@ def outlook(trace: Path, gpus: Mapping[str, Any], layout: Layout, measured: Meas
 def _simulated(
     plan: Planned, plan_input: PlanInput, layout: Layout, duration_s: float, measured: MeasuredTable
 ) -> GroupResult:
-    """Lanes of a GPU are streams: what is there at once shares it."""
-    settings = SimulationSettings(layout=layout, duration_s=duration_s, order=STREAMS)
+    """Two pools on two GPUs as the server runs them: steps handed out ahead, prompts behind decode. What is on one GPU
+    at once shares it: its streams have no order.
+    """
+    if layout == "crosspool" and plan_input.gpus.count > 1:
+        settings = SimulationSettings(layout=layout, duration_s=duration_s, mode="exact", is_ahead=True)
+    else:
+        settings = SimulationSettings(layout=layout, duration_s=duration_s, order=STREAMS)
     (group,) = simulate(plan, plan_input, settings, measured=measured)
     return group
 

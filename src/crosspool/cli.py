@@ -211,6 +211,9 @@ def simulate(
     drain: Annotated[bool, typer.Option(help="go on until every request has ended")] = True,
     max_queue: Annotated[int, typer.Option(help="requests of a model that may wait")] = 64,
     host_us: Annotated[float, typer.Option(help="engine time between two steps of a lane")] = 0.0,
+    ahead: Annotated[
+        bool, typer.Option(help="hand out a lane's next decode step while one runs, as the server does (mode exact)")
+    ] = False,
     measured: Annotated[
         list[Path] | None, typer.Option(help="measured stage times: kept results or a JSON table; repeat for more")
     ] = None,
@@ -234,6 +237,7 @@ def simulate(
         "drain": drain,
         "max_queue": max_queue,
         "host_s": host_us * 1e-6,
+        "is_ahead": ahead,
         "seed": seed,
     }
     run(files, settings, as_json=as_json, console=Console())

@@ -10,7 +10,8 @@ from crosspool.planner.catalogue import catalogue_facts
 from crosspool.planner.gpus import gpu_kind
 from crosspool.planner.roofline import stage_times
 from crosspool.simulator.cost import MonolithicCost, PooledCost, StepWork, decode_work, step_work
-from crosspool.simulator.measured import MeasuredCost, read_measured, whole_with_measurements, with_measurements
+from crosspool.simulator.measured import MeasuredCost, whole_with_measurements, with_measurements
+from crosspool.simulator.measured_files import read_measured
 from tests.support.simulating import LinearCost, prefill_step
 
 H200 = gpu_kind("h200")
@@ -167,7 +168,21 @@ def test_kept_results_of_the_benchmarks_are_read(tmp_path):
     times = with_measurements(pooled("glm-4.7-flash"), table, "glm-4.7-flash").times(decode_work(1, 4096))
     assert times.ffn_s == pytest.approx(44e-6)
     assert times.attention_s == pytest.approx(34e-6)
-    assert times.crossing_s == pytest.approx(1.5e-6)
+    assert times.crossing_s == pytest.approx(0.05e-6), "hidden behind prefetched weights"
+    third = with_measurements(pooled("glm-4.7-flash"), table, "glm-4.7-flash").times(decode_work(3, 4096))
+    assert third.crossing_s == pytest.approx(2e-6)
+    batch = "decode_us_a_layer.glm-4.7-flash.1+1.b{}.{}k.graphs.{}"
+    newer = {batch.format(1, 4, "ffn"): 40.0, batch.format(8, 4, "ffn"): 150.0, batch.format(8, 1, "ffn"): 140.0}
+    newer |= {batch.format(1, 4, "rest"): -3.0, batch.format(8, 4, "rest"): 6.0, batch.format(1, 4, "tail"): 2.0}
+    newer |= {"pipeline_efficiency.glm-4.7-flash.b4+glm-4.7-flash.b4.4k.graphs": 0.9}
+    newer |= {"pipeline_efficiency.glm-4.7-flash.b4+qwen3-30b-a3b.b4.4k.graphs": 0.5}
+    steps.write_text(json.dumps({"metrics": newer}))
+    cost = with_measurements(pooled("glm-4.7-flash"), read_measured([ffn, attention, steps]), "glm-4.7-flash")
+    one, eight = (cost.times(decode_work(rows, 4096)) for rows in (1, 8))
+    assert (one.ffn_s, eight.ffn_s) == (pytest.approx(40e-6), pytest.approx(145e-6)), "as whole steps show it"
+    assert (one.crossing_s, eight.crossing_s) == (pytest.approx(0.05e-6), pytest.approx(3e-6))
+    assert cost.beside_others(decode_work(8, 0)) == pytest.approx(1 / 0.9)
+    assert pooled("glm-4.7-flash").beside_others(decode_work(8, 0)) == 1.0
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"metrics": {"copy_tb_per_s": 4.2}}))
     with pytest.raises(ValueError, match="it has none of a model's stages"):
@@ -188,7 +203,14 @@ def test_models_and_parts_without_measurements_keep_the_roofline(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"models": {"m": {"tail_us": -1}}}', '{"models": {"m": {"ffn_us": {"x": {"1": 1}}}}}']
+    "text",
+    [
+        "{",
+        "[]",
+        '{"models": {"m": {"tail_us": -1}}}',
+        '{"models": {"m": {"ffn_us": {"x": {"1": 1}}}}}',
+        '{"models": {"m": {"lanes_efficiency": {"1": 2}}}}',
+    ],
 )
 def test_a_broken_table_is_refused_in_one_line(tmp_path, text):
     path = tmp_path / "measured.json"

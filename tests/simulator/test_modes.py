@@ -152,3 +152,28 @@ def test_host_time_lengthens_every_step():
 def test_an_unknown_order_is_refused():
     with pytest.raises(ValueError, match="order 'fifo' is unknown; use one of none, ticket, priority, streams"):
         group(order="fifo")
+
+
+def test_lanes_that_get_in_each_others_way_are_slower_only_together():
+    costs = {name: LinearCost(delay=1.25) for name in "ab"}
+    together = requests([(0.0, "a", 10, 200), (0.0, "b", 10, 200)])
+    for mode in (simulate_exact, simulate_steps):
+        alone = mode(a_group(costs), requests([(0.0, "a", 10, 200)]))
+        assert (
+            alone.total.tbt.mean == mode(a_group({"a": LinearCost()}), requests([(0.0, "a", 10, 200)])).total.tbt.mean
+        )
+        free = mode(a_group({name: LinearCost() for name in "ab"}), together)
+        assert mode(a_group(costs), together).total.tbt.mean == pytest.approx(1.25 * free.total.tbt.mean, rel=0.02)
+
+
+def test_steps_ahead_begin_without_the_engine_and_drop_rows_that_have_ended():
+    from dataclasses import replace
+
+    work = requests([(0.0, "a", 10, 60), (0.0, "a", 10, 40), (0.02, "b", 10, 50), (0.03, "c", 5, 30)])
+    plain = a_group({name: LinearCost() for name in "abc"})
+    slow = replace(plain, host_s=1e-3)
+    ahead = simulate_exact(replace(slow, is_ahead=True), work)
+    assert ahead.total.num_tokens == 180
+    assert {name: found.num_finished for name, found in ahead.models.items()} == {"a": 2, "b": 1, "c": 1}
+    assert ahead.total.tbt.mean < simulate_exact(slow, work).total.tbt.mean - 0.5e-3
+    assert simulate_exact(replace(plain, is_ahead=True), work).num_unfinished == 0

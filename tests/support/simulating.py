@@ -27,7 +27,10 @@ def stages(attention=20.0, ffn=25.0, crossing=3.0, tail=0.0, layers=48) -> Stage
 class LinearCost:
     """Stage times that grow with rows and cached tokens; the tail runs where something is sampled."""
 
-    def __init__(self, attention=20.0, ffn=25.0, crossing=3.0, tail=50.0, layers=12, row=0.2, token=0.001) -> None:
+    def __init__(
+        self, attention=20.0, ffn=25.0, crossing=3.0, tail=50.0, layers=12, row=0.2, token=0.001, delay=1.0
+    ) -> None:
+        self.delay = delay
         self.base = stages(attention, ffn, crossing, tail, layers)
         self.row_s, self.token_s = row * 1e-6, token * 1e-6
 
@@ -39,6 +42,9 @@ class LinearCost:
             crossing_s=self.base.crossing_s,
             tail_s=self.base.tail_s if work.num_sampled else 1e-9,
         )
+
+    def beside_others(self, work: StepWork) -> float:
+        return self.delay
 
 
 def a_group(costs: dict[str, LinearCost], num_frames=4096, order="priority", **config) -> SimulatedGroup:

@@ -28,6 +28,16 @@ class StageTimes:
         """One step alone: all layers and the tail."""
         return self.num_layers * (self.attention_s + self.ffn_s + 2 * self.crossing_s) + self.tail_s
 
+    def slower(self, factor: float) -> "StageTimes":
+        """Every segment takes `factor` times as long."""
+        return StageTimes(
+            num_layers=self.num_layers,
+            attention_s=self.attention_s * factor,
+            ffn_s=self.ffn_s * factor,
+            crossing_s=self.crossing_s * factor,
+            tail_s=self.tail_s * factor,
+        )
+
     @property
     def kv_busy_s(self) -> float:
         return self.num_layers * self.attention_s + self.tail_s

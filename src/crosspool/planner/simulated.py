@@ -15,7 +15,8 @@ from crosspool.planner.planner import Planned, plan_deployment
 from crosspool.planner.request_table import SteadySpeed
 from crosspool.planner.service import CostModel
 from crosspool.planner.traffic import PlannedModel
-from crosspool.simulator.measured import MeasuredTable, read_measured
+from crosspool.simulator.measured import MeasuredTable
+from crosspool.simulator.measured_files import read_measured
 from crosspool.simulator.result import GroupResult
 from crosspool.simulator.simulator import SimulationSettings, simulate
 from crosspool.units import format_bytes

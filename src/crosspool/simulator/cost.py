@@ -56,6 +56,10 @@ class StepCost(Protocol):
 
     def times(self, work: StepWork) -> StageTimes: ...
 
+    def beside_others(self, work: StepWork) -> float:
+        """How much longer each segment takes while other lanes are in flight, beyond waiting for its turn."""
+        ...
+
 
 class PooledCost:
     """The roofline of one model whose attention has `num_kv` GPUs and whose FFN has `num_weights` others."""
@@ -87,6 +91,9 @@ class PooledCost:
             crossing_s=ffn.crossing_s,
             tail_s=self._tail_s if work.num_sampled else self.kind.segment_s,
         )
+
+    def beside_others(self, work: StepWork) -> float:
+        return 1.0
 
     def _stages(self, num_tokens: int, context: float) -> StageTimes:
         return stage_times(
@@ -137,6 +144,9 @@ class MonolithicCost:
             crossing_s=2 * stages.crossing_s if self.num_gpus > 1 else 0.0,
             tail_s=self.kind.segment_s + (stages.tail_s - self.kind.segment_s) / self.num_gpus,
         )
+
+    def beside_others(self, work: StepWork) -> float:
+        return 1.0
 
 
 @dataclass(frozen=True, slots=True)

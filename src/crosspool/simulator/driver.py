@@ -82,8 +82,12 @@ class CoreDriver:
         self.core.take_forgotten()  # the workers' share; nobody here holds state for it
         return steps
 
+    def schedule_ahead(self, now: float) -> list[StepDescriptor]:
+        """Steps that begin as soon as their lanes' running ones end, without the engine."""
+        return self.core.schedule_ahead(now)
+
     def end_step(self, lane: int, now: float) -> None:
-        """The lane's step ends now, with a token for every row that samples."""
+        """The lane's step ends now, with a token for every row that samples; some rows may be of ended sequences."""
         running = self.core.dispatcher.lanes[lane]
         assert running.step is not None, f"lane {lane} is idle"
         step = running.step
@@ -142,7 +146,7 @@ class CoreDriver:
         return live.request.output_tokens - live.num_tokens
 
     def _next_token(self, sequence_id: int) -> int:
-        return END_TOKEN if self._left(sequence_id) <= 1 else TOKEN
+        return END_TOKEN if sequence_id not in self._live or self._left(sequence_id) <= 1 else TOKEN
 
     def _request(self, request: SimulatedRequest, number: int) -> Request:
         prompt = self._prompts.get(request.prompt_tokens)

@@ -43,10 +43,13 @@ def simulate_exact(
     coming = next(arrivals, None)
     in_flight, in_flight_s, now = 0, 0.0, 0.0
 
-    def start(step: StepDescriptor) -> None:
+    behind: dict[int, StepDescriptor] = {}  # by lane
+
+    def start(step: StepDescriptor, delay_s: float) -> None:
         model, header = models[step.header.model], step.header
         route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority)
-        pipeline.start(header.lane, model.cost.times(step_work(step)), route, now + group.host_s)
+        times = model.times(step_work(step), has_neighbours=in_flight > 0)
+        pipeline.start(header.lane, times, route, now + delay_s)
 
     while coming is not None or driver.num_live:
         until = min(coming.arrival_s if coming is not None else float("inf"), driver.next_timer(now), end_s)
@@ -60,6 +63,9 @@ def simulate_exact(
         if lane is not None:
             driver.end_step(lane, now)
             in_flight -= 1
+            if lane in behind:
+                start(behind.pop(lane), 0.0)
+                in_flight += 1
         elif now >= end_s:
             break
         else:
@@ -68,9 +74,11 @@ def simulate_exact(
                 driver.accept(coming, now)
                 coming = next(arrivals, None)
         steps = driver.schedule(now)
-        in_flight += len(steps)
         for step in steps:
-            start(step)
+            start(step, group.host_s)
+            in_flight += 1
+        if group.is_ahead:
+            behind.update({step.header.lane: step for step in driver.schedule_ahead(now)})
         if progress is not None:
             progress(now)
     return group_result(

@@ -7,8 +7,9 @@ from typing import Literal
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.served_model import ServedModel
+from crosspool.planner.roofline import StageTimes
 from crosspool.scheduler.order import ORDER_POLICIES
-from crosspool.simulator.cost import StepCost
+from crosspool.simulator.cost import StepCost, StepWork
 from crosspool.simulator.pipeline import Route
 
 Layout = Literal["crosspool", "static", "elastic"]
@@ -31,6 +32,11 @@ class SimulatedModel:
     gpus: tuple[int, ...] = ()
     replica_gpus: int = 1
 
+    def times(self, work: StepWork, *, has_neighbours: bool) -> StageTimes:
+        """Stage times of a step, alone or beside others."""
+        times = self.cost.times(work)
+        return times.slower(self.cost.beside_others(work)) if has_neighbours else times
+
     @property
     def name(self) -> str:
         return self.served.name
@@ -40,8 +46,9 @@ class SimulatedModel:
 class SimulatedGroup:
     """A group under one engine. stations: names, in the order that routes count them; for monolithic layouts the GPUs.
 
-    host_s: from the end of a step to the start of the next, the engine's own time. prepare: called with the core once
-    the models are added; monolithic layouts put their own pages in.
+    host_s: from the end of a step to the start of the next, the engine's own time. is_ahead: decode steps are handed
+    out while those before them run, as the server does (mode exact). prepare: called with the core once the models are
+    added; monolithic layouts put their own pages in.
     """
 
     name: str
@@ -51,6 +58,7 @@ class SimulatedGroup:
     stations: tuple[str, ...] = ("kv", "weights")
     order: str = "priority"
     host_s: float = 0.0
+    is_ahead: bool = False
     prepare: Callable[[EngineCore], None] | None = None
 
     def __post_init__(self) -> None:

@@ -40,6 +40,7 @@ def simulated_group(
     name: str = "g0",
     order: str = "priority",
     host_s: float = 0.0,
+    is_ahead: bool = False,
     max_queue: int = 64,
     measured: MeasuredTable | None = None,
 ) -> SimulatedGroup:
@@ -53,7 +54,7 @@ def simulated_group(
         group = _pools(models, split, plan_input, measured, max_queue)
     else:
         group = _monolithic(models, split, plan_input, layout, measured, max_queue)
-    return replace(group, name=name, order=order, host_s=host_s)
+    return replace(group, name=name, order=order, host_s=host_s, is_ahead=is_ahead)
 
 
 def _config(plan_input: PlanInput, num_frames: int, max_queue: int, num_decode: int, num_prefill: int) -> EngineConfig:

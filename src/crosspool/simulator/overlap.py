@@ -21,11 +21,15 @@ MAX_EVENTS = 3000
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """A step in flight: its stage times with nobody else there, and where it runs."""
+    """A step in flight: its stage times with nobody else there, and where it runs.
+
+    delay: by how much each segment takes longer with others in flight, beyond waiting for its turn.
+    """
 
     times: StageTimes
     route: Route
     gpus: tuple[int, ...] = ()
+    delay: float = 1.0
 
 
 class PipelineOverlap:

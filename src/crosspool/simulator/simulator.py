@@ -22,7 +22,8 @@ Mode = Literal["exact", "steps"]
 class SimulationSettings:
     """What to simulate of a plan. Requests arrive in [start_s, start_s + duration_s) of the workload.
 
-    drain: go on until all have ended; otherwise stop when the time is up. Raises ValueError for bad bounds.
+    drain: go on until all have ended; otherwise stop when the time is up. is_ahead: a lane's next decode step is handed
+    out while the present one runs. Raises ValueError for bad bounds.
     """
 
     mode: Mode = "steps"
@@ -33,6 +34,7 @@ class SimulationSettings:
     drain: bool = True
     seed: int = 0
     host_s: float = 0.0
+    is_ahead: bool = False
     max_queue: int = 64
 
     def __post_init__(self) -> None:
@@ -40,6 +42,8 @@ class SimulationSettings:
             raise ValueError(f"mode {self.mode!r} is unknown; use exact (a minute or so) or steps (days)")
         if self.layout not in ("crosspool", "static", "elastic"):
             raise ValueError(f"layout {self.layout!r} is unknown; use crosspool, static or elastic")
+        if self.is_ahead and self.mode != "exact":
+            raise ValueError("steps ahead are played put by put; use mode exact")
         if not self.duration_s > 0:
             raise ValueError(f"duration is {self.duration_s} s; it must be above 0")
         if self.start_s < 0 or self.host_s < 0:
@@ -80,6 +84,7 @@ def _simulate_group(
         name=group.plan.name,
         order=settings.order,
         host_s=settings.host_s,
+        is_ahead=settings.is_ahead,
         max_queue=settings.max_queue,
         measured=measured,
     )

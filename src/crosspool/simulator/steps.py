@@ -7,7 +7,7 @@ models decode than there are lanes), steps are run layer by layer until that is 
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor
 
 from crosspool.scheduler.step import StepDescriptor
@@ -146,10 +146,15 @@ class StepSimulator:
     def _begin(self, step: StepDescriptor) -> None:
         model, header = self._models[step.header.model], step.header
         route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority)
-        running = RunningStep(model.cost.times(step_work(step)), route, model.gpus)
+        work = step_work(step)
+        running = RunningStep(model.cost.times(work), route, model.gpus, model.cost.beside_others(work))
         self._runs[header.lane] = _Run(header.lane, model, 1, running)
         if self._pipeline is not None:
-            self._pipeline.start(header.lane, running.times, route, self._now + self._group.host_s)
+            times = running.times.slower(self._delay(running))
+            self._pipeline.start(header.lane, times, route, self._now + self._group.host_s)
+
+    def _delay(self, running: RunningStep) -> float:
+        return running.delay if len(self._runs) > 1 else 1.0
 
     def _set_rates(self) -> None:
         """How far each run may go, and how fast, with what is in flight now."""
@@ -168,10 +173,10 @@ class StepSimulator:
                 batch = len(sequences)
                 kv_tokens = sum(sequence.num_cached_tokens for sequence in sequences) + batch * (run.count + 1) / 2
                 times = run.model.cost.times(decode_work(batch, kv_tokens))
-                run.running = RunningStep(times, run.running.route, run.running.gpus)
+                run.running = replace(run.running, times=times)
         slowdowns = self.overlap.slowdowns([run.running for run in runs])
         for run, slowdown in zip(runs, slowdowns, strict=True):
-            run.step_s = run.running.times.step_s * slowdown + self._group.host_s
+            run.step_s = run.running.times.step_s * slowdown * self._delay(run.running) + self._group.host_s
 
     def _enter_pipeline(self) -> None:
         """Go on layer by layer: every next step has other rows, so there is no steady state to know a rate of."""
@@ -180,7 +185,8 @@ class StepSimulator:
         self._pipeline = make_pipeline(self._group, self._group.config.num_lanes)
         self._pipeline.now_s = self._now
         for run in self._runs.values():
-            self._pipeline.start(run.lane, run.running.times, run.running.route, self._now, run.done)
+            times = run.running.times.slower(self._delay(run.running))
+            self._pipeline.start(run.lane, times, run.running.route, self._now, run.done)
 
     def _leave_pipeline(self) -> None:
         """Go on in runs of steps from where the layers are."""

@@ -1,0 +1,131 @@
+"""Tables of measured stage times from files: kept results of the benchmarks (`moe_layer_*.json`,
+`attention_half_*.json`, `decode_step_*.json`, `lanes_*.json`), or
+
+    {"models": {"qwen3-30b-a3b": {
+        "ffn_us": {"1": {"1": 31.5, "2": 52.0}},             # weights GPUs -> rows -> one layer
+        "attention_us": [[1, 1024, 18.1], [8, 32768, 95.0]],  # sequences, tokens of context each, one layer
+        "crossing_us": 2.75,                                  # one direction; or rows -> time
+        "tail_us": 150.0,
+        "lanes_efficiency": {"1": 0.9, "8": 0.93}}}}          # rows -> of two lanes, against what stage times allow
+
+Every part may be left out; then the roofline stands. What whole steps show of a stage is preferred to what it takes by
+itself.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from crosspool.simulator.measured import MeasuredModel, MeasuredTable, sorted_points
+
+_FFN = re.compile(r"moe_us\.(?P<model>.+)\.b(?P<batch>\d+)\.uniform\.p50")
+_ATTENTION = re.compile(r"attention_half_us\.(?P<model>.+)\.(?P<context>\d+)k\.b(?P<batch>\d+)\.p50")
+_IN_STEP = re.compile(
+    r"decode_us_a_layer\.(?P<model>.+)\.1\+1\.b(?P<batch>\d+)\.(?P<context>\d+)k\.graphs\.(?P<part>ffn|rest)"
+    r"|decode_ms\.(?P<old_model>.+)\.1\+1\.b(?P<old_batch>\d+)\.(?P<old_context>\d+)k\.graphs"
+    r"\.(?P<old_part>ffn|crossing)_us_a_layer"
+)
+_LANES = re.compile(r"pipeline_efficiency\.(?P<model>[^+]+)\.b(?P<batch>\d+)\+(?P=model)\.b(?P=batch)\.\d+k\.graphs")
+LEAST_CROSSING_US = 0.05
+"""Of crossings that hide behind prefetched weights altogether."""
+
+
+def read_measured(paths: Sequence[Path]) -> MeasuredTable:
+    """One table of several files; what two of them have, the later one gives.
+
+    Raises ValueError, naming file and entry, for what cannot be read.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            found = _entries(data["metrics"]) if "metrics" in data else dict(data["models"])
+            for name, entry in found.items():
+                _measured(entry)
+                entries.setdefault(name, {}).update(entry)
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is no table of measured stage times: {type(error).__name__} {error}") from None
+        if not found:
+            raise ValueError(f"{path} is no table of measured stage times: it has none of a model's stages")
+    return {name: _measured(entry) for name, entry in entries.items()}
+
+
+def _entries(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+    """The table in a kept result. Crossings are those of whole steps: what both halves do not account for."""
+    entries: dict[str, dict[str, Any]] = {}
+    crossings: dict[str, dict[str, list[float]]] = {}
+    ffns: dict[str, dict[str, list[float]]] = {}
+    efficiencies: dict[str, dict[str, list[float]]] = {}
+    for name, value in metrics.items():
+        if found := _FFN.fullmatch(name):
+            ffn = entries.setdefault(found["model"], {}).setdefault("ffn_us", {"1": {}})
+            ffn["1"][found["batch"]] = value
+        elif found := _ATTENTION.fullmatch(name):
+            point = [int(found["batch"]), 1024 * int(found["context"]), value]
+            entries.setdefault(found["model"], {}).setdefault("attention_us", []).append(point)
+        elif found := _IN_STEP.fullmatch(name):
+            model, batch = found["model"] or found["old_model"], found["batch"] or found["old_batch"]
+            part = found["part"] or found["old_part"]
+            if part == "ffn":
+                ffns.setdefault(model, {}).setdefault(batch, []).append(value)
+            elif part in ("rest", "crossing"):
+                crossings.setdefault(model, {}).setdefault(batch, []).append(value / 2)
+        elif found := _LANES.fullmatch(name):
+            efficiencies.setdefault(found["model"], {}).setdefault(found["batch"], []).append(value)
+    for model, points in ffns.items():
+        entries.setdefault(model, {})["ffn_us"] = {"1": {batch: median(values) for batch, values in points.items()}}
+    for model, points in crossings.items():
+        entries.setdefault(model, {})["crossing_us"] = {
+            batch: max(LEAST_CROSSING_US, median(values)) for batch, values in points.items()
+        }
+    for model, points in efficiencies.items():
+        entries.setdefault(model, {})["lanes_efficiency"] = {
+            batch: min(1.0, median(values)) for batch, values in points.items()
+        }
+    return entries
+
+
+def _measured(entry: Mapping[str, Any]) -> MeasuredModel:
+    points = entry.get("attention_us", [])
+    base_s, token_s = _fit(points) if points else (None, 0.0)
+    crossing = entry.get("crossing_us", {})
+    efficiency = sorted_points([(int(rows), float(value)) for rows, value in entry.get("lanes_efficiency", {}).items()])
+    if not all(0 < value <= 1 for _, value in efficiency):
+        raise ValueError(f"lanes_efficiency has {efficiency}; each must be above 0 and at most 1")
+    return MeasuredModel(
+        ffn_s={
+            int(ranks): sorted_points([(int(rows), _seconds(value)) for rows, value in by_rows.items()])
+            for ranks, by_rows in entry.get("ffn_us", {}).items()
+        },
+        attention_base_s=base_s,
+        attention_token_s=token_s,
+        crossing_s=sorted_points(
+            [(int(rows), _seconds(value)) for rows, value in crossing.items()]
+            if isinstance(crossing, Mapping)
+            else [(1, _seconds(crossing))]
+        ),
+        tail_s=_seconds(entry["tail_us"]) if "tail_us" in entry else None,
+        lanes_efficiency=efficiency,
+    )
+
+
+def _seconds(microseconds: Any) -> float:
+    value = float(microseconds) * 1e-6
+    if not 0 < value < 60:
+        raise ValueError(f"{microseconds} us is no time of a stage; it must be above 0")
+    return value
+
+
+def _fit(points: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """Constant and slope of attention time over cached tokens of all sequences; one point fixes the constant alone."""
+    tokens = np.array([sequences * context for sequences, context, _ in points], dtype=np.float64)
+    seconds = np.array([_seconds(value) for *_, value in points])
+    if len(set(tokens.tolist())) == 1:
+        return float(seconds.mean()), 0.0
+    slope, base = np.polyfit(tokens, seconds, 1)
+    return max(1e-9, float(base)), max(0.0, float(slope))
