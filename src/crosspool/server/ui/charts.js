@@ -68,11 +68,17 @@ export class Charts {
       }));
       const options = {
         width: this.width(), height: HEIGHT, axes: [{ ...axis, space: 70 }, { ...axis, size: 52 }],
-        scales: { x: { time: true }, y: { range: (_, low, high) => [0, Math.max(high ?? 0, 1) * 1.1] } },
+        scales: { x: { time: true, range: () => this.span() }, y: { range: (_, low, high) => [0, Math.max(high ?? 0, 1) * 1.1] } },
         series: [{}, ...series], cursor: { y: false }, legend: { show: false },
       };
       return { key, plot: new uPlot(options, this.data(key), box) };
     });
+  }
+
+  // Always as long, so that lines grow from the right: a single moment would be drawn on an axis of years.
+  span() {
+    const end = this.rows.at(-1)?.at ?? Date.now() / 1000;
+    return [end - KEPT_S, end];
   }
 
   rebuild() {

@@ -1,0 +1,154 @@
+"""The table of figures in README.md, made of the newest kept results: `python -m benchmarks.readme_figures`.
+
+Run it after results have changed. A row whose result or metric is not there is left out, and told on standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import RESULTS, ROOT
+
+BEGIN = "<!-- figures: made by python -m benchmarks.readme_figures -->"
+END = "<!-- end of figures -->"
+STEP = "decode_ms.qwen3-30b-a3b.1+1.b1.4k"
+RANKS = ("w0.sigkill", "kv0.sigkill", "w0.sigstop", "kv0.sigstop")
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One row: `value` and `beside` are formats of the metrics in their order, and of `limit`, the first one's."""
+
+    what: str
+    result: str  # `<what>_<hardware>` of the kept result
+    metrics: tuple[str, ...]
+    value: str
+    beside: str = ""
+
+
+FIGURES = (
+    Figure(
+        "A token of Qwen3-30B-A3B at batch 1, context 4,096: one KV GPU, one weights GPU (H200), step graphs",
+        "decode_step_h200-x2",
+        (f"{STEP}.graphs.p50",),
+        "{0:.2f} ms",
+        "{limit:.2f} ms: its bytes, read once at copy bandwidth",
+    ),
+    Figure(
+        "The same with `--control resident`",
+        "ffn_server_h200-x2",
+        (f"{STEP}.resident.p50",),
+        "{0:.2f} ms",
+        "2.6 ms was asked for",
+    ),
+    Figure(
+        "First token of a prompt of 4,096 tokens of it, and of 32,768",
+        "prefill_h200-x2",
+        ("ttft_ms.qwen3-30b-a3b.1+1.4k", "ttft_ms.qwen3-30b-a3b.1+1.32k"),
+        "{0:.0f} ms, {1:,.0f} ms",
+        "vLLM, whole on one GPU: 105 ms, 1,179 ms",
+    ),
+    Figure(
+        "Decode of three models on two H200s: resident control and two lanes, against layers driven by the host in one",
+        "ablation_h200-x2",
+        ("ablation_gain",),
+        "{0:.2f} times the tokens/s",
+        "the paper's two mechanisms, switched off and on",
+    ),
+    Figure(
+        "Longest request of Qwen3-30B-A3B that was held in one KV pool of 134 GiB",
+        "one_request_h200",
+        ("one_request_tokens.qwen3-30b-a3b.1+0",),
+        "{0:,.0f} tokens",
+        "the pool's whole budget",
+    ),
+    Figure(
+        "A rank killed or stopped while three full-size models answer over HTTP: service is back after",
+        "serve_http_h200-x2",
+        tuple(f"recovery_s.{rank}" for rank in RANKS),
+        "{least:.1f} to {most:.1f} s",
+        "{limit:.0f} s was asked for",
+    ),
+    Figure(
+        "**Slower:** P50 between Qwen3's tokens under load, both pools on *one* H200",
+        "layouts_h200",
+        ("tbt_ms.crosspool-1.qwen3-30b-a3b.0.8.p50", "tbt_ms.static-1.qwen3-30b-a3b.0.8.p50"),
+        "{0:.1f} ms",
+        "{1:.1f} ms with whole models side by side",
+    ),
+    Figure(
+        "**Slower:** P50 between Qwen3's tokens under load of three models, one KV and one weights H200",
+        "layouts_h200-x2",
+        ("tbt_ms.crosspool-1+1.qwen3-30b-a3b.0.8.p50",),
+        "{0:.1f} ms",
+        "22 ms was asked for",
+    ),
+    Figure(
+        "HTTP server on one core: tokens streamed a second, and what it adds to a first token at P99",
+        "server_cpu",
+        ("sse_tokens_per_s", "server_ttft_overhead_ms.p99"),
+        "{0:,.0f}, {1:.1f} ms",
+        "beside 100 other streams",
+    ),
+    Figure(
+        "Demo models on two CPU cores, one request and eight over three models",
+        "demo_cpu",
+        ("decode_ratio_vs_transformers.b1", "decode_ratio_vs_transformers.c8"),
+        "{0:.1f} and {1:.1f} times",
+        "transformers on the same cores",
+    ),
+)
+
+
+def table(results: Path, left_out: list[str]) -> str:
+    """A Markdown table of the figures that `results` holds; appends to `left_out` why the others are not there."""
+    rows = ["| what | CrossPool | beside it | result |", "| --- | --- | --- | --- |"]
+    for figure in FIGURES:
+        found = sorted(results.glob(f"{figure.result}_????-??-??.json"))
+        if not found:
+            left_out.append(f"{figure.result}: no result")
+            continue
+        kept = json.loads(found[-1].read_text(encoding="utf-8"))
+        missing = [name for name in figure.metrics if name not in kept["metrics"]]
+        if missing:
+            left_out.append(f"{found[-1].name}: no {missing[0]}")
+            continue
+        link = f"[{figure.result}](benchmarks/results/{found[-1].stem}.md)"
+        rows.append(f"| {figure.what} | {_written(figure.value, figure, kept)} | {_beside(figure, kept)} | {link} |")
+    return "\n".join(rows)
+
+
+def with_table(text: str, made: str) -> str:
+    """`text` with `made` between the two marks. Raises ValueError where they are not there once each, in order."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"the text must hold {BEGIN!r} and behind it {END!r}, once each")
+    head, tail = text.split(BEGIN)[0], text.split(END)[1]
+    return f"{head}{BEGIN}\n\n{made}\n\n{END}{tail}"
+
+
+def _written(form: str, figure: Figure, kept: Mapping[str, Any]) -> str:
+    values = [kept["metrics"][name] for name in figure.metrics]
+    limit = kept.get("limits", {}).get(figure.metrics[0])
+    return form.format(*values, least=min(values), most=max(values), limit=limit)
+
+
+def _beside(figure: Figure, kept: Mapping[str, Any]) -> str:
+    has_limit = kept.get("limits", {}).get(figure.metrics[0]) is not None
+    return _written(figure.beside, figure, kept) if has_limit or "{limit" not in figure.beside else ""
+
+
+def main() -> None:
+    left_out: list[str] = []
+    readme = ROOT / "README.md"
+    readme.write_text(with_table(readme.read_text(encoding="utf-8"), table(RESULTS, left_out)), encoding="utf-8")
+    for reason in left_out:
+        print(f"left out: {reason}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
