@@ -87,7 +87,7 @@ def backings(report: Report, kernels: DeviceKernels, kind: str) -> None:
         report.metric(f"{pair}.{kind}", worst[pair], limit=1.0, note="worst context; asked for: 1.03")
 
 
-def mapping_beside_steps(report: Report, kernels: DeviceKernels) -> None:
+def mapping_beside_steps(report: Report, kernels: DeviceKernels, num_gaps: int = NUM_GAPS) -> None:
     """A/B/A/B: the tail of gaps between steps of a whole model's attention, with and without pages mapped beside them.
 
     A step is all layers of Qwen3-30B-A3B, each over its own cache; what the FFN adds would only hide what mapping does.
@@ -118,7 +118,7 @@ def mapping_beside_steps(report: Report, kernels: DeviceKernels) -> None:
             started_s = time.perf_counter()
             if is_mapping:
                 mapper.start()
-            found[is_mapping] = _gaps_us(graph, NUM_GAPS // NUM_ROUNDS)
+            found[is_mapping] = _gaps_us(graph, num_gaps // NUM_ROUNDS)
             stop.set()
             if is_mapping:
                 mapper.join()
@@ -189,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--only", default="backings,mapping,pages,one_request")
+    parser.add_argument("--gaps", type=int, default=NUM_GAPS, help="between steps, with mapping and as many without")
     options = parser.parse_args()
     chosen = options.only.split(",")
     kernels = DeviceKernels(torch.device("cuda"))
@@ -203,7 +204,7 @@ def main() -> None:
         for kind in ("gqa", "mla") if "backings" in chosen else ():
             guarded(f"backings {kind}", partial(backings, report, kernels, kind), failures)
         if "mapping" in chosen:
-            guarded("mapping", partial(mapping_beside_steps, report, kernels), failures)
+            guarded("mapping", partial(mapping_beside_steps, report, kernels, options.gaps), failures)
         report.write(options.out)
     if "pages" in chosen or "one_request" in chosen:
         arena = nearly_all()

@@ -42,7 +42,7 @@ SEED = 11
 KEY_WIDTH, VALUE_WIDTH = 3.25, 8.0
 """Standard deviations of cached keys and values; of N tokens some N exp(-KEY_WIDTH^2) then share a head's attention."""
 
-JUDGED, TIMED = 6, 12
+JUDGED, TIMED = 4, 12
 """Tokens decoded and judged; steps timed."""
 
 LEFT_FREE_BYTES = 8 * GiB
@@ -79,20 +79,20 @@ def long_request(
     table = torch.from_numpy(np.array([pages], dtype=np.int32)).to(arena.device)
     cache = PagedCache(frames=arena, frame_table=table, geometry=geometry)
     half = replace(cache, frame_table=table[:, ::2].contiguous())
-    same, worst, control = 0, 0.0, torch.inf
+    same, worst = 0, 0.0
     for idx, token in enumerate(found):
         begin_s = time.perf_counter()
         wanted = token_logits(spec, attention, ffn, cache, given[idx], context + idx).log_softmax(0).cpu()
         judged_s = time.perf_counter() - begin_s
-        other = token_logits(spec, attention, ffn, half, given[idx], context + idx, context // 2).log_softmax(0).cpu()
         same += int(wanted.argmax()) == token.token_id
         worst = max(worst, _difference(token, wanted))
-        control = min(control, _difference(token, other))
-        print(f"  {token.token_id} {int(wanted.argmax())} {int(other.argmax())}: {worst:.4f}, control {control:.3f}, "
-              f"{judged_s:.1f} s", flush=True)  # fmt: skip
+        print(f"  {token.token_id} {int(wanted.argmax())}: {worst:.4f}, {judged_s:.1f} s", flush=True)
+    other = token_logits(spec, attention, ffn, half, given[0], context, context // 2).log_softmax(0).cpu()
+    control = _difference(found[0], other)
+    print(f"  over half of the pages {int(other.argmax())}: {control:.3f}", flush=True)
     report.metric(f"one_request_same_tokens.{name}", same, limit=JUDGED, note="the next token, of a float32 model")
-    report.metric(f"one_request_logprob_error.{name}", worst, limit=0.0, note="of the eight likeliest, all tokens")
-    report.metric(f"one_request_logprob_control.{name}", control, note="the same at least, over every second page")
+    report.metric(f"one_request_logprob_error.{name}", worst, limit=0.0, note="of the eight likeliest tokens")
+    report.metric(f"one_request_logprob_control.{name}", control, note="of the first token, over every second page")
     _time(report, ranks, pages, context, name)
     assert same == JUDGED, f"{JUDGED - same} of {JUDGED} tokens are not those of the float32 model"
     assert worst < min(TOLERANCE, control / 3), f"log-probabilities differ by {worst}, over half the pages by {control}"

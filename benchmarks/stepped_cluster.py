@@ -17,7 +17,7 @@ LOAD_TIMEOUT_S, STEP_TIMEOUT_S = 120.0, 30.0
 
 
 class SteppedCluster:
-    """Ranks start at once; `load` brings the model."""
+    """Ranks start at once; `load` brings the model, `wait` waits for it."""
 
     def __init__(self, config: ClusterConfig, placement: ModelPlacement) -> None:
         self._cluster = start_cluster(config)
@@ -25,8 +25,10 @@ class SteppedCluster:
         self._step_seq = 0
 
     def load(self) -> None:
-        """Wait until every rank has its share. Raises RuntimeError where one cannot."""
         self._cluster.add_model(self._placement)
+
+    def wait(self) -> None:
+        """Until every rank has its share. Raises RuntimeError where one cannot."""
         until_s = time.monotonic() + LOAD_TIMEOUT_S
         while time.monotonic() < until_s:
             for event in self._cluster.poll(0.1):
