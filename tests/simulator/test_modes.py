@@ -169,7 +169,8 @@ def test_lanes_that_get_in_each_others_way_are_slower_only_together():
 def test_steps_ahead_begin_without_the_engine_and_drop_rows_that_have_ended():
     from dataclasses import replace
 
-    work = requests([(0.0, "a", 10, 60), (0.0, "a", 10, 40), (0.02, "b", 10, 50), (0.03, "c", 5, 30)])
+    rows = [(0.0, "a", 10, 60), (0.0, "a", 10, 40), (0.02, "b", 10, 50), (0.03, "c", 5, 30)]
+    work = [replace(request, max_tokens=500) for request in requests(rows)]  # nobody knows before which token is the last
     plain = a_group({name: LinearCost() for name in "abc"})
     slow = replace(plain, host_s=1e-3)
     ahead = simulate_exact(replace(slow, is_ahead=True), work)
