@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import RESULTS
+from crosspool.backends.cuda.patience import PIECE_S
 from crosspool.planner.deployment import PlanInput
 from crosspool.planner.planner import Planned, plan_deployment
 from crosspool.planner.quantile import QuantileEstimate
@@ -22,7 +23,7 @@ from crosspool.simulator.simulator import SimulationSettings, simulate
 from crosspool.workload.traces import read_trace
 
 QUANTILE = 0.99
-STAGE_TIMES = ("moe_layer_h200", "attention_half_h200", "decode_step_h200-x2", "lanes_h200-x2")
+STAGE_TIMES = ("moe_layer_h200", "attention_half_h200", "decode_step_h200-x2", "lanes_h200-x2", "prefill_h200-x2")
 """Kept results with measured stage times."""
 
 
@@ -74,11 +75,14 @@ def outlook(trace: Path, gpus: Mapping[str, Any], layout: Layout, measured: Meas
 def _simulated(
     plan: Planned, plan_input: PlanInput, layout: Layout, duration_s: float, measured: MeasuredTable
 ) -> GroupResult:
-    """Two pools on two GPUs as the server runs them: steps handed out ahead, prompts behind decode. What is on one GPU
-    at once shares it: its streams have no order.
+    """Two pools on two GPUs as the server runs them: steps handed out ahead, prompts behind decode for a while.
+
+    What is on one GPU at once shares it: its streams have no order.
     """
     if layout == "crosspool" and plan_input.gpus.count > 1:
-        settings = SimulationSettings(layout=layout, duration_s=duration_s, mode="exact", is_ahead=True)
+        settings = SimulationSettings(
+            layout=layout, duration_s=duration_s, mode="exact", is_ahead=True, patience_s=PIECE_S
+        )
     else:
         settings = SimulationSettings(layout=layout, duration_s=duration_s, order=STREAMS)
     (group,) = simulate(plan, plan_input, settings, measured=measured)

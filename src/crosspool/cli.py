@@ -214,6 +214,9 @@ def simulate(
     ahead: Annotated[
         bool, typer.Option(help="hand out a lane's next decode step while one runs, as the server does (mode exact)")
     ] = False,
+    patience_us: Annotated[
+        float, typer.Option(help="how long a prompt's segment steps aside for decode; on GPUs about 1000  [for ever]")
+    ] = float("inf"),
     measured: Annotated[
         list[Path] | None, typer.Option(help="measured stage times: kept results or a JSON table; repeat for more")
     ] = None,
@@ -238,6 +241,7 @@ def simulate(
         "max_queue": max_queue,
         "host_s": host_us * 1e-6,
         "is_ahead": ahead,
+        "patience_s": patience_us * 1e-6,
         "seed": seed,
     }
     run(files, settings, as_json=as_json, console=Console())

@@ -9,7 +9,7 @@ import pytest
 from crosspool.planner.catalogue import catalogue_facts
 from crosspool.planner.gpus import gpu_kind
 from crosspool.planner.roofline import stage_times
-from crosspool.simulator.cost import MonolithicCost, PooledCost, StepWork, decode_work, step_work
+from crosspool.simulator.cost import MonolithicCost, PooledCost, StepWork, decode_work, prompt_works, step_work
 from crosspool.simulator.measured import MeasuredCost, whole_with_measurements, with_measurements
 from crosspool.simulator.measured_files import read_measured
 from tests.support.simulating import LinearCost, prefill_step
@@ -187,6 +187,26 @@ def test_kept_results_of_the_benchmarks_are_read(tmp_path):
     other.write_text(json.dumps({"metrics": {"copy_tb_per_s": 4.2}}))
     with pytest.raises(ValueError, match="it has none of a model's stages"):
         read_measured([other])
+
+
+def test_prompts_are_as_much_slower_as_whole_ones_were(tmp_path):
+    path = tmp_path / "prefill.json"
+    bound = pooled()
+    alone_s = {tokens: sum(bound.times(work).step_s for work in prompt_works(tokens)) for tokens in (4096, 32768)}
+    metrics = {
+        "ttft_ms.qwen3-30b-a3b.1+1.4k": 2e3 * alone_s[4096],
+        "ttft_ms.qwen3-30b-a3b.1+1.32k": 3e3 * alone_s[32768],
+    }
+    path.write_text(json.dumps({"metrics": metrics}))
+    cost = with_measurements(pooled(), read_measured([path]), "qwen3-30b-a3b")
+    (whole,) = prompt_works(4096)
+    assert cost.times(whole).step_s == pytest.approx(2 * alone_s[4096])
+    (short,) = prompt_works(100)
+    assert cost.times(short).ffn_s == pytest.approx(2 * bound.times(short).ffn_s)
+    first, *_, last = prompt_works(32768)
+    assert (len(prompt_works(32768)), first.num_sampled, last.num_sampled, last.kv_tokens) == (4, 0, 1, 32768)
+    assert 2 < cost.times(first).ffn_s / bound.times(first).ffn_s < 3
+    assert cost.times(decode_work(4, 4000)) == bound.times(decode_work(4, 4000))
 
 
 def test_models_and_parts_without_measurements_keep_the_roofline(tmp_path):

@@ -170,7 +170,9 @@ def test_steps_ahead_begin_without_the_engine_and_drop_rows_that_have_ended():
     from dataclasses import replace
 
     rows = [(0.0, "a", 10, 60), (0.0, "a", 10, 40), (0.02, "b", 10, 50), (0.03, "c", 5, 30)]
-    work = [replace(request, max_tokens=500) for request in requests(rows)]  # nobody knows before which token is the last
+    work = [
+        replace(request, max_tokens=500) for request in requests(rows)
+    ]  # nobody knows before which token is the last
     plain = a_group({name: LinearCost() for name in "abc"})
     slow = replace(plain, host_s=1e-3)
     ahead = simulate_exact(replace(slow, is_ahead=True), work)
@@ -178,3 +180,18 @@ def test_steps_ahead_begin_without_the_engine_and_drop_rows_that_have_ended():
     assert {name: found.num_finished for name, found in ahead.models.items()} == {"a": 2, "b": 1, "c": 1}
     assert ahead.total.tbt.mean < simulate_exact(slow, work).total.tbt.mean - 0.5e-3
     assert simulate_exact(replace(plain, is_ahead=True), work).num_unfinished == 0
+
+
+def test_a_prompt_steps_aside_for_as_long_as_its_patience():
+    """Two lanes of decode keep the weights pool busy; each of a chunk's segments waits until its patience is out."""
+    from dataclasses import replace
+
+    costs = {name: LinearCost(attention=5, ffn=60, tail=0) for name in "ab"} | {"p": LinearCost(attention=5, ffn=60)}
+    work = requests([(0.0, "a", 10, 900), (0.0, "b", 10, 900), (0.02, "p", 64, 1)])
+    ttft = {}
+    for patience_s in (0.0, 1e-3, float("inf")):
+        found = simulate_exact(replace(a_group(costs, num_decode_lanes=2), patience_s=patience_s), work)
+        ttft[patience_s] = found.models["p"].ttft.mean
+    segments = 12  # of the FFN; attention has its station nearly to itself
+    assert ttft[1e-3] - ttft[0.0] == pytest.approx(segments * 1e-3, rel=0.2)
+    assert ttft[float("inf")] > 3 * ttft[1e-3], "after the others have ended"

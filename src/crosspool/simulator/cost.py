@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from crosspool.config import PREFILL_TOKENS
 from crosspool.models.spec import DenseFFNSpec, MLASpec
 from crosspool.planner.facts import FFNSpec, ModelFacts
 from crosspool.planner.gpus import GPUKind
@@ -49,6 +50,17 @@ def step_work(step: StepDescriptor) -> StepWork:
 def decode_work(batch: int, kv_tokens: float) -> StepWork:
     """A decode step of `batch` sequences that see `kv_tokens` slots together."""
     return StepWork(num_tokens=batch, kv_tokens=kv_tokens, pairs=kv_tokens, num_sampled=batch)
+
+
+def prompt_works(num_tokens: int, chunk_tokens: int = PREFILL_TOKENS["cuda"]) -> list[StepWork]:
+    """The chunks of one prompt, the last of which samples."""
+    works = []
+    for cached in range(0, num_tokens, chunk_tokens):
+        new = min(chunk_tokens, num_tokens - cached)
+        is_last = cached + new == num_tokens
+        pairs = new * (cached + (new + 1) / 2)
+        works.append(StepWork(num_tokens=new, kv_tokens=cached + new, pairs=pairs, num_sampled=int(is_last)))
+    return works
 
 
 class StepCost(Protocol):

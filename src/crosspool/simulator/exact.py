@@ -18,7 +18,9 @@ def make_pipeline(group: SimulatedGroup, num_lanes: int, spans: list[Span] | Non
     """The stations of a group under its order policy."""
     if group.order == STREAMS:
         return StreamPipeline(len(group.stations), num_lanes)
-    return OrderedPipeline(len(group.stations), num_lanes, ORDER_POLICIES[group.order], spans=spans)
+    return OrderedPipeline(
+        len(group.stations), num_lanes, ORDER_POLICIES[group.order], patience_s=group.patience_s, spans=spans
+    )
 
 
 def simulate_exact(

@@ -47,8 +47,9 @@ class SimulatedGroup:
     """A group under one engine. stations: names, in the order that routes count them; for monolithic layouts the GPUs.
 
     host_s: from the end of a step to the start of the next, the engine's own time. is_ahead: decode steps are handed
-    out while those before them run, as the server does (mode exact). prepare: called with the core once the models are
-    added; monolithic layouts put their own pages in.
+    out while those before them run, as the server does (mode exact). patience_s: a segment that waited longer comes
+    first, whatever its priority. prepare: called with the core once the models are added; monolithic layouts put their
+    own pages in.
     """
 
     name: str
@@ -59,6 +60,7 @@ class SimulatedGroup:
     order: str = "priority"
     host_s: float = 0.0
     is_ahead: bool = False
+    patience_s: float = float("inf")
     prepare: Callable[[EngineCore], None] | None = None
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ def simulated_group(
     order: str = "priority",
     host_s: float = 0.0,
     is_ahead: bool = False,
+    patience_s: float = float("inf"),
     max_queue: int = 64,
     measured: MeasuredTable | None = None,
 ) -> SimulatedGroup:
@@ -54,7 +55,7 @@ def simulated_group(
         group = _pools(models, split, plan_input, measured, max_queue)
     else:
         group = _monolithic(models, split, plan_input, layout, measured, max_queue)
-    return replace(group, name=name, order=order, host_s=host_s, is_ahead=is_ahead)
+    return replace(group, name=name, order=order, host_s=host_s, is_ahead=is_ahead, patience_s=patience_s)
 
 
 def _config(plan_input: PlanInput, num_frames: int, max_queue: int, num_decode: int, num_prefill: int) -> EngineConfig:

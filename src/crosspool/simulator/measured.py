@@ -2,7 +2,8 @@
 
 Read from files by `measured_files.py`. Between measured rows times are interpolated, beyond them the roofline's ratio
 goes on. Attention is fitted as a constant plus a time for each cached token, on one KV GPU. On numbers of GPUs that
-were not measured, and for prefill, what the nearest measurement exceeded its own roofline by is added.
+were not measured, and for prefill, what the nearest measurement exceeded its own roofline by is added; where whole
+prompts were measured, their stages are as much slower as those prompts were.
 """
 
 from bisect import bisect_right
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 
 from crosspool.planner.catalogue import lookup
 from crosspool.planner.roofline import StageTimes
-from crosspool.simulator.cost import MonolithicCost, PooledCost, StepCost, StepWork, decode_work
+from crosspool.simulator.cost import MonolithicCost, PooledCost, StepCost, StepWork, decode_work, prompt_works
 
 Points = tuple[tuple[int, float], ...]
 """(rows, value), rows ascending."""
@@ -22,6 +23,7 @@ class MeasuredModel:
     """One model's measured times, in seconds. ffn_s: by number of weights GPUs; crossing_s: one direction.
 
     lanes_efficiency: what two lanes of the model do together, over what their stage times allow, by rows of each.
+    prefill_s: of a prompt alone, to its first token, by its tokens.
     """
 
     ffn_s: Mapping[int, Points] = field(default_factory=dict)
@@ -30,6 +32,7 @@ class MeasuredModel:
     crossing_s: Points = ()
     tail_s: float | None = None
     lanes_efficiency: Points = ()
+    prefill_s: Points = ()
 
 
 MeasuredTable = Mapping[str, MeasuredModel]
@@ -49,8 +52,19 @@ class MeasuredCost:
         one = PooledCost(roofline.facts, roofline.kind, num_kv=1, num_weights=1)
         base_s = one.times(decode_work(1, 0.0)).attention_s
         self._attention_excess_s = (measured.attention_base_s or base_s) - base_s
+        self._prefill_slower: Points = ()
+        self._prefill_slower = tuple(
+            (tokens, seconds / sum(self.times(work).step_s for work in prompt_works(tokens)))
+            for tokens, seconds in measured.prefill_s
+        )
 
     def times(self, work: StepWork) -> StageTimes:
+        times = self._times(work)
+        if work.num_tokens == work.num_sampled or not self._prefill_slower:
+            return times
+        return times.slower(_between(self._prefill_slower, work.num_tokens))
+
+    def _times(self, work: StepWork) -> StageTimes:
         bound, measured = self._roofline.times(work), self._measured
         is_decode = work.num_tokens == work.num_sampled
         attention_s = max(1e-9, bound.attention_s + self._attention_excess_s)

@@ -1,11 +1,12 @@
 """Tables of measured stage times from files: kept results of the benchmarks (`moe_layer_*.json`,
-`attention_half_*.json`, `decode_step_*.json`, `lanes_*.json`), or
+`attention_half_*.json`, `decode_step_*.json`, `lanes_*.json`, `prefill_*.json`), or
 
     {"models": {"qwen3-30b-a3b": {
         "ffn_us": {"1": {"1": 31.5, "2": 52.0}},             # weights GPUs -> rows -> one layer
         "attention_us": [[1, 1024, 18.1], [8, 32768, 95.0]],  # sequences, tokens of context each, one layer
         "crossing_us": 2.75,                                  # one direction; or rows -> time
         "tail_us": 150.0,
+        "prefill_ms": {"4096": 92.5},                         # tokens of a prompt alone -> to its first token
         "lanes_efficiency": {"1": 0.9, "8": 0.93}}}}          # rows -> of two lanes, against what stage times allow
 
 Every part may be left out; then the roofline stands. What whole steps show of a stage is preferred to what it takes by
@@ -31,6 +32,7 @@ _IN_STEP = re.compile(
     r"\.(?P<old_part>ffn|crossing)_us_a_layer"
 )
 _LANES = re.compile(r"pipeline_efficiency\.(?P<model>[^+]+)\.b(?P<batch>\d+)\+(?P=model)\.b(?P=batch)\.\d+k\.graphs")
+_PREFILL = re.compile(r"ttft_ms\.(?P<model>.+)\.1\+1\.(?P<context>\d+)k")
 LEAST_CROSSING_US = 0.05
 """Of crossings that hide behind prefetched weights altogether."""
 
@@ -68,6 +70,9 @@ def _entries(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
         elif found := _ATTENTION.fullmatch(name):
             point = [int(found["batch"]), 1024 * int(found["context"]), value]
             entries.setdefault(found["model"], {}).setdefault("attention_us", []).append(point)
+        elif found := _PREFILL.fullmatch(name):
+            prefill = entries.setdefault(found["model"], {}).setdefault("prefill_ms", {})
+            prefill[str(1024 * int(found["context"]))] = value
         elif found := _IN_STEP.fullmatch(name):
             model, batch = found["model"] or found["old_model"], found["batch"] or found["old_batch"]
             part = found["part"] or found["old_part"]
@@ -111,6 +116,9 @@ def _measured(entry: Mapping[str, Any]) -> MeasuredModel:
         ),
         tail_s=_seconds(entry["tail_us"]) if "tail_us" in entry else None,
         lanes_efficiency=efficiency,
+        prefill_s=sorted_points(
+            [(int(tokens), _seconds(1e3 * value)) for tokens, value in entry.get("prefill_ms", {}).items()]
+        ),
     )
 
 

@@ -23,7 +23,8 @@ class SimulationSettings:
     """What to simulate of a plan. Requests arrive in [start_s, start_s + duration_s) of the workload.
 
     drain: go on until all have ended; otherwise stop when the time is up. is_ahead: a lane's next decode step is handed
-    out while the present one runs. Raises ValueError for bad bounds.
+    out while the present one runs. patience_s: how long a prompt's segment steps aside for decode. Raises ValueError
+    for bad bounds.
     """
 
     mode: Mode = "steps"
@@ -35,6 +36,7 @@ class SimulationSettings:
     seed: int = 0
     host_s: float = 0.0
     is_ahead: bool = False
+    patience_s: float = float("inf")
     max_queue: int = 64
 
     def __post_init__(self) -> None:
@@ -46,8 +48,10 @@ class SimulationSettings:
             raise ValueError("steps ahead are played put by put; use mode exact")
         if not self.duration_s > 0:
             raise ValueError(f"duration is {self.duration_s} s; it must be above 0")
-        if self.start_s < 0 or self.host_s < 0:
-            raise ValueError(f"start {self.start_s} s and host time {self.host_s} s must not be negative")
+        if self.start_s < 0 or self.host_s < 0 or not self.patience_s >= 0:
+            raise ValueError(
+                f"start {self.start_s}, host time {self.host_s} and patience {self.patience_s} s must not be negative"
+            )
 
 
 def simulate(
@@ -85,6 +89,7 @@ def _simulate_group(
         order=settings.order,
         host_s=settings.host_s,
         is_ahead=settings.is_ahead,
+        patience_s=settings.patience_s,
         max_queue=settings.max_queue,
         measured=measured,
     )
