@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +46,10 @@ PAPER = {"off": 55.42, "resident": 77.86, "pipeline": 60.83, "both": 111.40}
 """Its aggregate decode tokens/s at 0.5 requests/s of each model, on 5 x A100."""
 
 PROMPT_TOKENS = 24
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+LANE_TOKENS_PER_S = 400
+CORE_LIMIT = 5.0
+UNSTEADY_TOKENS = 24
+"""Of a lone stream, before its processor time is looked at: its prompt, and steps before its first run."""
 
 
 @dataclass
@@ -70,7 +71,7 @@ class Load:
     engine: AsyncEngine
     count: int = 0
 
-    async def ask(self, stream: Stream, max_tokens: int) -> Stream:
+    async def ask(self, stream: Stream, max_tokens: int, watch: WatchedCPU | None = None) -> Stream:
         self.count += 1
         prompt = tuple((31 * self.count + 7 * position) % 500 + 1 for position in range(PROMPT_TOKENS))
         request = GenerationRequest(
@@ -85,6 +86,8 @@ class Load:
                 raise output.error
             stream.moments += [time.perf_counter()] * len(output.token_ids)
             stream.tokens += output.token_ids
+            if watch is not None and len(stream.tokens) >= UNSTEADY_TOKENS:
+                watch.look(len(stream.tokens))
         return stream
 
     async def together(self, names: Sequence[str], max_tokens: int) -> list[Stream]:
@@ -99,18 +102,30 @@ def window_rate(streams: Sequence[Stream]) -> tuple[float, float, float]:
 
 
 def cpu_s(pids: Sequence[int]) -> float:
-    """Processor seconds of these processes so far."""
-    fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
-    return sum(int(each[11]) + int(each[12]) for each in fields) / TICKS_PER_S
+    """Processor seconds of these processes so far, by the clocks that Linux keeps of each."""
+    return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
 
 
-@contextmanager
-def watched_cpu(pids: Sequence[int]) -> Iterator[dict[str, float]]:
-    """Fills in `share`: processor seconds of the processes over seconds passed."""
-    found: dict[str, float] = {}
-    begin, begin_s = cpu_s(pids), time.perf_counter()
-    yield found
-    found["share"] = (cpu_s(pids) - begin) / (time.perf_counter() - begin_s)
+class WatchedCPU:
+    """Processor time of processes between the first look and the last one."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self._looks: list[tuple[float, float, int]] = []
+
+    def look(self, num_tokens: int = 0) -> None:
+        self._looks = [*self._looks[:1], (time.perf_counter(), cpu_s(self._pids), num_tokens)]
+
+    @property
+    def share(self) -> float:
+        """Processor seconds over seconds passed."""
+        (begin_s, begin, _), (end_s, end, _) = self._looks
+        return (end - begin) / (end_s - begin_s)
+
+    @property
+    def us_per_token(self) -> float:
+        (_, begin, first), (_, end, last) = self._looks
+        return 1e6 * (end - begin) / (last - first)
 
 
 async def arrivals(load: Load, names: Sequence[str], rate: float, seconds: float, max_tokens: int, seed: int) -> float:
@@ -179,18 +194,26 @@ async def measure(
         await load.together(names * options.streams, 24)
         pids = [pid for rank, pid in sorted(cluster.pids().items())]
         for name in names:
-            with watched_cpu(pids) as used:
-                (stream,) = await load.together([name], options.alone_tokens)
-                rate, _, _ = window_rate([stream])
+            await load.together([name], 3 * options.decode_steps)  # its first run is captured
+            used = WatchedCPU(pids)
+            stream = await load.ask(Stream(name), options.alone_tokens, used)
+            rate, _, _ = window_rate([stream])
             alone.setdefault(name, stream.tokens)
             same = sum(a == b for a, b in zip(alone[name], stream.tokens, strict=True))
             report.metric(f"same_tokens.{mode}.{name}", same, limit=options.alone_tokens, note="as in the first mode")
             report.metric(f"step_ms.{mode}.{name}", 1e3 / rate, note="one stream, time between tokens")
-            share = 100 * used["share"] * 400 / rate
-            report.metric(f"host_core_percent.lane.{mode}.{name}", share, note="both ranks, at 400 tokens/s")
-            print(f"  {name} alone: {1e3 / rate:.3f} ms a token, {100 * used['share']:.0f} % of a core", flush=True)
-        with watched_cpu(pids) as used:
-            streams = await load.together(names * options.streams, options.tokens)
+            share = used.us_per_token * LANE_TOKENS_PER_S / 1e4
+            note = f"both ranks, at {LANE_TOKENS_PER_S} tokens/s"
+            report.metric(f"host_core_percent.lane.{mode}.{name}", share, limit=CORE_LIMIT, note=note)
+            print(
+                f"  {name} alone: {1e3 / rate:.3f} ms a token, {used.us_per_token:.0f} us of host, "
+                f"{100 * used.share:.1f} % of a core",
+                flush=True,
+            )
+        used = WatchedCPU(pids)
+        used.look()
+        streams = await load.together(names * options.streams, options.tokens)
+        used.look()
         rate, begin_s, end_s = window_rate(streams)
         report.metric(f"ablation_tokens_per_s.{mode}", rate, note="at saturation")
         report.metric(f"ablation_window_s.{mode}", end_s - begin_s)
@@ -199,7 +222,8 @@ async def measure(
             / (end_s - begin_s)
             for name in names
         }
-        print(f"  saturation: {rate:.0f} tokens/s, {per_model}, {100 * used['share']:.0f} % of a core", flush=True)
+        print(f"  saturation: {rate:.0f} tokens/s, {per_model}, {100 * used.share:.0f} % of a core", flush=True)
+        report.metric(f"host_core_percent.saturation.{mode}", 100 * used.share, note="of all ranks")
         if options.seconds > 0:
             rate = await arrivals(load, names, options.rate, options.seconds, options.arrival_tokens, options.seed)
             report.metric(f"ablation_arrivals_tokens_per_s.{mode}", rate, note=f"paper: {PAPER.get(mode, '-')}")
@@ -235,7 +259,7 @@ def main() -> None:
     parser.add_argument("--modes", default="off,resident,pipeline,both")
     parser.add_argument("--streams", type=int, default=2, help="of each model, at saturation")
     parser.add_argument("--tokens", type=int, default=600, help="of each stream, at saturation")
-    parser.add_argument("--alone-tokens", type=int, default=200)
+    parser.add_argument("--alone-tokens", type=int, default=400)
     parser.add_argument("--rate", type=float, default=0.5, help="requests/s of each model")
     parser.add_argument("--seconds", type=float, default=12.0, help="in which requests arrive; 0: no arrivals")
     parser.add_argument("--arrival-tokens", type=int, default=400, help="longest answer")
