@@ -1,10 +1,10 @@
-"""How fast does the resident FFN server answer, and how long does a decode step take with it?
+"""How fast does the resident FFN server answer?
 
     CUDA_MODULE_LOADING=EAGER python -m benchmarks.bench_ffn_server [--out DIRECTORY] [--rounds 1000000]
 
 Round trip: a kernel on one GPU stands where attention would be; it puts rows into the weights GPU's memory, waits for
-the sums in its own, and goes on with the next layer. Layers rotate, so weights come from device memory. Decode:
-full-size models as in `bench_decode_step`, with the server in place of the weights GPU's step graphs.
+the sums in its own, and goes on with the next layer. Layers rotate, so weights come from device memory. Decode steps
+with the server are among those of `bench_decode_step`.
 """
 
 from __future__ import annotations
@@ -14,37 +14,26 @@ import faulthandler
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.bench_decode_step import COPY_TB_PER_S, compare, draw_slices, step_floor_ms
 from benchmarks.bench_moe_layer import choose_distinct, layer_bytes
 from benchmarks.ffn_client import FFNClient
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import guarded, keep_busy, write_failures
 from benchmarks.one_gpu import OneGpu
 from benchmarks.report import RESULTS, Report
-from benchmarks.resident_model import ResidentModel
-from benchmarks.split_model import Gpus, SplitModel, step_times_ms
+from benchmarks.split_model import Gpus
+from benchmarks.split_parts import COPY_TB_PER_S
 from crosspool.backends.cuda.ffn_half import FFNHalf
-from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.moe import ffn
-from crosspool.backends.cuda.weights import random_attention_weights, random_ffn_weights
+from crosspool.backends.cuda.weights import random_ffn_weights
 from crosspool.models.spec import MoEFFNSpec
 
 NUM_LAYERS = 12
 SEED = 7
 TARGETS = {"ffn": {1: 31.0}, "kv": {1: 27.0, 2: 45.0, 4: 82.0, 8: 158.0}}
-STEP_TARGETS = {"qwen3-30b-a3b": 2.6}
 HOPS_US = 5.5
-VARIANTS: dict[str, dict[str, Any]] = {
-    "graphs": {},
-    "graphs.flags": {"sums_by": "flags"},
-    "resident": {},
-    "resident.early": {},
-}
-"""How a decode step is driven, and options: sums as words with their epoch, or plain behind a flag."""
 
 
 def round_trips(
@@ -146,54 +135,27 @@ def power_watts(gpu: int) -> float:
     return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
 
 
-def decode(gpus: Gpus, report: Report, name: str, batches: list[int], context: int) -> None:
-    spec = full_spec(name)
-    attention = random_attention_weights(spec, SEED, gpus.devices[0])
-    slices = draw_slices(gpus, spec, [1], None)
-    for batch in batches:
-        medians = {}
-        for label, options in VARIANTS.items():
-            control = label.split(".")[0]
-            make = SplitModel if control == "graphs" else ResidentModel
-            rule = WaitRule(deadline_s=0.3, early="early" in label)
-            model = make(gpus, spec, attention, slices, batch=batch, context=context, seed=SEED, rule=rule, **options)
-            times = step_times_ms(model, context)
-            metric = f"decode_ms.{name}.1+1.b{batch}.{context // 1024}k.{label}"
-            floor = step_floor_ms(spec, batch, context, 1)
-            report.samples(metric, times, limit=floor, note=f"bytes at {COPY_TB_PER_S} TB/s")
-            medians[label] = sorted(times)[len(times) // 2]
-            if label in ("graphs", "resident"):
-                equal = compare(gpus, model, slices, context)
-                report.metric(f"equal_steps.{name}.b{batch}.{label}", equal, limit=3)
-                print(f"  {equal} of 3 steps equal the undivided model bit for bit", flush=True)
-            if isinstance(model, ResidentModel):
-                model.stop()
-            del model
-            torch.cuda.empty_cache()
-        print(f"{name} b{batch}: {medians} ms, floor {floor:.3f}, target {STEP_TARGETS.get(name)}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--models", default=",".join(CONFIGS))
     parser.add_argument("--rounds", type=int, default=100_000, help="of the stress run")
     parser.add_argument("--passes", type=int, default=60)
-    parser.add_argument("--skip", default="", help="parts to leave out: roundtrip,decode,stress,power")
+    parser.add_argument("--skip", default="", help="parts to leave out: roundtrip,stress,power")
     parser.add_argument("--routes", default="ffn,kv")
     parser.add_argument("--routings", default="uniform,distinct")
-    parser.add_argument("--one-gpu", action="store_true", help="both sides on one GPU; no decode steps then")
+    parser.add_argument("--one-gpu", action="store_true", help="both sides on one GPU")
     parser.add_argument("--hang-seconds", type=float, default=240.0, help="give up where nothing ends")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
     gpus: Gpus = OneGpu() if options.one_gpu else Gpus(2)
-    failures, skipped = dict[str, str](), options.skip.split(",") + (["power", "decode"] if options.one_gpu else [])
+    failures, skipped = dict[str, str](), options.skip.split(",") + (["power"] if options.one_gpu else [])
     idle_watts = 0.0 if options.one_gpu else power_watts(1)
     hardware = "h200" if options.one_gpu else "h200-x2"
     report = Report(
         "ffn_server", hardware=hardware, config={"num_layers": NUM_LAYERS, "passes": options.passes}, seed=SEED
     )
-    report.summary = "The resident FFN server: round trips from another GPU, crossings included, and decode steps."
+    report.summary = "The resident FFN server: round trips from another GPU, crossings included."
     names = options.models.split(",")
     if "roundtrip" not in skipped:
         for name in names:
@@ -210,11 +172,6 @@ def main() -> None:
         guarded("stress", lambda: stress(gpus, report, options.rounds), failures)
     if "power" not in skipped:
         guarded("idle power", lambda: idle_power(gpus, report, idle_watts), failures)
-    if "decode" not in skipped:
-        for name in names:
-            batches = [1, 8] if name.startswith("qwen3") else [1]
-            guarded(f"decode {name}", lambda n=name, b=batches: decode(gpus, report, n, b, 4096), failures)  # type: ignore[misc]
-            torch.cuda.empty_cache()
     report.write(options.out)
     write_failures(failures, options.out)
 

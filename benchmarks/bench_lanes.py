@@ -21,7 +21,8 @@ import torch
 from benchmarks.ffn_client import STEP, ClientParams
 from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import guarded, keep_busy, write_failures
-from benchmarks.one_gpu import MostOfAGpu, OneGpu
+from benchmarks.most_of_a_gpu import MostOfAGpu
+from benchmarks.one_gpu import OneGpu
 from benchmarks.report import RESULTS, Report
 from benchmarks.split_model import Side, open_links
 from crosspool.backends.cuda.channel_map import LinkMap

@@ -18,33 +18,29 @@ PATIENCE_S = 5.0
 
 
 class ResidentModel(SplitModel):
-    """As SplitModel; `servers`, one a weights rank, may serve further models' lanes too."""
+    """As SplitModel. servers: one a weights rank, of another model whose lanes they serve as well; else new ones."""
 
-    def __init__(self, *args: Any, idle_s: float = 0.2, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, idle_s: float = 0.2, servers: Sequence[FFNServer] | None = None, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self.servers, self._served = [], []
+        self.servers, self._served = list(servers or ()), []
+        takes_choices = options.get("route") == "kv"
         for side, half, link in zip(self.weights, self.ffn_halves, self.links, strict=True):
             device = side.kernels.device
             with torch.cuda.device(device):
                 crossing = FFNCrossing(side.kernels, side.lane, LinkMap(link.outbox, link.inbox))
                 scratch = FFNScratch.for_layers(list(half.layers), self.batch, device)
-                takes_choices = options.get("route") == "kv"
-                self._served.append(
-                    serve_layers(half.layers, crossing, self.batch, scratch, takes_choices=takes_choices)
-                )
-                self.servers.append(FFNServer(side.kernels, device, [side.lane], idle_s=idle_s))
+                served = serve_layers(half.layers, crossing, self.batch, scratch, takes_choices=takes_choices)
+                self._served.append(served)
+                if servers is None:
+                    self.servers.append(FFNServer(side.kernels, device, [side.lane], idle_s=idle_s))
+                self.servers[len(self._served) - 1].reserve(served.smem_bytes)
                 torch.cuda.synchronize(device)
 
-    def enqueue(self, token_ids: Sequence[int] | None = None) -> int:
-        self._step += 1
-        base, layers = 1024 * self._step, self.spec.num_layers
-        ids = [-1 - row for row in range(self.batch)] if token_ids is None else list(token_ids)
+    def enqueue_ffn(self, base: int) -> None:
         for side, server, served in zip(self.weights, self.servers, self._served, strict=True):
             server.post(side.lane, served, base)
-        self.position += 1
-        slot = self.kv.lane.push(base, layers, self.batch, ids, [self.position] * self.batch)
-        self.kv.replay(self.graph)
-        return slot
 
     def synchronize(self) -> None:
         self.kv.stream.synchronize()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.gpu_timing import seeded_cache
+from benchmarks.most_of_a_gpu import MostOfAGpu
 from crosspool.backends.cuda.attention_half import AttentionHalf
 from crosspool.backends.cuda.attention_pass import AttentionPass
 from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap
@@ -109,9 +109,13 @@ class SplitModel:
         route: Route = "ffn",
         fused: bool = False,
         prefetches: bool = True,
+        spare_sms: int = 0,
         seed: int = 0,
     ) -> None:
-        """`slices`: (GPU, weights) of each weights rank in order; attention runs on GPU 0."""
+        """`slices`: (GPU, weights) of each weights rank in order; attention runs on GPU 0.
+
+        spare_sms: multiprocessors that attention leaves to another lane's waits.
+        """
         rule = rule or WaitRule(deadline_s=0.3)
         self.spec, self.batch, self.position = spec, batch, context - 1
         self.kv = Side.on(gpus.kernels[0], rule)
@@ -119,7 +123,8 @@ class SplitModel:
         geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
         with torch.cuda.device(device):
             cache = seeded_cache(geometry, batch, context + SPARE_TOKENS, seed, device)
-            self.half = AttentionHalf(gpus.kernels[0], spec, attention, cache, batch)
+            kernels = MostOfAGpu(gpus.kernels[0], gpus.kernels[0].num_sms - spare_sms)
+            self.half = AttentionHalf(kernels, spec, attention, cache, batch)
         links, self._kept = open_links(
             device, [gpus.devices[gpu] for gpu, _ in slices], (2 * batch + 32) * spec.hidden_size
         )
@@ -163,13 +168,17 @@ class SplitModel:
         self._step += 1
         base, layers = 1024 * self._step, self.spec.num_layers
         ids = [-1 - row for row in range(self.batch)] if token_ids is None else list(token_ids)
-        for side, graph in zip(self.weights, self.ffn_graphs, strict=True):
-            side.lane.push(base, layers)
-            side.replay(graph)
+        self.enqueue_ffn(base)
         self.position += 1
         slot = self.kv.lane.push(base, layers, self.batch, ids, [self.position] * self.batch)
         self.kv.replay(self.graph)
         return slot
+
+    def enqueue_ffn(self, base: int) -> None:
+        """The weights ranks' part of a step."""
+        for side, graph in zip(self.weights, self.ffn_graphs, strict=True):
+            side.lane.push(base, self.spec.num_layers)
+            side.replay(graph)
 
     def rewind(self, context: int) -> None:
         """Next steps write and read as if `context` tokens were cached."""
@@ -179,6 +188,10 @@ class SplitModel:
         self.kv.stream.synchronize()
         for side in self.weights:
             side.stream.synchronize()
+
+    def stop(self) -> None:
+        """Leave the GPUs to others."""
+        self.synchronize()
 
     def late(self) -> list[int]:
         """Peers' late epochs on every side; all zero in a healthy run."""
@@ -205,19 +218,3 @@ def step_times_ms(model: SplitModel, context: int, steps: int = 24, rounds: int 
         if number:
             samples += [begin.elapsed_time(end) for begin, end in pairwise(events[1:])]
     return samples
-
-
-def lanes_steps_per_s(lanes: Sequence[SplitModel], context: int, steps: int = 24) -> float:
-    """Steps a second of all lanes together, each with `steps` steps enqueued ahead."""
-    for model in lanes:
-        model.rewind(context)
-        model.enqueue([100 + row for row in range(model.batch)])
-    for model in lanes:
-        model.synchronize()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        for model in lanes:
-            model.enqueue()
-    for model in lanes:
-        model.synchronize()
-    return steps * len(lanes) / (time.perf_counter() - begin)

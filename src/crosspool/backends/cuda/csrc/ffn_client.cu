@@ -22,12 +22,16 @@ struct ClientParams {
   int are_words;                          // sums carry their epoch; else flags tell of them
 };
 
+// The first of this thread's elements, `each` at a time, and how many all threads take at once.
+DEVICE int first_of(int each) { return (blockIdx.x * BLOCK + threadIdx.x) * each; }
+DEVICE int all_take(int each) { return gridDim.x * BLOCK * each; }
+
 // Every thread looks at its part of the layer's words until they are whole.
 DEVICE void await_words(const ClientParams& p, u64 base, int layer) {
   const u32 epoch = word_epoch(base, layer);
   for (int rank = 0; rank < p.answers.count; ++rank) {
     WordWait wait(p.view, base, layer, rank);
-    for (int i = threadIdx.x * 2; i < p.values; i += BLOCK * 2) {
+    for (int i = first_of(2); i < p.values; i += all_take(2)) {
       uint4 words;
       do words = load_words(p.sums[layer & 1][rank] + 2 * i);
       while ((words.y != epoch || words.w != epoch) && !wait.is_over());
@@ -39,7 +43,7 @@ KERNEL(ffn_client, ClientParams, BLOCK, 1) {
   u32 random = 12345;
   for (int pass = 0; pass < p.passes; ++pass) {
     const u64 base = p.first_base + static_cast<u64>(pass) * STEP;
-    if (threadIdx.x == 0) p.times[pass] = timer_ns();
+    if (first_of(1) == 0) p.times[pass] = timer_ns();
     for (int layer = 0; layer < p.layers; ++layer) {
       if (p.pause_mask || p.pause_ns) {
         random = random * 1664525u + 1013904223u;
@@ -47,24 +51,26 @@ KERNEL(ffn_client, ClientParams, BLOCK, 1) {
         while (timer_ns() < until) {}
       }
       const u8* from = p.rows + static_cast<i64>(layer) * p.row_bytes;
-      for (int i = threadIdx.x * 16; i < p.row_bytes; i += BLOCK * 16) {
+      for (int i = first_of(16); i < p.row_bytes; i += all_take(16)) {
         const uint4 value = load16(from + i);
         for (int rank = 0; rank < p.flags.count; ++rank) store16(p.slots[layer & 1][rank] + i, value);
       }
-      raise(p.view, p.flags, base, layer, 1);
+      raise(p.view, p.flags, base, layer, gridDim.x);
       if (p.are_words) await_words(p, base, layer);
       else await(p.view, p.answers, base, layer);
       block_sync();
       if (p.received != nullptr && pass == p.passes - 1) {
-        for (int i = threadIdx.x; i < p.values; i += BLOCK) {
-          float sum = 0.0f;
-          for (int rank = 0; rank < p.answers.count; ++rank)
-            sum += load_float_l2(p.sums[layer & 1][rank] + (p.are_words ? 2 * i : i));
-          p.received[static_cast<i64>(layer) * p.values + i] = sum;
+        for (int i = first_of(2); i < p.values; i += all_take(2)) {  // those that this thread waited for
+          for (int j = i; j < i + 2; ++j) {
+            float sum = 0.0f;
+            for (int rank = 0; rank < p.answers.count; ++rank)
+              sum += load_float_l2(p.sums[layer & 1][rank] + (p.are_words ? 2 * j : j));
+            p.received[static_cast<i64>(layer) * p.values + j] = sum;
+          }
         }
         block_sync();
       }
     }
   }
-  if (threadIdx.x == 0) p.times[p.passes] = timer_ns();
+  if (first_of(1) == 0) p.times[p.passes] = timer_ns();
 }
