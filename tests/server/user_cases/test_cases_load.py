@@ -18,18 +18,7 @@ from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, Schedul
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.real_cluster import children
-from tests.support.tiny_models import write_tiny_model
-
-CONTEXT = 1024
-
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {
-        "P": write_tiny_model(root / "P", "qwen3_moe", num_layers=2, max_position_embeddings=CONTEXT),
-        "Q": write_tiny_model(root / "Q", "deepseek_v2", num_layers=2, max_position_embeddings=CONTEXT),
-    }
+from tests.support.user_case_client import CONTEXT, connect
 
 
 def deployment(directories: dict[str, Path], order: str = "PQ", layout: Any = "inprocess") -> DeploymentConfig:
@@ -44,10 +33,6 @@ def deployment(directories: dict[str, Path], order: str = "PQ", layout: Any = "i
 def live(directories: dict[str, Path]) -> Iterator[LiveDeployment]:
     with live_deployment(deployment(directories)) as found:
         yield found
-
-
-def connect(live: LiveDeployment) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(base_url=live.url, timeout=60, limits=httpx2.Limits(max_connections=None))
 
 
 async def complete(http: httpx2.AsyncClient, **body: Any) -> dict[str, Any]:
