@@ -9,6 +9,7 @@ from crosspool.cluster.base import ModelPlacement, Route
 from crosspool.core import SampledToken
 from crosspool.models.directory import ModelDirectory
 from crosspool.scheduler.step import StepDescriptor
+from tests.support.half_turns import one_at_random, take_turns
 
 
 class DirectChannel:
@@ -81,22 +82,5 @@ class SplitModel:
         for rank, worker in self.ffn.items():
             own = LaneLinks(outlets={"kv0": self.f2a[rank]}, inlets={"kv0": self.a2f[rank]})
             halves[rank] = worker.run(step.header, own)
-        waits = dict.fromkeys(halves)
-        result = None
-        num_segments, self.told = 0, []
-        while halves:
-            ready = [rank for rank in halves if waits[rank] is None or waits[rank].satisfied()]
-            assert ready, f"a step that nobody can go on with: {waits}"
-            rank = ready[rng.integers(len(ready))]
-            if num_segments == max_segments:
-                for half in halves.values():
-                    half.close()
-                return result
-            num_segments += 1
-            try:
-                waits[rank] = next(halves[rank])
-                self.told += waits[rank].told
-            except StopIteration as stop:
-                result = stop.value if rank == "kv0" else result
-                del halves[rank]
+        result, self.told = take_turns(halves, "kv0", pick=one_at_random(rng), max_segments=max_segments)
         return result

@@ -15,6 +15,7 @@ from crosspool.kv_pool.split import KVSplit, cached_spec, exchange_width
 from crosspool.models.directory import ModelDirectory
 from crosspool.scheduler.step import StepDescriptor
 from tests.support.direct_lanes import DirectChannel, ignore_progress
+from tests.support.half_turns import one_at_random, take_turns
 
 PAGE_TOKENS = 8
 FRAME_BYTES = 32 * 1024
@@ -118,32 +119,15 @@ class SplitKVModel:
 
         is_lagging: shares run only when nobody else can, and what they have not begun when the home ends is dropped.
         """
-        shares = self.placement.shares(self.placement.kv_rank)
-        halves = self.halves(step)
-        waits = dict.fromkeys(halves)
-        result = None
-        num_segments = 0
-        while halves:
-            ready = [rank for rank in halves if waits[rank] is None or waits[rank].satisfied()]
-            assert ready, f"a step that nobody can go on with: {waits}"
-            if is_lagging and self.placement.kv_rank not in halves and set(halves) <= set(shares):
-                break
-            if is_lagging:
-                ready = [rank for rank in ready if rank not in shares] or ready
-            rank = ready[rng.integers(len(ready))]
-            if num_segments == max_segments:
-                for half in halves.values():
-                    half.close()
-                return result
-            num_segments += 1
-            try:
-                waits[rank] = next(halves[rank])
-            except StopIteration as stop:
-                result = stop.value if rank == self.placement.kv_rank else result
-                del halves[rank]
-        for half in halves.values():
-            half.close()
-        return result
+        home, shares = self.placement.kv_rank, self.placement.shares(self.placement.kv_rank)
+        halves, at_random = self.halves(step), one_at_random(rng)
+
+        def lagging(ready: list[str]) -> list[str]:
+            if home not in halves and set(halves) <= set(shares):
+                return []
+            return at_random([rank for rank in ready if rank not in shares] or ready)
+
+        return take_turns(halves, home, pick=lagging if is_lagging else at_random, max_segments=max_segments)[0]
 
     def _links(self, rank, peers, exchange=()) -> LaneLinks:
         return LaneLinks(

@@ -36,6 +36,7 @@ from tests.backends.cuda.test_workers_emulated import (  # noqa: E402
     prompt_of,
     site,
 )
+from tests.support.half_turns import take_turns  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.judge, pytest.mark.triton]
@@ -119,22 +120,7 @@ class SplitRanks:
                 halves[name] = half
                 self.taking_part.append(name)
         halves["w0"] = self.ffn.run(step.header, self._links("w0", (self.home,), ()))
-        waits, result, count = dict.fromkeys(halves), None, 0
-        while halves:
-            ready = [name for name in halves if waits[name] is None or waits[name].satisfied()]
-            assert ready, f"nobody can go on: {waits}"
-            for name in ready:
-                if max_segments is not None and count >= max_segments:
-                    for half in halves.values():
-                        half.close()
-                    return None
-                count += 1
-                try:
-                    waits[name] = next(halves[name])
-                except StopIteration as stop:
-                    result = stop.value if name == self.home else result
-                    del halves[name]
-        return result
+        return take_turns(halves, self.home, max_segments=max_segments)[0]
 
     def _links(self, rank, peers, exchange) -> LaneLinks:
         return LaneLinks(

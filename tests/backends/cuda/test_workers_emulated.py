@@ -33,6 +33,7 @@ from crosspool.models.directory import read_model_dir  # noqa: E402
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow  # noqa: E402
 from tests.backends.cuda.decoding import FRAME_BYTES  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
+from tests.support.half_turns import take_turns  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.judge, pytest.mark.triton]
@@ -82,23 +83,7 @@ class Pair:
         for rank, worker in self.ffn.items():
             outlet, inlet = self.ends[rank]
             halves[rank] = worker.run(step.header, LaneLinks({"kv0": outlet}, {"kv0": inlet}))
-        waits, result, count = dict.fromkeys(halves), None, 0
-        self.told = []  # of a run: tokens of all its steps but the last
-        while halves:
-            ready = [rank for rank in halves if waits[rank] is None or waits[rank].satisfied()]
-            assert ready, f"nobody can go on: {waits}"
-            for rank in ready:
-                if max_segments is not None and count >= max_segments:
-                    for half in halves.values():
-                        half.close()
-                    return None
-                count += 1
-                try:
-                    waits[rank] = next(halves[rank])
-                    self.told += waits[rank].told
-                except StopIteration as stop:
-                    result = stop.value if rank == "kv0" else result
-                    del halves[rank]
+        result, self.told = take_turns(halves, "kv0", max_segments=max_segments)
         return result
 
 
