@@ -10,7 +10,7 @@ scaled by --length-scale.
 
 tbt_ms.<layout>.<model>.<rate>.<p50|p95|p99>, ttft_ms.<layout>.all.<rate>.<p50|p99>, tokens_per_s.<layout>.<rate>,
 served.<layout>.<rate> (share of requests); one_request_tokens.<model>.<layout>: the longest request that is served,
-in a pool of --context-pool-bytes; elastic_over_crosspool.<model>.<rate>: P99 of TBT.
+in a pool of --context-pool-bytes; and ratios (`layout_figures`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.layout_figures import add_layout_ratios, add_load
 from benchmarks.layout_server import LAYOUTS, context_limits, layout_server, longest_request
 from benchmarks.report import RESULTS, Report
 from crosspool.bench.run import run
@@ -62,38 +63,6 @@ def bench_settings(args: argparse.Namespace, urls: tuple[str, ...], models: Sequ
     return BenchSettings(**common, request_rate=(rate,), input_len=(scaled[0],), output_len=(scaled[1],))
 
 
-def add_load(report: Report, layout: str, rate: str, result: dict[str, Any]) -> None:
-    for model, figures in result["models"].items():
-        if model != "all" and "tbt_ms" in figures:
-            for level in ("p50", "p95", "p99"):
-                estimate = figures["tbt_ms"][level]
-                note = f"{estimate['low']:.3g} to {estimate['high']:.3g}"
-                report.metric(f"tbt_ms.{layout}.{model}.{rate}.{level}", estimate["value"], note=note)
-    for level in ("p50", "p99"):
-        report.metric(f"ttft_ms.{layout}.all.{rate}.{level}", result["models"]["all"]["ttft_ms"][level]["value"])
-    report.metric(f"tokens_per_s.{layout}.{rate}", result["output_throughput"])
-    report.metric(f"served.{layout}.{rate}", result["completed"] / result["num_prompts"])
-    report.metric(f"client_loop_lag_ms.{layout}.{rate}.p99", result["client"]["loop_lag_p99_ms"])
-
-
-def add_ratios(
-    report: Report,
-    models: Sequence[str],
-    rates: Sequence[str],
-    ours: str = "crosspool-1+1",
-    theirs: Sequence[str] = ("elastic-2",),
-) -> None:
-    """<kind>_over_crosspool.<model>.<rate> of each of `theirs`."""
-    for model in models:
-        for rate in rates:
-            base = report.metrics.get(f"tbt_ms.{ours}.{model}.{rate}.p99")
-            for layout in theirs:
-                other = report.metrics.get(f"tbt_ms.{layout}.{model}.{rate}.p99")
-                if base and other:
-                    kind = layout.partition("-")[0]
-                    report.metric(f"{kind}_over_crosspool.{model}.{rate}", other / base, note="P99 of TBT")
-
-
 def measure(args: argparse.Namespace, report: Report, directories: Sequence[Path], log: Path) -> None:
     names = [directory.name for directory in directories]
     for layout in args.layouts:
@@ -113,7 +82,7 @@ def measure(args: argparse.Namespace, report: Report, directories: Sequence[Path
                 tokens = longest_request(url, model, limit)
                 report.metric(f"one_request_tokens.{model}.{layout}", tokens, note="served; one token more is refused")
                 print(f"{layout}: one request of {model} gets {tokens} tokens", flush=True)
-    add_ratios(report, names, args.rates)
+    add_layout_ratios(report, names, args.rates, ("static-2", "elastic-2"))
 
 
 def main() -> int:

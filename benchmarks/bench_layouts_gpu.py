@@ -28,19 +28,16 @@ from typing import Any
 
 from benchmarks.full_models import write_model_dir
 from benchmarks.layout_memory import held_memory
-from benchmarks.layout_report import add_outlook, layouts_report
+from benchmarks.layout_picture import write_pictures
+from benchmarks.layout_report import add_outlook, layouts_report, measured_loads
 from benchmarks.layout_runs import Runs, alone_ms, greedy_words, loaded, warm_up_together
-from benchmarks.layout_server import GPU_LAYOUTS, layout_server
+from benchmarks.layout_server import GPU_LAYOUTS, VARIANTS, layout_server
 from benchmarks.report import RESULTS
 from crosspool.bench.settings import BenchSettings
 
 MODELS = ("glm-4.7-flash", "qwen3-30b-a3b", "deepseek-v2-lite")
 """In turn over the places of a baseline: the two that fit together share one, as in the peers' static layout."""
 
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "resident": ("--control", "resident"),
-    "chunk2k": ("--max-num-batched-tokens", "2048"),
-}
 PROMPT_TOKENS, ANSWER_TOKENS = 4096, 160
 VOCABULARY = 100_000
 SEED = 2026
@@ -147,8 +144,9 @@ def main() -> int:
             measure(args, runs, layout, list(loads), directories)
     report = layouts_report(runs, args.models, {"kv_pool_bytes": args.kv_pool_bytes}, args.commit)
     for rate in args.outlook:
-        add_outlook(report, args.trace_dir / f"sharegpt_{rate}.jsonl", rate)
-    for path in report.write(args.out):
+        add_outlook(report, args.trace_dir / f"sharegpt_{rate}.jsonl", rate, args.models)
+    files = report.write(args.out)
+    for path in (*files, *write_pictures(args.out, files[0].stem, measured_loads(runs), args.models)):
         print(path)
     print(report.as_markdown())
     return 0

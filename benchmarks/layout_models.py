@@ -58,22 +58,37 @@ def kv_held(result: Mapping[str, Any], quantile: float = QUANTILE) -> float:
 
 
 def simulated(
-    result: Mapping[str, Any], gpus: Mapping[str, Any], layout: Layout, measured: MeasuredTable
+    result: Mapping[str, Any],
+    gpus: Mapping[str, Any],
+    layout: Layout,
+    measured: MeasuredTable,
+    models: Sequence[str] = (),
 ) -> GroupResult:
-    """The run's requests in the simulator, stage times as measured."""
-    return _simulated(*_planned(result, gpus, {}, QUANTILE), layout, max(result["start_times"]) + 1.0, measured)
+    """The run's requests in the simulator, stage times as measured.
+
+    models: as served, in turn over a baseline's GPUs; none: as the planner would place them.
+    """
+    planned_run = _planned(result, gpus, {}, QUANTILE)
+    return _simulated(*planned_run, layout, max(result["start_times"]) + 1.0, measured, models)
 
 
-def outlook(trace: Path, gpus: Mapping[str, Any], layout: Layout, measured: MeasuredTable) -> GroupResult:
+def outlook(
+    trace: Path, gpus: Mapping[str, Any], layout: Layout, measured: MeasuredTable, models: Sequence[str] = ()
+) -> GroupResult:
     """What the simulator says of a whole trace that was not measured."""
     recorded = read_trace(trace)
     duration_s = float(recorded.arrival_s[-1]) + 1.0
     plan_input = _plan_input(recorded.models, trace, duration_s, gpus, {}, QUANTILE)
-    return _simulated(plan_deployment(plan_input), plan_input, layout, duration_s, measured)
+    return _simulated(plan_deployment(plan_input), plan_input, layout, duration_s, measured, models)
 
 
 def _simulated(
-    plan: Planned, plan_input: PlanInput, layout: Layout, duration_s: float, measured: MeasuredTable
+    plan: Planned,
+    plan_input: PlanInput,
+    layout: Layout,
+    duration_s: float,
+    measured: MeasuredTable,
+    models: Sequence[str],
 ) -> GroupResult:
     """Two pools on two GPUs as the server runs them: steps handed out ahead, prompts behind decode for a while.
 
@@ -84,7 +99,9 @@ def _simulated(
             layout=layout, duration_s=duration_s, mode="exact", is_ahead=True, patience_s=PIECE_S
         )
     else:
-        settings = SimulationSettings(layout=layout, duration_s=duration_s, order=STREAMS)
+        count = plan_input.gpus.count
+        hosting = tuple(tuple(models[gpu::count]) for gpu in range(count)) if models else None
+        settings = SimulationSettings(layout=layout, duration_s=duration_s, order=STREAMS, hosting=hosting)
     (group,) = simulate(plan, plan_input, settings, measured=measured)
     return group
 

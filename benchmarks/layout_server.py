@@ -33,7 +33,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 
 def num_gpus(layout: str) -> int:
     """By its name, such as crosspool-1+1s or static-2."""
-    return sum(int(number) for number in layout.partition("-")[2].rstrip("s").split("+"))
+    return sum(int(number) for number in layout.partition("-")[2].partition(".")[0].rstrip("s").split("+"))
 
 
 GPU_LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -43,6 +43,13 @@ GPU_LAYOUTS: dict[str, tuple[str, ...]] = {
     "elastic-1": ("--baseline", "elastic", "--gpus", "1"),
 }
 """The same on GPUs, a place each; and both pools, or the only place, on one GPU."""
+
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "resident": ("--control", "resident"),
+    "chunk2k": ("--max-num-batched-tokens", "2048"),
+}
+"""What a layout may be set beside."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from benchmarks.bench_layouts import add_load, add_ratios, bench_settings
+from benchmarks.bench_layouts import bench_settings
+from benchmarks.layout_figures import add_layout_ratios, add_load
 from benchmarks.layout_server import LAYOUTS
 from benchmarks.report import Report
 from crosspool.bench.requests import planned_requests
@@ -60,7 +61,7 @@ def test_metrics_have_their_published_names():
             "client": {"loop_lag_p99_ms": 0.1},
         }
         add_load(report, layout, "0.8", result)
-    add_ratios(report, MODELS, ("0.8",))
+    add_layout_ratios(report, MODELS, ("0.8",), ("static-2", "elastic-2"))
     for name in ("tbt_ms.elastic-2.austen.0.8.p95", "ttft_ms.elastic-2.all.0.8.p50", "tokens_per_s.elastic-2.0.8"):
         assert name in report.metrics
     assert report.metrics["served.crosspool-1+1.0.8"] == 0.9

@@ -44,17 +44,19 @@ def simulated_group(
     patience_s: float = float("inf"),
     max_queue: int = 64,
     measured: MeasuredTable | None = None,
+    hosting: Hosting | None = None,
 ) -> SimulatedGroup:
     """The models of one planned group in a layout, on the GPUs of its split.
 
-    measured: tables that replace the roofline, of two pools and of models that lie whole on one GPU.
+    measured: tables that replace the roofline, of two pools and of models that lie whole on one GPU. hosting: where
+    models of a monolithic layout lie, in place of what the planner would choose.
 
     Raises CapacityError where a monolithic layout cannot hold the weights.
     """
     if layout == "crosspool":
         group = _pools(models, split, plan_input, measured, max_queue)
     else:
-        group = _monolithic(models, split, plan_input, layout, measured, max_queue)
+        group = _monolithic(models, split, plan_input, layout, measured, max_queue, hosting)
     return replace(group, name=name, order=order, host_s=host_s, is_ahead=is_ahead, patience_s=patience_s)
 
 
@@ -138,10 +140,11 @@ def _monolithic(
     layout: Layout,
     measured: MeasuredTable | None,
     max_queue: int,
+    hosting: Hosting | None,
 ) -> SimulatedGroup:
     kind, facts = gpu_kind(plan_input.gpus.kind), [model.facts for model in planned]
     room = room_beside(split, plan_input)
-    hosting = (static_hosting if layout == "static" else elastic_hosting)(facts, room)
+    hosting = hosting or (static_hosting if layout == "static" else elastic_hosting)(facts, room)
     if hosting is None:
         raise CapacityError(
             f"layout {layout} cannot place {len(facts)} models on {room.num_gpus} GPUs; use more GPUs or fewer models"

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from crosspool.planner.deployment import PlanInput
+from crosspool.planner.layouts import Hosting
 from crosspool.planner.planner import Planned, PlannedGroup
 from crosspool.simulator.exact import simulate_exact
 from crosspool.simulator.group import Layout
@@ -24,7 +25,7 @@ class SimulationSettings:
 
     drain: go on until all have ended; otherwise stop when the time is up. is_ahead: a lane's next decode step is handed
     out while the present one runs. patience_s: how long a prompt's segment steps aside for decode. Raises ValueError
-    for bad bounds.
+    for bad bounds. hosting: names of the models of each GPU, in a monolithic layout; none: as planned.
     """
 
     mode: Mode = "steps"
@@ -38,6 +39,7 @@ class SimulationSettings:
     is_ahead: bool = False
     patience_s: float = float("inf")
     max_queue: int = 64
+    hosting: Hosting | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ("exact", "steps"):
@@ -92,6 +94,7 @@ def _simulate_group(
         patience_s=settings.patience_s,
         max_queue=settings.max_queue,
         measured=measured,
+        hosting=settings.hosting,
     )
     requests = group_requests(
         group.models, start_s=settings.start_s, stop_s=settings.start_s + settings.duration_s, seed=settings.seed
