@@ -40,4 +40,7 @@ def test_columns_are_those_of_the_matrix(num_columns):
     plain = np.random.default_rng(2).standard_normal((16, num_columns)).astype(np.float32)
     numbers = np.array([3, num_columns - 1, 3, 0])
     assert (columns(panels(plain), numbers) == plain.T[numbers]).all()
-    assert columns(panels(plain), numbers[:1]).flags.c_contiguous
+    lone = columns(panels(plain), numbers[1:2])
+    assert (lone == plain.T[numbers[1:2]]).all()
+    assert lone.flags.c_contiguous
+    assert lone.flags.owndata, "the residual stream is written to"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crosspool.backends.numpy.norms import RMSNorm
-from crosspool.backends.numpy.rotary import FIRST_POSITIONS, RotaryTable, pair_order, rotate
+from crosspool.backends.numpy.rotary import FIRST_POSITIONS, STRETCHES_KEPT, RotaryTable, pair_order, rotate
 from crosspool.models.rope import inv_freq
 from crosspool.models.spec import RopeScaling, RopeSpec
 
@@ -34,6 +34,15 @@ def test_turns_may_be_copied_for_every_head():
     copied = table.turns(positions, 5)
     assert copied.shape == (2, 5, 4)
     assert (copied == table.turns(positions)).all()
+
+
+def test_a_lone_tokens_turns_are_those_it_has_among_others():
+    table = RotaryTable(RopeSpec(theta=1e4, dim=8))
+    for num_heads in (3, 5):
+        for position in (0, 15, 16, 700, 16 * STRETCHES_KEPT * 5, *range(0, 16 * 2 * STRETCHES_KEPT, 16)):
+            lone = table.turns(np.array([position]), num_heads)
+            assert lone.shape == (1, num_heads, 4)
+            assert (lone == table.turns(np.array([position, 1]), num_heads)[:1]).all()
 
 
 def test_rms_norm_in_place_on_a_strided_part_leaves_the_rest_alone():

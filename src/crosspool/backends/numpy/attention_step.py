@@ -45,6 +45,14 @@ class AttentionStep:
         self.half = model.half
         self.ended: set[int] = set()  # rows that drew one of their stop tokens
         self._rows = StepRows(step, sequences, model.page_tokens)
+        self._begin()
+
+    def follow(self) -> None:
+        """Go on to the next step of a run, after `finish`."""
+        self._rows.follow()
+        self._begin()
+
+    def _begin(self) -> None:
         self.slots = self._rows.slots
         self.turns = self.half.turns(self.slots.positions)
         self.hidden = self.half.embed(self._rows.token_ids())

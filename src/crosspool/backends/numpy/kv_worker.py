@@ -127,8 +127,10 @@ class NumpyAttentionWorker:
             return (yield from handed_chunk(attention, step.header, links, num_sampled))
         told: tuple[SampledToken, ...] = ()
         ended: set[int] = set()
+        attention = self.begin(step, step.header.model)
         for idx in range(step.num_steps):
-            attention = self.begin(step.part(idx), step.header.model)
+            if idx:
+                attention.follow()
             sampled = yield from self._run_part(attention, step, idx, links, told)
             ended |= attention.ended
             if len(ended) == len(step.rows) and idx + 1 < step.num_steps:

@@ -49,6 +49,9 @@ def product(x: FloatArray, matrix: FloatArray) -> FloatArray:
 def columns(matrix: FloatArray, numbers: np.ndarray) -> FloatArray:
     """(len(numbers), in): those columns of a matrix in panels, a new array."""
     width = matrix.shape[-1]
+    if len(numbers) == 1:
+        panel, column = divmod(numbers.item(), width)
+        return matrix[None, panel, :, column].copy()
     found: FloatArray = matrix[numbers // width, :, numbers % width]
     return found
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from crosspool.backends.numpy.kv_cache import StepSlots
 from crosspool.backends.numpy.sequences import Sequence, row_slots
 from crosspool.core import SampledToken
-from crosspool.scheduler.step import StepDescriptor
+from crosspool.scheduler.step import StepDescriptor, StepRow
 
 IntArray = npt.NDArray[np.int64]
 
@@ -23,6 +23,7 @@ class StepRows:
         self.rows = step.rows
         self.sequences: list[Sequence] = []
         self._tables: list[IntArray] = []
+        self._page_tokens = page_tokens
         slots = []
         num_tokens = 0
         for row in step.rows:
@@ -37,6 +38,14 @@ class StepRows:
         if num_tokens != step.header.num_tokens or not num_tokens:
             raise ValueError(f"the step's rows hold {num_tokens} tokens, its header says {step.header.num_tokens}")
         self.slots = StepSlots.of(slots, page_tokens)
+
+    def follow(self) -> None:
+        """Go on to the next step of a run: each row one token further, on pages that came with the first step."""
+        self.rows = tuple([_next_row(row) for row in self.rows])
+        numbered = enumerate(zip(self.rows, self._tables, strict=True))
+        self.slots = StepSlots.of(
+            [row_slots(row, table, idx, self._page_tokens) for idx, (row, table) in numbered], self._page_tokens
+        )
 
     def token_ids(self) -> IntArray:
         """(num_tokens,) the tokens to run. Raises ValueError where a row has fewer or more of them than it says."""
@@ -63,3 +72,14 @@ class StepRows:
         """Make the step's outcome visible: its block tables, and the sampled tokens by row."""
         for idx, (sequence, row, table) in enumerate(zip(self.sequences, self.rows, self._tables, strict=True)):
             sequence.commit(row, table, tokens.get(idx))
+
+
+def _next_row(row: StepRow) -> StepRow:
+    return StepRow(
+        sequence_id=row.sequence_id,
+        token_ids=None,
+        num_cached_tokens=row.num_cached_tokens + 1,
+        num_new_tokens=1,
+        sample=row.sample,
+        allowed=row.allowed,
+    )
