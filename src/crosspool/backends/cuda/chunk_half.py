@@ -27,17 +27,12 @@ from crosspool.backends.cuda.gemv import gemv
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.norm import residual_norm
 from crosspool.backends.cuda.params import MlaInput, address
-from crosspool.backends.cuda.prefill_attention import (
-    Library,
-    PieceAttention,
-    gqa_attention,
-    key_dim,
-    mla_attention,
-    span_rows,
-)
+from crosspool.backends.cuda.prefill_attention import gqa_attention, mla_attention
 from crosspool.backends.cuda.prefill_blocks import (
     SpanSizes,
 )
+from crosspool.backends.cuda.prefill_piece import Library, PieceAttention, span_rows
+from crosspool.backends.cuda.prefill_shapes import key_dim
 from crosspool.backends.cuda.products import linear
 from crosspool.backends.cuda.rope import RopeTable, gqa_input, rope_cache
 from crosspool.backends.cuda.uploads import upload_all

@@ -8,14 +8,6 @@ import numpy.typing as npt
 import torch
 
 from crosspool.backends.cuda.chunk_plan import ChunkPlan
-from crosspool.backends.cuda.prefill_attention import (
-    EXPANDED_KEYS,
-    DeviceRound,
-    DeviceSpan,
-    PieceAttention,
-    span_sizes,
-    tile_of,
-)
 from crosspool.backends.cuda.prefill_blocks import (
     NO_SPANS,
     Round,
@@ -27,6 +19,8 @@ from crosspool.backends.cuda.prefill_blocks import (
     spans,
     stretches,
 )
+from crosspool.backends.cuda.prefill_piece import DeviceRound, DeviceSpan, PieceAttention
+from crosspool.backends.cuda.prefill_shapes import EXPANDED_KEYS, span_sizes, tile_of
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 

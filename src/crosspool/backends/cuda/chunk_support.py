@@ -1,7 +1,7 @@
 """Which models prefill in pieces. Both halves ask this of the spec alone, so they always agree."""
 
 from crosspool.backends.cuda.chunk_plan import is_chunk
-from crosspool.backends.cuda.prefill_attention import is_supported as has_attention
+from crosspool.backends.cuda.prefill_shapes import is_supported as has_attention
 from crosspool.backends.cuda.router import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 from crosspool.models.spec import DenseFFNSpec, ModelSpec, MoEFFNSpec
 from crosspool.scheduler.step import StepHeader

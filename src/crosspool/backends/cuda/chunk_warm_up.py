@@ -17,8 +17,9 @@ from crosspool.backends.cuda.chunk_plan import PADDED_ROWS, chunk_plan
 from crosspool.backends.cuda.chunk_rows import ChunkRows
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.prefill_attention import EXPANDED_KEYS, expand, span_sizes
 from crosspool.backends.cuda.prefill_blocks import KEY_SIZES, SPAN_SIZES
+from crosspool.backends.cuda.prefill_shapes import EXPANDED_KEYS, span_sizes
+from crosspool.backends.cuda.prefill_slots import expand
 from crosspool.backends.cuda.span_attention import SpanGraphs
 from crosspool.backends.cuda.weights import AttentionWeights
 from crosspool.kv_pool.geometry import PageGeometry

@@ -37,7 +37,7 @@ class FFNModel:
 
 
 @dataclass(frozen=True)
-class PassKind:
+class FFNPassKind:
     """What a captured pass was made for. is_fused: a layer is one kernel, which holds the whole GPU."""
 
     bucket: int
@@ -80,13 +80,13 @@ class FFNPasses:
             finish(self._site.device)
         return found
 
-    def find(self, way: FFNWay, kind: PassKind) -> FFNPass:
+    def find(self, way: FFNWay, kind: FFNPassKind) -> FFNPass:
         """The pass of this kind on this way, captured where there is a GPU."""
         source = way.lane.find_pass(way.name, way.links, kind, lambda: self._make(way, kind))
         assert isinstance(source, FFNPass)
         return source
 
-    def _make(self, way: FFNWay, kind: PassKind) -> FFNPass:
+    def _make(self, way: FFNWay, kind: FFNPassKind) -> FFNPass:
         half = self.half_of(way.model, way.number, is_fused=kind.is_fused)
         return FFNPass(
             self._kernels,

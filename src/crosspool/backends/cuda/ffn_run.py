@@ -3,7 +3,7 @@
 from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.decode_run import places, read_end
 from crosspool.backends.cuda.ffn_pass import FFNPass
-from crosspool.backends.cuda.ffn_passes import FFNPasses, FFNWay, PassKind
+from crosspool.backends.cuda.ffn_passes import FFNPasses, FFNPassKind, FFNWay
 from crosspool.backends.cuda.lane_memory import RunPlace
 from crosspool.backends.cuda.link import DeviceInlet
 from crosspool.backends.cuda.passes import bucket_of
@@ -38,7 +38,7 @@ def run_several(
                 resident.before_launch(lane)
             # Not fused: a prompt would have to wait for the whole run, and within a graph that repeats itself a
             # cooperative kernel has not been tried on a GPU.
-            kind = PassKind(bucket, False)
+            kind = FFNPassKind(bucket, False)
             source = found.find(way, kind)
             if lane.stream is None:
                 yield from _run_emulated(source, steps, way, inlet)

@@ -1,7 +1,7 @@
 """A decode or prefill step on a weights rank: its passes are launched, or posted to the resident server."""
 
 from crosspool.backends.base import HalfStep, Wait
-from crosspool.backends.cuda.ffn_passes import FFNPasses, FFNWay, PassKind
+from crosspool.backends.cuda.ffn_passes import FFNPasses, FFNPassKind, FFNWay
 from crosspool.backends.cuda.fused_turns import FusedTurns
 from crosspool.backends.cuda.link import DeviceInlet
 from crosspool.backends.cuda.passes import passes
@@ -40,7 +40,7 @@ def run_step(
                     takes_choices=model.takes_choices,
                 )
                 continue
-            kind = PassKind(part.bucket, is_fused)
+            kind = FFNPassKind(part.bucket, is_fused)
             source = found.find(way, kind)
             lane.memory.push(part.base, model.spec.num_layers)
             if lane.stream is not None:

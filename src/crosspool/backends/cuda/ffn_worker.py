@@ -18,7 +18,7 @@ from crosspool.backends.cuda.chunk_warm_up import warm_up_ffn
 from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.ffn_chunk_run import run_ffn_chunk
 from crosspool.backends.cuda.ffn_half import FFNHalf
-from crosspool.backends.cuda.ffn_passes import FFNModel, FFNPasses, FFNWay, PassKind
+from crosspool.backends.cuda.ffn_passes import FFNModel, FFNPasses, FFNPassKind, FFNWay
 from crosspool.backends.cuda.ffn_run import run_several
 from crosspool.backends.cuda.ffn_step import run_step
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
@@ -106,7 +106,7 @@ class CudaFFNWorker:
         # no lane is open where a KV rank beside this one runs the passes
         for number, lane, links in self._lanes.open_to([placement.kv_rank]):
             for bucket, is_fused in kinds:
-                self._passes.find(FFNWay(name, model, number, lane, links), PassKind(bucket, is_fused))
+                self._passes.find(FFNWay(name, model, number, lane, links), FFNPassKind(bucket, is_fused))
                 progress(total, total)  # a load that was given up ends here
 
     def open_link(

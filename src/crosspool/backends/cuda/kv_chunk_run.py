@@ -17,7 +17,7 @@ from crosspool.backends.cuda.lane import LaneIdle
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.outcome import Outcome
-from crosspool.backends.cuda.prefill_attention import Library
+from crosspool.backends.cuda.prefill_piece import Library
 from crosspool.backends.cuda.span_attention import SpanGraphs
 from crosspool.core import SampledToken
 from crosspool.models.spec import GQASpec, MLASpec

@@ -17,7 +17,7 @@ from crosspool.backends.cuda.transport import AttentionCrossing
 
 
 @dataclass(frozen=True, slots=True)
-class PassKind:
+class KVPassKind:
     """Which pass of a model: rows, whether any of them is sampled, whether they belong to different sequences."""
 
     bucket: int
@@ -59,13 +59,13 @@ class KVPasses:
         self._has_words = site.device.type == "cuda" and not is_host_driven
         self._scratch: dict[int, AttentionScratch] = {}  # of lanes, the largest so far
 
-    def find(self, way: KVWay, kind: PassKind) -> KVPass:
+    def find(self, way: KVWay, kind: KVPassKind) -> KVPass:
         """The pass of this kind on this way, captured where there is a GPU."""
         source = way.lane.find_pass(way.name, way.links, kind, lambda: self._make(way, kind))
         assert isinstance(source, KVPass)
         return source
 
-    def _make(self, way: KVWay, kind: PassKind) -> KVPass:
+    def _make(self, way: KVWay, kind: KVPassKind) -> KVPass:
         rows = self._rows(way, kind.bucket)
         return KVPass(
             self._kernels,

@@ -6,7 +6,7 @@ from crosspool.backends.cuda.chunk_support import is_supported
 from crosspool.backends.cuda.chunk_warm_up import capture_spans, warm_up_attention
 from crosspool.backends.cuda.joined import JoinedFFN, await_ffn
 from crosspool.backends.cuda.kv_models import KVModel
-from crosspool.backends.cuda.kv_passes import KVPasses, KVWay, PassKind
+from crosspool.backends.cuda.kv_passes import KVPasses, KVPassKind, KVWay
 from crosspool.backends.cuda.lanes import WorkerLanes
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import Site
@@ -42,5 +42,5 @@ def prepare_passes(
     for number, lane, links in lanes.open_to(weights_ranks):
         way = KVWay(name, model, number, lane, links, joined=joined)
         for bucket in COMMON_BUCKETS:
-            found.find(way, PassKind(bucket, True, True))
+            found.find(way, KVPassKind(bucket, True, True))
             tell()

@@ -8,7 +8,7 @@ from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.advance import release
 from crosspool.backends.cuda.batch import Batch
 from crosspool.backends.cuda.decode_run import push_run, read_run
-from crosspool.backends.cuda.kv_passes import KVPasses, KVWay, PassKind
+from crosspool.backends.cuda.kv_passes import KVPasses, KVPassKind, KVWay
 from crosspool.backends.cuda.kv_step import run_step, set_tables
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
@@ -22,7 +22,7 @@ def run_by_device(
 ) -> HalfStep[tuple[SampledToken, ...]]:
     """A run by one graph, its tokens read behind (`decode_run.py`)."""
     header, model, lane = step.header, way.model, way.lane
-    num_layers, kind = model.spec.num_layers, PassKind(bucket_of(header.num_tokens), True, True)
+    num_layers, kind = model.spec.num_layers, KVPassKind(bucket_of(header.num_tokens), True, True)
     source = found.find(way, kind)
     rows = kind.row_numbers(header.num_tokens)
     set_tables(lane, source, [batch.tables[row] for row in rows], batch.positions[rows])

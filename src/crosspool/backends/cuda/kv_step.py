@@ -8,7 +8,7 @@ import torch
 from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.batch import Batch, IntArray, SampledRow
 from crosspool.backends.cuda.kv_pass import KVPass
-from crosspool.backends.cuda.kv_passes import KVPasses, KVWay, PassKind
+from crosspool.backends.cuda.kv_passes import KVPasses, KVPassKind, KVWay
 from crosspool.backends.cuda.lane import WorkerLane
 from crosspool.backends.cuda.link import DeviceInlet
 from crosspool.backends.cuda.outcome import Outcome
@@ -31,7 +31,7 @@ def run_step(
         for part in plan:
             sampled = [row for row in batch.sampled if part.start <= row.token < part.stop]
             is_decode = batch.num_rows_of(part.start, part.stop) == part.num_tokens
-            kind = PassKind(part.bucket, bool(sampled), is_decode)
+            kind = KVPassKind(part.bucket, bool(sampled), is_decode)
             source = found.find(way, kind)
             slot = _push(lane, source, batch, part, num_layers, sampled)
             if lane.stream is not None:
