@@ -1,0 +1,188 @@
+"""Does an answer depend on what else runs? One prompt alone, in batches, and beside another's chunk.
+
+    python -m benchmarks.bench_invariance [--parts kernels,engine] [--models a,b] [--layers N] [--gpus 2] [--tokens 48]
+
+`kernels` compares bits on one GPU; `engine` compares an answer's greedy tokens through engine, ranks and scheduler, and
+says at which token they part. Random weights of the models' true shapes: near ties are frequent, so any different bit
+shows soon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.bench_recovery import Answer, Plan, Traffic, model_dirs
+from benchmarks.full_models import CONFIGS, full_spec
+from benchmarks.report import RESULTS, Report
+from crosspool.cluster.start import start_cluster
+from crosspool.config import PREFILL_TOKENS, DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
+from crosspool.engine.async_engine import AsyncEngine
+from crosspool.engine.engine import Engine
+from crosspool.launch import cluster_config, engine_config, load_models, prepare_models
+from crosspool.units import GiB, MiB
+
+BATCHES = (2, 4, 8)
+
+
+def kernels(report: Report, names: Sequence[str], num_layers: int | None) -> None:
+    import torch
+
+    from benchmarks.invariance_kernels import (
+        PAGE_TOKENS,
+        OneDevice,
+        chunks,
+        decode_in_batches,
+        passes_as_decode,
+        products,
+    )
+    from crosspool.backends.cuda.launch import DeviceKernels
+    from crosspool.backends.cuda.weights import pack_attention_weights, pack_ffn_weights, random_layers
+    from crosspool.kv_pool.geometry import page_geometry
+
+    torch.set_grad_enabled(False)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    for name in names:
+        spec = full_spec(name, num_layers)
+        loose: dict[str, torch.Tensor] = {}
+        layers: dict[int, dict[str, torch.Tensor]] = {}
+        for pool in ("kv", "weights"):
+            for layer, members in random_layers(spec, pool, 11, device):
+                (loose if layer is None else layers.setdefault(layer, {})).update(members)
+        ordered = [layers[index] for index in range(spec.num_layers)]
+        model = OneDevice(
+            DeviceKernels(device),
+            spec,
+            pack_attention_weights(spec, loose, iter(ordered)),
+            pack_ffn_weights(spec, iter(ordered)),
+            page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB),
+            32,
+            4224,
+        )
+        decode_in_batches(report, model, name, (100, 1500, 4096))
+        passes_as_decode(report, model, name, list(range(40, 64)))
+        products(report, model, name)
+        chunks(report, model, name, spec.vocab_size)
+        del model, layers, ordered, loose
+        torch.cuda.empty_cache()
+
+
+def place_of_difference(expected: Answer, found: Answer) -> int:
+    """The first token that differs; -1: none."""
+    pairs = zip(expected.token_ids, found.token_ids, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), -1)
+
+
+async def engine(report: Report, options: argparse.Namespace) -> None:
+    names = options.models.split(",")
+    config = DeploymentConfig(
+        models=tuple(ModelConfig(source=str(path)) for path in model_dirs(names, options)),
+        pools=PoolsConfig(
+            backend=options.backend,
+            weights="random" if options.parent is None else "checkpoint",
+            kv_pool_bytes=int(options.kv_gib * GiB),
+        ),
+        scheduling=SchedulingConfig(
+            max_num_batched_tokens=PREFILL_TOKENS[options.backend], enable_prefix_caching=False
+        ),
+    )
+    clustered = cluster_config(config)
+    if options.gpus == 1:
+        clustered = replace(clustered, devices=tuple((rank, 0) for rank in clustered.ranks))
+    running = AsyncEngine(Engine(engine_config(config), start_cluster(clustered)).start())
+    try:
+        await load_models(running, prepare_models(config))
+        traffic = Traffic(running)
+        for name in names:
+            for size in map(int, options.prompts.split(",")):
+                await compare(report, traffic, name, size, options)
+    finally:
+        await running.close()
+
+
+async def compare(report: Report, traffic: Traffic, name: str, size: int, options: argparse.Namespace) -> None:
+    """One prompt of `size` tokens under every circumstance."""
+    rng = np.random.default_rng(size)
+
+    def plan(length: int, max_tokens: int) -> Plan:
+        return Plan(name, tuple(rng.integers(1, options.vocab, size=length).tolist()), max_tokens)
+
+    target = plan(size, options.tokens)
+    alone, _ = await traffic.ask(target)
+
+    async def decoding(others: int) -> Answer:
+        tasks = [asyncio.create_task(traffic.ask(plan(40 + 30 * each, 4 * options.tokens))) for each in range(others)]
+        await asyncio.sleep(options.settle_s)
+        answer, _ = await traffic.ask(target)
+        await asyncio.gather(*tasks)
+        return answer
+
+    async def at_once(others: int) -> Answer:
+        tasks = [asyncio.create_task(traffic.ask(plan(100 + 211 * each, 8))) for each in range(others)]
+        answer, _ = await traffic.ask(target)
+        await asyncio.gather(*tasks)
+        return answer
+
+    async def beside_chunk() -> Answer:
+        task = asyncio.create_task(traffic.ask(target))
+        await asyncio.sleep(options.settle_s / 8)
+        other = asyncio.create_task(traffic.ask(plan(options.long, 4)))
+        answer, _ = await task
+        await other
+        return answer
+
+    found = {"again": (await traffic.ask(target))[0]}
+    for batch in BATCHES:
+        found[f"decode.b{batch}"] = await decoding(batch - 1)
+    for batch in BATCHES:
+        found[f"prompts.b{batch}"] = await at_once(batch - 1)
+    found["beside_chunk"] = await beside_chunk()
+    for case, answer in found.items():
+        place = place_of_difference(alone, answer)
+        is_same = not answer.error and place < 0 and len(answer.token_ids) == target.max_tokens
+        report.metric(f"same_answer.{name}.{size}.{case}", float(is_same), limit=1.0)
+        said = "same" if is_same else answer.error or f"parts at token {place}"
+        print(f"{name}, prompt of {size}, {case}: {said}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", default="kernels,engine")
+    parser.add_argument("--models", default=",".join(CONFIGS))
+    parser.add_argument("--layers", type=int, default=0, help="of every model; 0: all")
+    parser.add_argument("--kernel-layers", type=int, default=6, help="of every model in `kernels`")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--kv-gib", type=float, default=20)
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--parent", type=Path, help="directory that holds the models' directories, with weights")
+    parser.add_argument("--prompts", default="20,700,3000", help="tokens")
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--long", type=int, default=12000, help="tokens of the prompt whose chunks run beside")
+    parser.add_argument("--settle-s", type=float, default=0.4)
+    parser.add_argument("--vocab", type=int, default=100_000, help="ids of prompts are below")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    report = Report(
+        "invariance",
+        hardware="h200-x2" if options.gpus == 2 else "h200",
+        config={"models": options.models, "layers": options.layers, "tokens": options.tokens},
+        seed=11,
+    )
+    report.summary = (
+        "An answer alone, in batches and beside chunks, on random weights: 1 where bits or tokens are the same."
+    )
+    if "kernels" in options.parts:
+        kernels(report, options.models.split(","), options.kernel_layers)
+    if "engine" in options.parts:
+        asyncio.run(engine(report, options))
+    report.write(options.out)
+
+
+if __name__ == "__main__":
+    main()
