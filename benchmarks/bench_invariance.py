@@ -89,7 +89,9 @@ async def engine(report: Report, options: argparse.Namespace) -> None:
             kv_pool_bytes=int(options.kv_gib * GiB),
         ),
         scheduling=SchedulingConfig(
-            max_num_batched_tokens=PREFILL_TOKENS[options.backend], enable_prefix_caching=False
+            max_num_batched_tokens=PREFILL_TOKENS[options.backend],
+            enable_prefix_caching=False,
+            batch_invariant=options.batch_invariant,
         ),
     )
     clustered = cluster_config(config)
@@ -164,6 +166,7 @@ def main() -> None:
     parser.add_argument("--prompts", default="20,700,3000", help="tokens")
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--long", type=int, default=12000, help="tokens of the prompt whose chunks run beside")
+    parser.add_argument("--batch-invariant", action="store_true", help="as of `crosspool serve`")
     parser.add_argument("--settle-s", type=float, default=0.4)
     parser.add_argument("--vocab", type=int, default=100_000, help="ids of prompts are below")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -171,7 +174,12 @@ def main() -> None:
     report = Report(
         "invariance",
         hardware="h200-x2" if options.gpus == 2 else "h200",
-        config={"models": options.models, "layers": options.layers, "tokens": options.tokens},
+        config={
+            "models": options.models,
+            "layers": options.layers,
+            "tokens": options.tokens,
+            "batch_invariant": options.batch_invariant,
+        },
         seed=11,
     )
     report.summary = (

@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_recovery [--models a,b] [--layers N] [--gpus 1|2] [--faults w0:SIGKILL,kv0:SIGSTOP]
         [--backend numpy --prefill dedicated --parent DIRECTORY]
-        [--requests 18] [--max-tokens 24] [--quiet-s 3] [--minutes 0] [--parent DIRECTORY_WITH_CHECKPOINTS]
+        [--batch-invariant] [--requests 18] [--max-tokens 24] [--quiet-s 3] [--minutes 0] [--parent DIRECTORY_WITH_CHECKPOINTS]
 
 Engine, cluster and CUDA workers without HTTP; random weights of the models' true shapes, or checkpoints. First every
 request runs undisturbed, greedy, then a third of them again (other batches, no fault: the control), then all of them
@@ -228,7 +228,9 @@ async def run(options: argparse.Namespace) -> None:
             prefill=options.prefill,
         ),
         scheduling=SchedulingConfig(
-            max_num_batched_tokens=PREFILL_TOKENS[options.backend], enable_prefix_caching=False
+            max_num_batched_tokens=PREFILL_TOKENS[options.backend],
+            enable_prefix_caching=False,
+            batch_invariant=options.batch_invariant,
         ),
     )
     clustered = cluster_config(config)
@@ -238,7 +240,12 @@ async def run(options: argparse.Namespace) -> None:
     hardware = "h200" if options.gpus == 1 else f"h200-x{options.gpus}"
     if options.backend == "numpy":
         layout, hardware = "NumPy backend", "cpu"
-    shape = {"models": names, "layers": options.layers, "prefill": options.prefill}
+    shape = {
+        "models": names,
+        "layers": options.layers,
+        "prefill": options.prefill,
+        "batch_invariant": options.batch_invariant,
+    }
     report = Report("recovery", hardware=hardware, config=shape, seed=7)
     report.summary = f"Ranks lost under traffic, {layout}; " + (
         "random weights, made anew on the device." if options.parent is None else "checkpoints in the page cache."
@@ -301,6 +308,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=100_000, help="ids of prompts are below")
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--prefill", default="inline")
+    parser.add_argument("--batch-invariant", action="store_true", help="as of `crosspool serve`")
     parser.add_argument("--quiet-s", type=float, default=3.0, help="between a recovery and the next fault")
     parser.add_argument("--bound-s", type=float, default=75.0)
     parser.add_argument("--target-s", type=float, default=60.0)

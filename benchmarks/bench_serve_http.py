@@ -58,12 +58,12 @@ class Answer:
 class Server:
     """`crosspool serve` in a process of its own."""
 
-    def __init__(self, models: Sequence[str], kv_bytes: str, log: Path) -> None:
+    def __init__(self, models: Sequence[str], kv_bytes: str, log: Path, more: Sequence[str] = ()) -> None:
         directory = Path(tempfile.mkdtemp())
         paths = [str(write_model_dir(directory, name)) for name in models]
         self._log = log.open("wb")
         command = [sys.executable, "-m", "crosspool", "serve", *paths, "--backend", "cuda", "--weights", "random"]
-        command += ["--kv-pool-bytes", kv_bytes, "--port", str(PORT), "--no-enable-prefix-caching"]
+        command += ["--kv-pool-bytes", kv_bytes, "--port", str(PORT), "--no-enable-prefix-caching", *more]
         self.begin = time.perf_counter()
         self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
 
@@ -263,11 +263,13 @@ async def run(options: argparse.Namespace) -> None:
     names = options.models.split(",")
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / "server.log"
-    report = Report("serve_http", hardware="h200-x2", config={"models": names, "kv": options.kv_bytes}, seed=7)
+    report = Report(
+        "serve_http", hardware="h200-x2", config={"models": names, "kv": options.kv_bytes, "more": options.more}, seed=7
+    )
     report.summary = (
         "crosspool serve with random weights of the true shapes on one KV GPU and one weights GPU, over HTTP."
     )
-    server = Server(names, options.kv_bytes, log)
+    server = Server(names, options.kv_bytes, log, options.more.split())
     try:
         report.metric("ready_s", server.wait_ready(), note="from the start of the process; weights drawn on the GPU")
         print(f"ready after {report.metrics['ready_s']:.1f} s", flush=True)
@@ -292,6 +294,7 @@ def main() -> None:
     parser.add_argument("--kv-bytes", default="60GiB")
     parser.add_argument("--long-tokens", type=int, default=131072)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--more", default="", help="further flags of `crosspool serve`, such as --batch-invariant")
     parser.add_argument("--log-tail", type=int, default=3000)
     parser.add_argument("--out", type=Path, default=RESULTS)
     asyncio.run(run(parser.parse_args()))

@@ -104,6 +104,10 @@ def serve(
     enable_prefix_caching: Annotated[
         bool | None, typer.Option(help="keep full pages for later prompts that begin alike  [on]", show_default=False)
     ] = None,
+    batch_invariant: Annotated[
+        bool | None,
+        typer.Option(help="prompts run alone, so that no answer depends on others  [off]", show_default=False),
+    ] = None,
     recovery_timeout: Annotated[float | None, typer.Option(help="seconds to wait for a lost worker  [60]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16  [auto]")] = None,
     seed: Annotated[int | None, typer.Option(help="seed of requests that give none")] = None,

@@ -185,6 +185,9 @@ class SchedulingConfig:
     queue_timeout_s: float | None = None  # longest time in the queue, after which a request ends with 408
     recovery_timeout_s: float = 60.0  # how long requests wait for a lost worker; 0: they end with an error at once
     seed: int | None = None  # of requests without one; None: a fresh one for each
+    batch_invariant: bool = (
+        False  # prefill steps run one prompt alone: an answer depends on nothing that runs beside it
+    )
 
     def __post_init__(self) -> None:
         counts = ("max_num_seqs", "max_num_batched_tokens", "max_queue")
@@ -195,6 +198,11 @@ class SchedulingConfig:
             raise ValueError(f"queue_timeout is {self.queue_timeout_s}; it must be above 0 seconds, or left out")
         if not self.recovery_timeout_s >= 0:  # so that NaN is refused as well
             raise ValueError(f"recovery_timeout is {self.recovery_timeout_s}; it must be 0 or more seconds")
+        if self.batch_invariant and self.enable_prefix_caching:
+            raise ValueError(
+                "batch_invariant is on with enable_prefix_caching, by which a prompt's cut depends on what ran before; "
+                "switch prefix caching off (--no-enable-prefix-caching)"
+            )
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed}; it must lie between 0 and {2**63 - 1}")
 

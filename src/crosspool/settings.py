@@ -148,6 +148,9 @@ class Settings(BaseSettings):
     decode_steps: int = Field(1, description="decode steps that a batch may take by itself, without the engine")
     admission: AdmissionPolicy = Field("reserve", description="reserve pages for the whole answer, or forecast them")
     enable_prefix_caching: bool = Field(True, description="keep full pages for later prompts that begin alike")
+    batch_invariant: bool = Field(
+        False, description="prefill steps run one prompt alone, so that no answer depends on what runs beside it"
+    )
     queue_timeout: float | None = Field(None, description="seconds a request may wait; then it is a 408")
     recovery_timeout: float = Field(60.0, description="seconds that requests wait for a lost worker")
     seed: int | None = Field(None, description="seed of requests that give none; default: a fresh one for each")
@@ -309,6 +312,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             decode_steps=settings.decode_steps,
             admission=settings.admission,
             enable_prefix_caching=settings.enable_prefix_caching,
+            batch_invariant=settings.batch_invariant,
             queue_timeout_s=settings.queue_timeout,
             recovery_timeout_s=settings.recovery_timeout,
             seed=settings.seed,

@@ -6,6 +6,7 @@ from crosspool.core import Request, SamplingParams
 from crosspool.engine.batcher import Chunk
 from crosspool.engine.forecast import Reserve
 from crosspool.engine.pages import KVRankPages
+from crosspool.engine.prefill_rule import PrefillRule
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.shared_prefill import shared_chunks
 from crosspool.kv_pool.block_table import BlockTable
@@ -54,7 +55,7 @@ class Rank:
     ) -> dict[int, int]:
         """Tokens by the sequence's number."""
         assert self.pages.prefix is not None
-        found = shared_chunks(self.pages.prefix, waiting, running or [], max_tokens)
+        found = shared_chunks(self.pages.prefix, waiting, running or [], PrefillRule(max_tokens=max_tokens).chunks)
         return {chunk.sequence.sequence_id: chunk.num_tokens for chunk in found}
 
 

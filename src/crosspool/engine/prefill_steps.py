@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
-from crosspool.engine.batcher import Chunk, Turns, prefill_chunks, prefill_row
+from crosspool.engine.batcher import Chunk, Turns, prefill_row
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Lane
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.prefill_ranks import PrefillRanks, with_bounded_past
+from crosspool.engine.prefill_rule import PrefillRule
 from crosspool.engine.ranks import RankHealth
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.shared_prefill import shared_chunks
@@ -31,7 +32,12 @@ class PrefillSteps:
         starter: StepStart,
     ) -> None:
         self._num_decode_lanes = config.num_decode_lanes
-        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._rule = PrefillRule(
+            max_tokens=config.max_num_batched_tokens,
+            replay_tokens=config.replay_tokens,
+            are_apart=config.batch_invariant,
+        )
+        self._led: dict[str, int] = {}  # by model: the oldest sequence, where the last step had a part of it
         self._lanes = lanes
         self._turns = turns
         self._loads = loads
@@ -73,6 +79,7 @@ class PrefillSteps:
             if prefill_rank is not None:
                 chunks = with_bounded_past(chunks, load.model.model_limit)
             if chunks:
+                self._note(load.model.name, waiting, chunks)
                 batch, rows = [chunk.sequence for chunk in chunks], [prefill_row(chunk) for chunk in chunks]
                 return self._starter.start(lane, load, home, batch, rows, now, prefill_rank=prefill_rank)
         return None
@@ -80,8 +87,9 @@ class PrefillSteps:
     def _chunks(self, load: ModelLoad, home: str, waiting: Items[Sequence]) -> list[Chunk]:
         """What the model's next prefill step with this home runs."""
         prefix = self._kv.prefix(load.model.name, home)
+        led = self._led.get(load.model.name)
         if prefix is None:
-            return prefill_chunks(waiting, self._max_num_batched_tokens)
+            return self._rule.chunks(waiting, led)
         running = [
             Chunk(sequence, row.num_new_tokens)
             for lane in self._lanes
@@ -89,4 +97,11 @@ class PrefillSteps:
             for row, sequence in zip(lane.step.rows, lane.sequences, strict=False)
             if sequence.kv_rank == home
         ]
-        return shared_chunks(prefix, waiting, running, self._max_num_batched_tokens)
+        return shared_chunks(prefix, waiting, running, lambda left: self._rule.chunks(left, led))
+
+    def _note(self, model: str, waiting: Items[Sequence], chunks: Items[Chunk]) -> None:
+        oldest = min(sequence.sequence_id for sequence in waiting)
+        if oldest in {chunk.sequence.sequence_id for chunk in chunks}:
+            self._led[model] = oldest
+        else:
+            self._led.pop(model, None)

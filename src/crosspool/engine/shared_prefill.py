@@ -1,17 +1,20 @@
 """Chunks of one model's prefill of which no two do the same work: what one fills, the others then find."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
-from crosspool.engine.batcher import Chunk, prefill_chunks
+from crosspool.engine.batcher import Chunk
 from crosspool.engine.prefix_pages import PrefixPages
 from crosspool.engine.sequence import Sequence
 
 
 def shared_chunks(
-    prefix: PrefixPages, waiting: Items[Sequence], running: Iterable[Chunk], max_tokens: int
+    prefix: PrefixPages,
+    waiting: Items[Sequence],
+    running: Iterable[Chunk],
+    cut: Callable[[Items[Sequence]], list[Chunk]],
 ) -> list[Chunk]:
-    """`prefill_chunks` of `waiting`, without sequences whose pages others are filling.
+    """`cut` of `waiting` (a step's chunks), without sequences whose pages others are filling.
 
     A sequence that has not started leaves its chunk out where another one's, in this step or in one under way
     (`running`), gets at least as far in the page that both lack next. So whoever waits does so for one step at a time
@@ -23,7 +26,7 @@ def shared_chunks(
     ahead = list(running)
     left = list(waiting)
     while True:
-        chunks = prefill_chunks(left, max_tokens)
+        chunks = cut(left)
         twins = _twins(prefix, chunks, ahead)
         if not twins:
             return chunks

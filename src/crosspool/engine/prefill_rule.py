@@ -1,0 +1,52 @@
+"""Which tokens of one model may share a prefill step."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from crosspool.engine.batcher import Chunk, prefill_chunks
+from crosspool.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillRule:
+    """Cuts steps from waiting sequences.
+
+    max_tokens: of a step. replay_tokens: of a step that runs generated tokens again, whose KV was lost: as few as the
+    backend runs through decode's kernels, so that the KV comes back bit by bit; 0: they are prefilled as prompts are.
+    are_apart: a step runs one prompt alone, so that its cut, and with it every bit, is a matter of the prompt alone.
+    """
+
+    max_tokens: int
+    replay_tokens: int = 0
+    are_apart: bool = False
+
+    def chunks(self, sequences: Iterable[Sequence], led: int | None = None) -> list[Chunk]:
+        """The next step. led: the sequence that was the oldest in the model's last step and had a part in it.
+
+        Where some may not share a step with the oldest, it leads every second one, and of the others the shortest does.
+        """
+        by_age = sorted(sequences, key=lambda sequence: sequence.sequence_id)
+        if not by_age:
+            return []
+        oldest = by_age[0]
+        others = [sequence for sequence in by_age[1:] if not self._may_share(oldest, sequence)]
+        if oldest.sequence_id != led or not others:
+            return self._step(oldest, by_age)
+        return self._step(
+            min(others, key=lambda sequence: (sequence.num_uncached_tokens, sequence.sequence_id)), others
+        )
+
+    def _step(self, leader: Sequence, sequences: list[Sequence]) -> list[Chunk]:
+        members = [each for each in sequences if each is leader or self._may_share(leader, each)]
+        if self._is_replay(leader):
+            return prefill_chunks(members, self.replay_tokens)
+        return prefill_chunks(members, self.max_tokens, ends_with_prompt=self.replay_tokens > 0)
+
+    def _may_share(self, one: Sequence, other: Sequence) -> bool:
+        if self._is_replay(one) or self._is_replay(other):
+            return self._is_replay(one) and self._is_replay(other)
+        return not self.are_apart
+
+    def _is_replay(self, sequence: Sequence) -> bool:
+        """Whether what it runs next are generated tokens, in steps of their own."""
+        return self.replay_tokens > 0 and sequence.num_cached_tokens >= sequence.num_prompt_tokens
