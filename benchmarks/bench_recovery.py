@@ -2,7 +2,8 @@
 
     python -m benchmarks.bench_recovery [--models a,b] [--layers N] [--gpus 1|2] [--faults w0:SIGKILL,kv0:SIGSTOP]
         [--backend numpy --prefill dedicated --parent DIRECTORY]
-        [--batch-invariant] [--requests 18] [--max-tokens 24] [--quiet-s 3] [--minutes 0] [--parent DIRECTORY_WITH_CHECKPOINTS]
+        [--batch-invariant]
+        [--requests 18] [--max-tokens 24] [--quiet-s 3] [--minutes 0] [--parent DIRECTORY_WITH_CHECKPOINTS]
 
 Engine, cluster and CUDA workers without HTTP; random weights of the models' true shapes, or checkpoints. First every
 request runs undisturbed, greedy, then a third of them again (other batches, no fault: the control), then all of them
