@@ -7,7 +7,8 @@
 `crosspool serve --backend cuda --weights random` in each layout in turn gets the requests of sharegpt_<rate>.jsonl of
 the folder TRACES (JSON lines: t, model, in, out) from the client of `crosspool bench`, temperature 1. Loads of one
 layout that follow each other share a server. What has been measured is kept in the folder of runs and found again, so
-that several calls, or one that was broken off, make one report. LAYOUT.VARIANT (see VARIANTS): the same, otherwise set.
+that several calls, or one that was broken off, make one report; a layout that fails is told, and the others go on.
+LAYOUT.VARIANT (see VARIANTS): the same, otherwise set.
 
 Metrics are those of `bench_layouts`, and sent_rps.<layout>.<model>.<rate>; alone_tbt_ms.<layout>.<model>.4k.p50: one
 request, nothing else being served; gpu_used_gib.<layout>.<gpu>; one_request_tokens.<model>.<layout>: what the memory
@@ -22,6 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from benchmarks.layout_runs import Runs, alone_ms, greedy_words, loaded, warm_up
 from benchmarks.layout_server import GPU_LAYOUTS, VARIANTS, layout_server
 from benchmarks.report import RESULTS
 from crosspool.bench.settings import BenchSettings
+from crosspool.errors import CrossPoolError
 
 MODELS = ("glm-4.7-flash", "qwen3-30b-a3b", "deepseek-v2-lite")
 """In turn over the places of a baseline: the two that fit together share one, as in the peers' static layout."""
@@ -135,21 +138,47 @@ def main() -> int:
         "--outlook", nargs="*", default=[], metavar="RATE", help="simulate these traces on two GPUs too"
     )
     parser.add_argument("--commit", help="that was measured, where the checkout does not tell")
+    parser.add_argument("--note", default="", help="what the report says first")
+    parser.add_argument("--measure-only", action="store_true", help="leave the report to a later call without loads")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     runs = Runs(args.runs)
     with tempfile.TemporaryDirectory() as folder:
         directories = [write_model_dir(Path(folder), name) for name in args.models]
-        for layout, loads in groupby(args.loads, lambda load: load.layout):
-            measure(args, runs, layout, list(loads), directories)
+        failed = [
+            layout
+            for layout, loads in groupby(args.loads, lambda load: load.layout)
+            if not _is_measured(args, runs, layout, list(loads), directories)
+        ]
+    if not args.measure_only:
+        write_report(args, runs)
+    return 1 if failed else 0
+
+
+def _is_measured(
+    args: argparse.Namespace, runs: Runs, layout: str, loads: Sequence[Load], directories: Sequence[Path]
+) -> bool:
+    """Measure the layout; one that fails is told, and the others go on."""
+    try:
+        measure(args, runs, layout, loads, directories)
+    except (CrossPoolError, ValueError, RuntimeError, OSError, HTTPException) as failure:
+        print(f"{layout}: FAILED: {failure}", flush=True)
+        return False
+    return True
+
+
+def write_report(args: argparse.Namespace, runs: Runs) -> None:
+    """Of all that is in the folder of runs."""
     report = layouts_report(runs, args.models, {"kv_pool_bytes": args.kv_pool_bytes}, args.commit)
     for rate in args.outlook:
         add_outlook(report, args.trace_dir / f"sharegpt_{rate}.jsonl", rate, args.models)
-    files = report.write(args.out)
-    for path in (*files, *write_pictures(args.out, files[0].stem, measured_loads(runs), args.models)):
+    args.out.mkdir(parents=True, exist_ok=True)
+    pictures = write_pictures(args.out, report.stem, measured_loads(runs), args.models)
+    links = [f"![times between tokens by layout]({path.name})" for path in pictures]
+    report.summary = "\n\n".join(part for part in (args.note, report.summary, *links) if part)
+    for path in (*pictures, *report.write(args.out)):
         print(path)
     print(report.as_markdown())
-    return 0
 
 
 if __name__ == "__main__":

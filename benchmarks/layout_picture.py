@@ -28,9 +28,9 @@ def tbt_picture(runs: Mapping[str, Mapping[str, Any]], models: Sequence[str], ra
     panels = []
     for number, model in enumerate(models):
         lines = {layout: gap_lines(run, model) for layout, run in runs.items()}
-        chart = line_chart(
-            f"{model}, {rate}/s", "one gap in ... is longer (2: P50, 100: P99)", "ms between tokens", lines, log_x=True
-        )
+        across = "one gap in ... is longer (2: P50, 100: P99)"
+        title = f"{model}, {rate} requests/s of each model"
+        chart = line_chart(title, across, "ms between tokens", lines, log_x=True, log_y=True)
         panels.append(chart.replace("<svg ", f'<svg y="{number * HEIGHT}" ', 1))
     height = HEIGHT * len(models)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">'

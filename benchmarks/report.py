@@ -113,11 +113,15 @@ class Report:
         parts = [title, self.summary, "\n".join(table), "\n".join(origin)]
         return "\n\n".join(part for part in parts if part) + "\n"
 
+    @property
+    def stem(self) -> str:
+        """Of the files' names."""
+        return f"{self.what}_{self.hardware}_{self.date.isoformat()}"
+
     def write(self, directory: Path = RESULTS) -> tuple[Path, Path]:
         """Write `<what>_<hardware>_<date>.json` and its `.md` twin; returns both paths."""
         directory.mkdir(parents=True, exist_ok=True)
-        stem = f"{self.what}_{self.hardware}_{self.date.isoformat()}"
-        json_path, markdown_path = directory / f"{stem}.json", directory / f"{stem}.md"
+        json_path, markdown_path = directory / f"{self.stem}.json", directory / f"{self.stem}.md"
         json_path.write_text(json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         markdown_path.write_text(self.as_markdown(), encoding="utf-8")
         return json_path, markdown_path

@@ -31,3 +31,21 @@ def test_a_larger_value_lies_higher_and_further_right():
 
 def test_no_values_give_an_empty_picture():
     ElementTree.fromstring(line_chart("", "", "", {"a": []}, log_x=True))
+
+
+def test_a_long_legend_has_a_row_below_the_title_and_logarithms_leave_out_what_has_none():
+    lines = {f"{name} of some length": [(1.0, 0.0), (2.0, 10.0), (3.0, 1000.0)] for name in "abcd"}
+    picture = ElementTree.fromstring(line_chart("A title that takes its room", "x", "y", lines, log_y=True))
+    texts = {text.text: float(text.attrib["y"]) for text in picture.iter(f"{NAMESPACE}text")}
+    assert texts["a of some length"] > texts["A title that takes its room"] + 10
+    points = picture.find(f"{NAMESPACE}polyline").attrib["points"].split()
+    assert len(points) == 2
+    assert [tick for tick in texts if tick and tick.startswith("1000")]
+
+
+def test_equal_factors_are_equal_steps_of_a_logarithm():
+    lines = {"a": [(1.0, 10.0), (2.0, 100.0), (3.0, 1000.0)]}
+    picture = ElementTree.fromstring(line_chart("", "", "", lines, log_y=True))
+    points = picture.find(f"{NAMESPACE}polyline").attrib["points"].split()
+    low, middle, high = (float(point.split(",")[1]) for point in points)
+    assert low - middle == middle - high > 50

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
+from benchmarks import bench_layouts_gpu
 from benchmarks.bench_layouts_gpu import Load
 from benchmarks.layout_memory import FRAME_BYTES, RESERVE_BYTES, kv_room, tokens_in
 from benchmarks.layout_models import kv_demand, kv_held, simulated
@@ -34,6 +36,29 @@ def test_every_layout_names_its_gpus():
     assert gpus["crosspool-1+1"] == gpus["crosspool-1+1s"] == gpus["static-2"] == gpus["elastic-2"] == "2"
     assert gpus["crosspool-1+3"] == gpus["static-4"] == "4"
     assert gpus["crosspool-1"] == gpus["static-1"] == gpus["elastic-1"] == "1"
+
+
+def test_a_layout_that_fails_does_not_stop_the_others_and_the_report_may_wait(tmp_path, monkeypatch, capsys):
+    tried = []
+
+    def measure(args, runs, layout, loads, directories):
+        tried.append((layout, [load.rate for load in loads]))
+        if layout == "elastic-2":
+            raise RuntimeError("the server ended with 1")
+
+    monkeypatch.setattr(bench_layouts_gpu, "measure", measure)
+    words = ["bench", "--trace-dir", str(tmp_path), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
+    loads = ["elastic-2:0.8", "crosspool-1+1s:0.8:30", "crosspool-1+1s:2.0"]
+    monkeypatch.setattr(sys, "argv", [*words, "--measure-only", *loads])
+    assert bench_layouts_gpu.main() == 1
+    assert tried == [("elastic-2", ["0.8"]), ("crosspool-1+1s", ["0.8", "2.0"])]
+    assert "elastic-2: FAILED: the server ended with 1" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
+    bench_layouts_gpu.Runs(tmp_path / "runs").get("load_crosspool-1+1_0.8_10s", lambda: run_of(MODELS[1:]))
+    monkeypatch.setattr(sys, "argv", [*words, "--note", "Cut short."])
+    assert bench_layouts_gpu.main() == 0
+    (report,) = (tmp_path / "out").glob("layouts_*.md")
+    assert "Cut short.\n\nOne run of each" in report.read_text()
 
 
 def test_what_was_measured_is_found_again(tmp_path):

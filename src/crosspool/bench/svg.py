@@ -1,6 +1,7 @@
 """Line charts as SVG text: for reports that open anywhere, without a plotting library."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
@@ -12,34 +13,67 @@ TICKS = 5
 Points = Sequence[tuple[float, float]]
 
 
-def line_chart(title: str, x_label: str, y_label: str, lines: Mapping[str, Points], *, log_x: bool = False) -> str:
-    """One line for each entry, its name in the legend. With log_x, points at or below 0 are left out."""
-    kept = {name: [(x, y) for x, y in points if not log_x or x > 0] for name, points in lines.items()}
-    xs = [x for points in kept.values() for x, _ in points] or [1.0]
-    top = _round_up(max((y for points in kept.values() for _, y in points), default=1.0))
-    ticks = _log_ticks(min(xs), max(xs)) if log_x else _ticks(_round_up(max(xs)))
-    low, high = ticks[0], ticks[-1]
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Ticks from end to end, evenly or by their logarithms."""
 
-    def place(x: float, y: float) -> str:
-        share = (log10(x / low) / log10(high / low)) if log_x else (x - low) / (high - low)
-        across = LEFT + share * (WIDTH - LEFT - RIGHT)
-        return f"{across:.1f},{TOP + (1 - y / top) * (HEIGHT - TOP - BOTTOM):.1f}"
+    ticks: Sequence[float]
+    is_log: bool
 
+    @classmethod
+    def over(cls, values: Sequence[float], *, is_log: bool) -> "_Axis":
+        return cls(_log_ticks(min(values), max(values)) if is_log else _ticks(_round_up(max(values))), is_log)
+
+    def share(self, value: float) -> float:
+        """Where a value lies between the ends, 0 to 1."""
+        low, high = self.ticks[0], self.ticks[-1]
+        return log10(value / low) / log10(high / low) if self.is_log else (value - low) / (high - low)
+
+
+def line_chart(
+    title: str,
+    x_label: str,
+    y_label: str,
+    lines: Mapping[str, Points],
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> str:
+    """One line for each entry, its name in the legend, which has a row of its own where it would meet the title.
+
+    With log_x or log_y, points at or below 0 there are left out.
+    """
+    kept = {
+        name: [(x, y) for x, y in points if (not log_x or x > 0) and (not log_y or y > 0)]
+        for name, points in lines.items()
+    }
+    everywhere = [point for points in kept.values() for point in points] or [(1.0, 1.0)]
+    xs = _Axis.over([x for x, _ in everywhere], is_log=log_x)
+    ys = _Axis.over([y for _, y in everywhere], is_log=log_y)
+    legend_width = sum(_legend_width(name) for name in kept)
+    legend_y = 18 if LEFT + 8 * len(title) + legend_width < WIDTH - RIGHT else 36
+    top = TOP + legend_y - 18
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = LEFT + xs.share(x) * (WIDTH - LEFT - RIGHT)
+        return across, top + (1 - ys.share(y)) * (HEIGHT - top - BOTTOM)
+
+    low_x, low_y = xs.ticks[0], ys.ticks[0]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         'font-family="system-ui, sans-serif" font-size="12" fill="#334155">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="18" font-size="14" font-weight="600">{escape(title)}</text>',
     ]
-    for y in _ticks(top):
-        across, down = place(low, y).split(",")
-        parts.append(f'<path d="M{across} {down}H{WIDTH - RIGHT}" stroke="#e2e8f0"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{float(down) + 4:.1f}" text-anchor="end">{_short(y)}</text>')
-    for x in ticks:
-        across = place(x, 0).split(",")[0]
-        parts.append(f'<path d="M{across} {TOP}V{HEIGHT - BOTTOM}" stroke="#f1f5f9"/>')
-        parts.append(f'<text x="{across}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{_short(x)}</text>')
-    middle = (TOP + HEIGHT - BOTTOM) / 2
+    for y in ys.ticks:
+        across, down = place(low_x, y)
+        parts.append(f'<path d="M{across:.1f} {down:.1f}H{WIDTH - RIGHT}" stroke="#e2e8f0"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{down + 4:.1f}" text-anchor="end">{_short(y)}</text>')
+    for x in xs.ticks:
+        across = place(x, low_y)[0]
+        parts.append(f'<path d="M{across:.1f} {top}V{HEIGHT - BOTTOM}" stroke="#f1f5f9"/>')
+        parts.append(f'<text x="{across:.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{_short(x)}</text>')
+    middle = (top + HEIGHT - BOTTOM) / 2
     parts.append(
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
     )
@@ -50,12 +84,16 @@ def line_chart(title: str, x_label: str, y_label: str, lines: Mapping[str, Point
     for number, (name, points) in reversed(list(enumerate(kept.items()))):
         colour = COLOURS[number % len(COLOURS)]
         if points:
-            path = " ".join(place(x, y) for x, y in points)
+            path = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in points)
             parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"/>')
-        legend -= 7.0 * len(name) + 26
-        parts.append(f'<path d="M{legend:.0f} 14h14" stroke="{colour}" stroke-width="3"/>')
-        parts.append(f'<text x="{legend + 18:.0f}" y="18">{escape(name)}</text>')
+        legend -= _legend_width(name)
+        parts.append(f'<path d="M{legend:.0f} {legend_y - 4}h14" stroke="{colour}" stroke-width="3"/>')
+        parts.append(f'<text x="{legend + 18:.0f}" y="{legend_y}">{escape(name)}</text>')
     return "\n".join((*parts, "</svg>\n"))
+
+
+def _legend_width(name: str) -> float:
+    return 7.0 * len(name) + 26
 
 
 def _round_up(value: float) -> float:
