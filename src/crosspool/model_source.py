@@ -15,6 +15,12 @@ def is_hub_id(source: str) -> bool:
     return HUB_ID.fullmatch(source) is not None and not Path(source).exists()
 
 
+def named_source(source: str) -> tuple[str | None, str]:
+    """The name and the place that a user gives as DIR, a Hugging Face id or NAME=DIR; None: no name is given."""
+    name, found, path = source.partition("=")
+    return (name, path) if found and not Path(source).exists() else (None, source)
+
+
 def model_directory(source: str, *, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The directory of `source`; a Hugging Face id is downloaded first, with a progress bar, unless it is cached.
 

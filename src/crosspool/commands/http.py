@@ -1,4 +1,4 @@
-"""A small HTTP client of a running server, on the standard library: for `chat`, `limits`, `ps` and `top`."""
+"""A small HTTP client of a running server, on the standard library: for the commands that talk to one."""
 
 import http.client
 import json
@@ -28,6 +28,11 @@ class ServerClient:
 
     def patch(self, path: str, body: dict[str, Any]) -> Any:
         with self._open(path, json.dumps(body).encode(), TIMEOUT_S, "PATCH") as response:
+            return json.load(response)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """May take as long as a stream: a model may have to be downloaded first."""
+        with self._open(path, json.dumps(body).encode(), STREAM_TIMEOUT_S) as response:
             return json.load(response)
 
     def post_events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:

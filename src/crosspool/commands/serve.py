@@ -11,6 +11,7 @@ from crosspool.commands.loading import shown_while_loading
 from crosspool.config import DeploymentConfig, LogFormat
 from crosspool.errors import CrossPoolError
 from crosspool.launch import catalogue, demo_models, load_models, prepare_model, prepare_models, start_engine
+from crosspool.model_source import named_source
 from crosspool.server.app import create_app
 from crosspool.server.json_logs import json_formatter
 from crosspool.server.run import check_tls, listen, run_loop, serve
@@ -84,9 +85,8 @@ def model_entries(sources: Sequence[str], served_names: Sequence[str]) -> list[d
     One model takes every served name, the first as its own and the rest as aliases; several take one each, in order.
     """
     entries: list[dict[str, Any]] = []
-    for source in sources:
-        name, found, path = source.partition("=")
-        entries.append({"path": path, "name": name} if found and not Path(source).exists() else {"path": source})
+    for name, path in map(named_source, sources):
+        entries.append({"path": path} if name is None else {"path": path, "name": name})
     if not served_names:
         return entries
     if len(entries) == 1:
