@@ -11,6 +11,7 @@ from benchmarks.full_models import CONFIGS
 from benchmarks.layout_figures import add_layout_ratios, add_load
 from benchmarks.layout_memory import kv_room, tokens_in
 from benchmarks.layout_models import kv_demand, kv_held, outlook, simulated, stage_times
+from benchmarks.layout_peers import add_peers
 from benchmarks.layout_runs import Runs
 from benchmarks.layout_server import GPU_LAYOUTS, VARIANTS, num_gpus
 from benchmarks.layout_targets import SIMULATED_PERCENT, mark_targets, targets, verdict
@@ -51,6 +52,8 @@ def layouts_report(runs: Runs, models: Sequence[str], config: Mapping[str, Any],
             same = _same_words(runs.find(f"answers_{ours}_{model}"), runs.find(f"answers_{layout}_{model}"))
             if same is not None:
                 report.metric(f"same_tokens.{layout}.{model}", same, limit=1.0, note=f"share, greedy, as {ours} gives")
+    if gpu_count == 2:
+        add_peers(report, models, [rate for rate in RATES if loads[rate]])
     wanted = targets(models, RATES)
     mark_targets(report, wanted)
     report.summary = "\n\n".join((_what_ran(loads), verdict(report, wanted)))

@@ -108,7 +108,9 @@ def main() -> int:
     parser.add_argument("--rates", nargs="+", default=["0.8"])
     parser.add_argument("--trace-dir", type=Path, help="folder of sharegpt_<rate>.jsonl")
     parser.add_argument("--seconds", type=float, default=100.0)
-    parser.add_argument("--tokens-per-step", type=int, default=8192)
+    parser.add_argument(
+        "--tokens-per-step", nargs="+", type=int, default=[8192], help="a start of the engines for each"
+    )
     parser.add_argument("--kv-gib", type=float, default=20.0, help="of each model on each GPU, with vLLM")
     parser.add_argument("--pool-gib", type=float, default=40.0, help="of each GPU, with kvcached")
     parser.add_argument("--max-model-len", type=int, default=32768)
@@ -119,17 +121,39 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
     args = parser.parse_args()
     args.length_scale = 1.0
-    options = PeerOptions(
-        tokens_per_step=args.tokens_per_step, kv_bytes=int(args.kv_gib * GiB), max_model_len=args.max_model_len
-    )
     with tempfile.TemporaryDirectory() as folder:
         plugin = write_plugin(Path(folder) / "plugin")
         for peer in args.peers:
-            run_peer(args, peer, instances(peer, Path(folder), plugin, options), Path(folder))
+            paths = {"out": None, "log_dir": None, "trace_dir": args.trace_dir and args.trace_dir.name}
+            config = {**vars(args), **paths, "peer": peer}
+            report = Report(f"peers-{peer}", hardware=args.hardware, config=config, seed=args.seed)
+            for tokens in args.tokens_per_step:
+                options = PeerOptions(
+                    tokens_per_step=tokens, kv_bytes=int(args.kv_gib * GiB), max_model_len=args.max_model_len
+                )
+                wanted = instances(peer, Path(folder), plugin, options)
+                run_peer(args, peer, peer_name(peer, tokens), wanted, Path(folder), report)
+                write_report(report, peer, args.out)
     return 0
 
 
-def run_peer(args: argparse.Namespace, peer: str, wanted: Sequence[Instance], folder: Path) -> None:
+def peer_name(peer: str, tokens_per_step: int) -> str:
+    """In metrics: with its tokens a step where that is not the usual number."""
+    return peer if tokens_per_step == PeerOptions().tokens_per_step else f"{peer}.{tokens_per_step}"
+
+
+def write_report(report: Report, peer: str, directory: Path) -> None:
+    """Nothing where nothing ran."""
+    if report.metrics:
+        report.summary = f"{peer}: dummy weights of the true shapes, spread by the plugin, through crosspool bench."
+        for path in report.write(directory):
+            print(path)
+
+
+def run_peer(
+    args: argparse.Namespace, peer: str, name: str, wanted: Sequence[Instance], folder: Path, report: Report
+) -> None:
+    """One start of the engines, with figures under `name`."""
     engine, placement = PEERS[peer]
     gpus = sorted({gpu for own in placement.values() for gpu in own}) if engine == "kvcached" else []
     ballasts = [
@@ -146,9 +170,6 @@ def run_peer(args: argparse.Namespace, peer: str, wanted: Sequence[Instance], fo
     program = wanted[0].command[0]
     if shutil.which(program) is None:
         raise SystemExit(f"error: {program} is not installed here; install it, or look with --dry-run")
-    report = Report(
-        f"peers-{peer}", hardware=args.hardware, config={**vars(args), "out": None, "peer": peer}, seed=args.seed
-    )
     args.log_dir.mkdir(parents=True, exist_ok=True)
     with Running(args.log_dir) as running:
         for instance in wanted:  # one after another: each measures how much memory is free
@@ -158,10 +179,7 @@ def run_peer(args: argparse.Namespace, peer: str, wanted: Sequence[Instance], fo
         for number, ballast in enumerate(ballasts):
             running.start(ballast, {}, f"ballast{number}")
         time.sleep(10.0 if ballasts else 0.0)
-        measure(args, peer, wanted, report)
-    report.summary = f"{peer}: dummy weights of the true shapes, spread by the plugin, through crosspool bench."
-    for path in report.write(args.out):
-        print(path)
+        measure(args, name, wanted, report)
 
 
 if __name__ == "__main__":

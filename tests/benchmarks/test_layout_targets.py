@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.layout_figures import add_layout_ratios
+from benchmarks.layout_peers import add_peers
 from benchmarks.layout_picture import gap_lines, write_pictures
 from benchmarks.layout_targets import Target, mark_targets, targets, verdict
 from benchmarks.report import Report
@@ -58,6 +59,13 @@ def test_what_was_missed_met_lost_won_and_left_out_is_told():
     assert "elastic_over_crosspool.glm" in parts["Wins**"]
     assert "elastic_over_crosspool.glm" not in parts["Losses**"]
     assert "crosspool-1+3.qwen3-30b-a3b.2.0.p99" in parts["Not measured**"]
+
+
+def test_peers_are_dated_and_only_beside_rates_that_we_ran():
+    report = report_of()
+    add_peers(report, MODELS, ("0.8",))
+    assert report.metrics["tbt_ms.kvcached-2.qwen3-30b-a3b.0.8.p99"] == 632.0
+    assert all(".0.8" in name and "2026-11-29" in report.notes[name] for name in report.metrics)
 
 
 def test_first_tokens_that_come_later_are_a_loss():

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.bench_layouts_gpu import Load
 from benchmarks.full_models import CONFIGS
 from benchmarks.peers.ballast import GIB, ballast_bytes
+from benchmarks.peers import bench_peers
 from benchmarks.peers.bench_peers import peer_settings
 from benchmarks.peers.instances import PEERS, PeerOptions, instances, write_peer_dir
 from benchmarks.peers.spread_weights import MODULE, spread, write_plugin
@@ -58,6 +59,22 @@ def test_peers_get_the_load_of_our_own_layouts(tmp_path):
     ours = Load.parse("static-2:0.8").settings("http://x", tmp_path, list(CONFIGS))
     for name in ("temperature", "vocab_size", "seed", "ignore_eos", "trace"):
         assert getattr(theirs, name) == getattr(ours, name), name
+
+
+def test_every_number_of_tokens_a_step_is_a_start_with_a_name_of_its_own(tmp_path, monkeypatch):
+    def run_peer(args, peer, name, wanted, folder, report):
+        (tokens,) = {instance.command[instance.command.index("--max-num-batched-tokens") + 1] for instance in wanted}
+        report.metric(f"served.{name}.0.8", int(tokens))
+
+    monkeypatch.setattr(bench_peers, "run_peer", run_peer)
+    words = ["bench", "--tokens-per-step", "2048", "8192", "--trace-dir", str(tmp_path), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert bench_peers.main() == 0
+    (path,) = tmp_path.glob("peers-vllm-static-2_h200-x2_*.json")
+    assert json.loads(path.read_text())["metrics"] == {
+        "served.vllm-static-2.2048.0.8": 2048,
+        "served.vllm-static-2.0.8": 8192,
+    }
 
 
 def test_what_does_not_exist_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """CoreDriver: the engine's core as a simulation sees it: requests in, steps out, tokens recorded."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from crosspool.cluster.base import StepDone
@@ -41,6 +42,25 @@ class _Live:
     num_tokens: int = 0
 
 
+class Arrivals:
+    """Requests by arrival, one looked at ahead."""
+
+    def __init__(self, requests: Iterable[SimulatedRequest]) -> None:
+        self._left = iter(requests)
+        self._coming = next(self._left, None)
+
+    @property
+    def next_s(self) -> float:
+        """When the next one comes; infinity after the last."""
+        return float("inf") if self._coming is None else self._coming.arrival_s
+
+    def take(self, now: float) -> Iterator[SimulatedRequest]:
+        """Those that have arrived."""
+        while self._coming is not None and self._coming.arrival_s <= now:
+            coming, self._coming = self._coming, next(self._left, None)
+            yield coming
+
+
 class CoreDriver:
     """Feeds one core and records what comes out. Every method takes the virtual time; nothing here has a clock."""
 
@@ -62,6 +82,12 @@ class CoreDriver:
     def num_live(self) -> int:
         """Accepted requests that have not ended."""
         return len(self._live)
+
+    def pass_time(self, arrivals: Arrivals, now: float) -> None:
+        """What is due at `now` without any step's end: deadlines, then requests."""
+        self.on_time(now)
+        for request in arrivals.take(now):
+            self.accept(request, now)
 
     def accept(self, request: SimulatedRequest, now: float) -> bool:
         """Offer a request to the core; False if it is refused, which is counted by reason."""

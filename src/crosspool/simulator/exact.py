@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from crosspool.scheduler.order import ORDER_POLICIES
 from crosspool.scheduler.step import StepDescriptor
 from crosspool.simulator.cost import step_work
-from crosspool.simulator.driver import CoreDriver, SimulatedRequest
+from crosspool.simulator.driver import Arrivals, CoreDriver, SimulatedRequest
 from crosspool.simulator.group import STREAMS, SimulatedGroup
 from crosspool.simulator.pipeline import OrderedPipeline, Pipeline, Route, Span, StreamPipeline
 from crosspool.simulator.result import GroupResult, group_result
@@ -41,8 +41,7 @@ def simulate_exact(
     pipeline = make_pipeline(group, group.config.num_lanes, spans)
     models = group.by_name
     end_s = float("inf") if stop_s is None else stop_s
-    arrivals = iter(requests)
-    coming = next(arrivals, None)
+    arrivals = Arrivals(requests)
     in_flight, in_flight_s, now = 0, 0.0, 0.0
 
     behind: dict[int, StepDescriptor] = {}  # by lane
@@ -53,8 +52,8 @@ def simulate_exact(
         times = model.times(step_work(step), has_neighbours=in_flight > 0)
         pipeline.start(header.lane, times, route, now + delay_s)
 
-    while coming is not None or driver.num_live:
-        until = min(coming.arrival_s if coming is not None else float("inf"), driver.next_timer(now), end_s)
+    while arrivals.next_s < float("inf") or driver.num_live:
+        until = min(arrivals.next_s, driver.next_timer(now), end_s)
         assert until < float("inf") or in_flight, "requests are live but nothing is going to happen"
         before = now
         lane = pipeline.advance(until)
@@ -71,10 +70,7 @@ def simulate_exact(
         elif now >= end_s:
             break
         else:
-            driver.on_time(now)
-            while coming is not None and coming.arrival_s <= now:
-                driver.accept(coming, now)
-                coming = next(arrivals, None)
+            driver.pass_time(arrivals, now)
         steps = driver.schedule(now)
         for step in steps:
             start(step, group.host_s)

@@ -12,7 +12,7 @@ from math import floor
 
 from crosspool.scheduler.step import StepDescriptor
 from crosspool.simulator.cost import decode_work, step_work
-from crosspool.simulator.driver import CoreDriver, SimulatedRequest
+from crosspool.simulator.driver import Arrivals, CoreDriver, SimulatedRequest
 from crosspool.simulator.exact import Progress, make_pipeline
 from crosspool.simulator.group import SimulatedGroup, SimulatedModel
 from crosspool.simulator.overlap import PipelineOverlap, RunningStep, SharedGPUs
@@ -59,11 +59,9 @@ class StepSimulator:
         """Run the requests, sorted by arrival, until all have ended or until `stop_s`."""
         driver = self.driver
         end_s = float("inf") if stop_s is None else stop_s
-        arrivals = iter(requests)
-        coming = next(arrivals, None)
-        while coming is not None or driver.num_live:
-            arrival_s = coming.arrival_s if coming is not None else float("inf")
-            lane = self._advance(max(self._now, min(arrival_s, driver.next_timer(self._now), end_s)))
+        arrivals = Arrivals(requests)
+        while arrivals.next_s < float("inf") or driver.num_live:
+            lane = self._advance(max(self._now, min(arrivals.next_s, driver.next_timer(self._now), end_s)))
             now = self._now
             if lane is not None:
                 del self._runs[lane]
@@ -71,10 +69,7 @@ class StepSimulator:
             elif now >= end_s:
                 break
             else:
-                driver.on_time(now)
-                while coming is not None and coming.arrival_s <= now:
-                    driver.accept(coming, now)
-                    coming = next(arrivals, None)
+                driver.pass_time(arrivals, now)
             for step in driver.schedule(now):
                 self._begin(step)
             self._set_rates()
