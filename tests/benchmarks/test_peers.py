@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks.bench_layouts_gpu import Load
 from benchmarks.full_models import CONFIGS
-from benchmarks.peers.ballast import GIB, ballast_bytes
 from benchmarks.peers import bench_peers
+from benchmarks.peers.ballast import GIB, ballast_bytes
 from benchmarks.peers.bench_peers import peer_settings
 from benchmarks.peers.instances import PEERS, PeerOptions, instances, write_peer_dir
 from benchmarks.peers.spread_weights import MODULE, spread, write_plugin
