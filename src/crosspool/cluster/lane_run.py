@@ -8,9 +8,9 @@ from crosspool.scheduler.step import StepHeader
 
 Outcome = tuple[SampledToken, ...] | None
 
-TELL_EVERY_S = 0.004
-"""Tokens of a run's quick steps are told together, so late at most: each time the engine and its caller wake, which
-takes a core from the ranks for a quarter of a small model's step."""
+TELL_EVERY_S = 0.016
+"""Tokens of a run's quick steps are told together, so late at most, which is one picture of a screen. Each telling
+wakes the engine and a caller, which take a core from the ranks for about as long as half a small model's step."""
 
 STARVING_PRIORITY = -(1 << 31)
 
