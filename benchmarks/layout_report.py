@@ -137,6 +137,7 @@ def add_models_words(report: Report, layout: str, rate: str, result: Mapping[str
     if "s" in rest or "." in rest:
         return  # the simulator has no weights on KV ranks, and no variants
     group = simulated(result, gpus, cast(Layout, kind), stage_times(), models)
+    by_bytes = simulated(result, gpus, cast(Layout, kind), {}, models)
     for model, figures in result["models"].items():
         if model in group.models:
             for level, share in (("p50", 0.5), ("p99", 0.99)):
@@ -144,6 +145,15 @@ def add_models_words(report: Report, layout: str, rate: str, result: Mapping[str
                 error = 100.0 * (told_ms / figures["tbt_ms"][level]["value"] - 1.0)
                 name = f"sim_error_percent.{layout}.{model}.{rate}.{level}"
                 report.metric(name, error, limit=SIMULATED_PERCENT, note=f"of TBT; simulated {told_ms:.1f} ms")
+                floor_ms = 1e3 * by_bytes.models[model].tbt.quantile(share)
+                seen = f"tbt_ms.{layout}.{model}.{rate}.{level}"
+                if seen in report.notes:
+                    report.notes[seen] += f"; by bytes alone {floor_ms:.1f} (simulated with the roofline)"
+    for index, station in enumerate(group.stations):
+        busy = 1.0 - group.bubble_share(index)
+        report.metric(
+            f"sim_busy_share.{layout}.{station}.{rate}", busy, limit=1.0, note="of the time with steps in flight"
+        )
     for level, share in (("p50", 0.5), ("p99", 0.99)):
         name, told_ms = f"ttft_ms.{layout}.all.{rate}.{level}", 1e3 * group.total.ttft.quantile(share)
         if name in report.metrics:
