@@ -466,7 +466,7 @@ def test_lists_can_be_made_from_ids_that_came_from_elsewhere():
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
-@pytest.mark.parametrize("tokens", [1, 9, 32])
+@pytest.mark.parametrize("tokens", [1, 5, 9, 32])
 @pytest.mark.parametrize(
     "options",
     [

@@ -16,6 +16,8 @@ from crosspool.units import align_up, ceil_div
 WARPS = 8
 STAGE_BYTES = 32 * 1024  # of the block's weight streams
 RED_FLOATS, OUT_STRIDE = 160, 20
+TABLE_TOKENS = 8
+"""Most tokens of which every block tables the experts, pair by pair."""
 SMEM_BYTES = 224 * 1024
 """What a layer may take of a block's 227 KiB: the server has words of its own."""
 
@@ -41,6 +43,8 @@ def fused_layer(
     moe = moe_params(weights, x, out, scratch, departure, choices)
     tokens, pairs, routing = moe.tokens, moe.tokens * moe.top_k, scratch.routing
     up_bytes, down_bytes = 2 * WARPS * ceil_div(tokens, 8) * RED_FLOATS * 4, WARPS * OUT_STRIDE * tokens * 4
+    if 1 < tokens <= TABLE_TOKENS:
+        down_bytes += 2 * TABLE_TOKENS * moe.max_unique * 4
     lists_bytes = (3 * pairs + 2 * moe.max_unique + 2) * 4
     values = pairs * moe.width + tokens * moe.shared_width
     work_bytes = align_up(max(up_bytes, down_bytes, ROUTER_SMEM_BYTES), 16)

@@ -79,6 +79,29 @@ DEVICE void gather(const MoeParams& p, u16* near) {
     *reinterpret_cast<uint4*>(near + i) = load16(i < routed ? p.act + i : p.shared_act + (i - routed));
 }
 
+// Of each chosen expert, the pair and the weight of every token of few; no pair: -1, whose weight is 0.
+struct TokenTable {
+  static constexpr int TOKENS = TILE_COLS;
+  int* pairs;  // (experts, TOKENS)
+  float* weights;
+
+  DEVICE TokenTable(void* smem, int max_unique)
+      : pairs(static_cast<int*>(smem)), weights(reinterpret_cast<float*>(pairs + max_unique * TOKENS)) {}
+  DEVICE static bool serves(int tokens) { return tokens > 1 && tokens <= TOKENS; }
+  DEVICE static int num_floats(const MoeParams& p) { return serves(p.tokens) ? 2 * TOKENS * p.max_unique : 0; }
+  // A thread an expert; call block_sync afterwards.
+  DEVICE void fill(const Lists& lists, const float* of_pairs, int unique) const {
+    for (int u = threadIdx.x; u < unique; u += MOE_THREADS) {
+#pragma unroll
+      for (int t = 0; t < TOKENS; ++t) pairs[u * TOKENS + t] = -1, weights[u * TOKENS + t] = 0.0f;
+      for (int i = lists.offsets[u]; i < lists.offsets[u + 1]; ++i) {
+        const int at = u * TOKENS + lists.tokens[i], pair = lists.pairs[i];
+        pairs[at] = pair, weights[at] = of_pairs[pair];
+      }
+    }
+  }
+};
+
 // Down: one row tile of a block. Each warp takes an eighth of the units and keeps its own sums, added in warp order.
 struct DownStep {
   using DownStream = Stream<DOWN_STAGES, DOWN_CHUNKS>;
@@ -210,6 +233,41 @@ struct DownStep {
     }
     finish(epoch);
   }
+  // The same for few tokens: each has a column of its own, zero for experts that it does not go to, so that sums stay in
+  // registers.
+  DEVICE void run_few(const TokenTable& table, u32 epoch) {
+    float sum[4] = {};  // rows `low` and `high` of tokens 2q and 2q + 1
+    DownCursor at = start();
+    uint4 held[DOWN_CHUNKS];
+    load_column(table, at, held);
+    for (int stage = 0; at.unique < unique; stage = stage + 1 == DOWN_STAGES ? 0 : stage + 1) {
+      const DownCursor next = after(at);
+      uint4 coming[DOWN_CHUNKS];
+      load_column(table, next, coming);
+      float w[2];
+      weights_of(table, at, w);
+      copy_async_wait<DOWN_STAGES - 1>();
+      float acc[2][4] = {};
+      products(stage, held, at.unique < 0 ? shared_cut.chunks : routed_cut.chunks, acc);
+      load();
+      const bool has_bias = bias != nullptr && at.unique >= 0 && at.part == 0;
+  #pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float low_sum = acc[0][c] + acc[1][c], high_sum = acc[0][c + 2] + acc[1][c + 2];
+        if (has_bias) add_bias(at.unique, low_sum, high_sum);
+        sum[c] += w[c] * low_sum;
+        sum[c + 2] += w[c] * high_sum;
+      }
+      at = next;
+  #pragma unroll
+      for (int c = 0; c < DOWN_CHUNKS; ++c) held[c] = coming[c];
+    }
+    float* out = sums + warp * tokens * OUT_STRIDE;
+  #pragma unroll
+    for (int c = 0; c < 2; ++c)
+      if (2 * q + c < tokens) out[(2 * q + c) * OUT_STRIDE + g] = sum[c], out[(2 * q + c) * OUT_STRIDE + g + 8] = sum[c + 2];
+    finish(epoch);
+  }
   // The same for one token, whose activations are near: there is one column, and sums stay in registers.
   DEVICE void run_one(u32 epoch) {
     const SharedAddress routed = shared_address(acts.routed + k_lane), shared = shared_address(acts.shared + k_lane);
@@ -242,6 +300,30 @@ struct DownStep {
   }
 
  private:
+  // Of `run_few`: this lane's part of token g's column of a unit.
+  DEVICE void load_column(const TokenTable& table, const DownCursor& c, uint4 (&to)[DOWN_CHUNKS]) const {
+  #pragma unroll
+    for (int n = 0; n < DOWN_CHUNKS; ++n) to[n] = uint4{0, 0, 0, 0};
+    if (c.unique >= unique || g >= tokens) return;
+    const bool is_shared = c.unique < 0;
+    const int pair = is_shared ? 0 : table.pairs[c.unique * TokenTable::TOKENS + g];
+    if (pair < 0) return;
+    const int row = is_shared ? shared_width : width, step = (is_shared ? shared_cut : routed_cut).chunks * 32;
+    const u16* from = is_shared ? acts.shared + g * shared_width : acts.routed + pair * width;
+    const int k = c.part * step + k_lane, k_end = min_int((c.part + 1) * step, row);
+  #pragma unroll
+    for (int n = 0; n < DOWN_CHUNKS; ++n)
+      if (k + n * 32 < k_end) to[n] = load16(from + k + n * 32);
+  }
+  // Of `run_few`: weights of tokens 2q and 2q + 1.
+  DEVICE void weights_of(const TokenTable& table, const DownCursor& c, float (&w)[2]) const {
+  #pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int token = 2 * q + n;
+      if (c.unique >= 0) w[n] = table.weights[c.unique * TokenTable::TOKENS + token];
+      else w[n] = shared_scale != nullptr && token < tokens ? load_float_l2(shared_scale + token) : 1.0f;
+    }
+  }
   // The sums of all warps, in their order.
   DEVICE void finish(u32 epoch) {
     block_sync();

@@ -57,10 +57,14 @@ struct FusedLayer {
     if (are_words) meeting.pass_by();
     else meeting.arrive();
     float* sums = reinterpret_cast<float*>(work);
-    u16* near = reinterpret_cast<u16*>(sums + MOE_WARPS * m.tokens * OUT_STRIDE);
+    float* few = sums + MOE_WARPS * m.tokens * OUT_STRIDE;
+    u16* near = reinterpret_cast<u16*>(few + TokenTable::num_floats(m));
+    const TokenTable table(few, m.max_unique);
     DownStep down(m, smem, lists, weights, sums, *unique);
     const int row_tiles = ceil_div(m.hidden, TILE_ROWS);
     if (static_cast<int>(blockIdx.x) < row_tiles) down.begin(blockIdx.x);
+    const bool are_few = TokenTable::serves(m.tokens);
+    if (are_few) table.fill(lists, weights, *unique);
     if (are_words) gather_words(m, epoch, near);
     else meeting.wait();
     if (are_near) {
@@ -71,6 +75,7 @@ struct FusedLayer {
     for (int tile = blockIdx.x; tile < row_tiles; tile += gridDim.x) {
       if (tile != static_cast<int>(blockIdx.x)) down.begin(tile);
       if (are_near && m.tokens == 1) down.run_one(epoch_out);
+      else if (are_few) down.run_few(table, epoch_out);
       else down.run(epoch_out);
     }
   }
