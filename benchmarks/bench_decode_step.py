@@ -5,8 +5,8 @@
 
 Full-size models with seeded random weights (near-uniform routing) and a seeded cache. A layout `1+1s25` puts 25 % of
 every FFN on the KV GPU beside attention. Steps are enqueued ahead and feed each other their tokens on the device.
-`attention` and `ffn` are each side's busy time: the same kernels without waits and prefetches. Split logits are
-compared with those of one GPU that runs the same slices.
+`attention` and `ffn` are each side's busy time: the same kernels without waits. Split logits are compared with those of
+one GPU that runs the same slices.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ class Steps:
         """Microseconds a layer of each side, beside its bytes, and what crossings and the rest take."""
         floor, layers = step_floor(drawn.spec, batch, context, len(drawn.slices)), drawn.spec.num_layers
         for way in (way for way in ALWAYS if way in medians):
-            model = split_model(
-                self.gpus, drawn, way, batch=batch, context=context, seed=SEED, rule=NO_WAITS, prefetches=False
-            )
+            model = split_model(self.gpus, drawn, way, batch=batch, context=context, seed=SEED, rule=NO_WAITS)
             busy = busy_times(model)
             model.stop()
             del model
@@ -77,9 +75,7 @@ class Steps:
             self.report.metric(f"{metric}.tail", busy.tail * us, note="head and sampling, part of attention")
             self.report.metric(f"{metric}.ffn", busy.ffn * us, limit=floor.ffn * us, note="bytes")
             rest = medians[way] - busy.attention - busy.ffn
-            self.report.metric(
-                f"{metric}.rest", rest * us, limit=2 * 2.75, note="two bare hops; less what is prefetched"
-            )
+            self.report.metric(f"{metric}.rest", rest * us, limit=2 * 2.75, note="two bare hops")
             print(
                 f"  {way}, us a layer: attention {busy.attention * us:.1f} (bytes {floor.attention * us:.1f}; tail "
                 f"{busy.tail * us:.1f} of it), ffn {busy.ffn * us:.1f} ({floor.ffn * us:.1f}), rest {rest * us:.1f}",

@@ -88,7 +88,7 @@ class Busy:
 
 
 def busy_times(model: SplitModel) -> Busy:
-    """Of a model made with NO_WAITS and without prefetches; of the slowest weights rank."""
+    """Of a model made with NO_WAITS; of the slowest weights rank."""
     layers, ids = model.spec.num_layers, [5 + row for row in range(model.batch)]
     model.enqueue(ids)
     model.synchronize()

@@ -32,15 +32,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Lone:
-    """A lane alone: milliseconds of a step as it runs, the same without prefetches, and each side's busy time."""
+    """A lane alone: milliseconds of a step, and each side's busy time."""
 
     step: float
-    plain_step: float
     busy: Busy
 
     @property
     def stages(self) -> StageTimes:
-        return self.busy.stages(self.plain_step)
+        return self.busy.stages(self.step)
 
 
 class LanesBench:
@@ -65,8 +64,7 @@ class LanesBench:
             busy = f"attention {lone.busy.attention:.3f}, tail {lone.busy.tail:.3f} of it, ffn {lone.busy.ffn:.3f}"
             print(
                 f"{pair}: gain {gain:.3f} of {bound:.3f} ({gain / bound:.1%}); a step {lone.step:.3f} alone "
-                f"({lone.plain_step:.3f} without prefetches; {busy}), together {together[0]:.3f} and "
-                f"{together[1]:.3f}, ideal {ideal[0]:.3f} ms",
+                f"({busy}), together {together[0]:.3f} and {together[1]:.3f}, scheduled {ideal[0]:.3f} ms",
                 flush=True,
             )
 
@@ -102,14 +100,10 @@ class LanesBench:
             (step,) = step_ms_together([model], [case.context], self.seconds / 2)
             model.stop()
             del model
-            model = self._model(case, way, prefetches=False)
-            (plain,) = step_ms_together([model], [case.context], self.seconds / 2)
-            model.stop()
-            del model
-            model = self._model(case, way, prefetches=False, rule=NO_WAITS)
+            model = self._model(case, way, rule=NO_WAITS)
             busy = busy_times(model)
             model.stop()
-            self._lone[key] = Lone(min(step, plain), plain, busy)
+            self._lone[key] = Lone(step, busy)
         return self._lone[key]
 
     def _together(self, cases: Sequence[Case], way: str) -> list[float]:

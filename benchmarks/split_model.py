@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.gpu_timing import seeded_cache
-from benchmarks.most_of_a_gpu import MostOfAGpu
 from crosspool.backends.cuda.attention_half import AttentionHalf
 from crosspool.backends.cuda.attention_pass import AttentionPass
 from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap
@@ -108,14 +107,9 @@ class SplitModel:
         sums_by: SumsBy = "words",
         route: Route = "ffn",
         fused: bool = False,
-        prefetches: bool = True,
-        spare_sms: int = 0,
         seed: int = 0,
     ) -> None:
-        """`slices`: (GPU, weights) of each weights rank in order; attention runs on GPU 0.
-
-        spare_sms: multiprocessors that attention leaves to another lane's waits.
-        """
+        """`slices`: (GPU, weights) of each weights rank in order; attention runs on GPU 0."""
         rule = rule or WaitRule(deadline_s=0.3)
         self.spec, self.batch, self.position = spec, batch, context - 1
         self.kv = Side.on(gpus.kernels[0], rule)
@@ -123,8 +117,7 @@ class SplitModel:
         geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
         with torch.cuda.device(device):
             cache = seeded_cache(geometry, batch, context + SPARE_TOKENS, seed, device)
-            kernels = MostOfAGpu(gpus.kernels[0], gpus.kernels[0].num_sms - spare_sms)
-            self.half = AttentionHalf(kernels, spec, attention, cache, batch)
+            self.half = AttentionHalf(gpus.kernels[0], spec, attention, cache, batch)
         links, self._kept = open_links(
             device, [gpus.devices[gpu] for gpu, _ in slices], (2 * batch + 32) * spec.hidden_size
         )
@@ -136,9 +129,7 @@ class SplitModel:
         crossing = AttentionCrossing(
             self.kv.kernels, self.kv.lane, links, takes_words=sums_by == "words", router=router
         )
-        source = AttentionPass(
-            self.kv.kernels, self.kv.lane, self.half, crossing, samples=True, is_decode=True, prefetches=prefetches
-        )
+        source = AttentionPass(self.kv.kernels, self.kv.lane, self.half, crossing, samples=True, is_decode=True)
         self.graph = self.kv.capture(source)
         self.weights, self.ffn_graphs, self.ffn_halves = [], [], []
         for (gpu, layers), link in zip(slices, links, strict=True):

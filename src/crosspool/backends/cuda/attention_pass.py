@@ -36,7 +36,7 @@ class AttentionPass:
     """The kernels of a pass of `half.token_ids` rows.
 
     samples: it ends with logits and a token of each row. is_decode: its rows belong to different sequences.
-    prefetches: the next layer's weights come to L2 during each wait. home: exchanges with other KV ranks.
+    home: exchanges with other KV ranks.
     """
 
     def __init__(
@@ -48,11 +48,10 @@ class AttentionPass:
         *,
         samples: bool,
         is_decode: bool = False,
-        prefetches: bool = True,
         home: TokenHome | HeadHome | None = None,
     ) -> None:
         self._kernels, self._lane, self.half, self._crossing = kernels, lane, half, crossing
-        self._is_decode, self._prefetches, self._home = is_decode, prefetches, home
+        self._is_decode, self._home = is_decode, home
         rows = len(half.token_ids)
         self._sampler = Sampler(kernels, rows, half.spec.vocab_size, half.residual.device) if samples else None
 
@@ -77,8 +76,6 @@ class AttentionPass:
             for _ in half.attend_steps(layer):
                 yield ~layer
             self._crossing.norm_put(layer, half.residual, half.norm_after_attention(layer), half.normed, eps)
-            if self._prefetches and layer + 1 < half.spec.num_layers:
-                half.prefetch(layer + 1)  # memory is idle while the weights ranks work
             yield layer
             self._crossing.wait_norm(layer, half.residual, half.norm_after_ffn(layer), half.normed, eps)
         tokens: torch.Tensor | None = None if self._sampler is None else self._sampler(half.logits())

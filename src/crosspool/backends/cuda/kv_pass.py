@@ -80,7 +80,6 @@ class KVPass:
         *,
         samples: bool,
         is_decode: bool,
-        prefetches: bool = True,
         home: TokenHome | HeadHome | None = None,
     ) -> None:
         self.rows = rows
@@ -91,7 +90,6 @@ class KVPass:
             crossing,
             samples=samples,
             is_decode=is_decode,
-            prefetches=prefetches,
             home=home,
         )
 

@@ -74,7 +74,6 @@ class KVPasses:
             self._crossing(way, kind.bucket),
             samples=kind.samples,
             is_decode=kind.is_decode,
-            prefetches=way.joined is None,  # memory is busy where the FFN runs on this GPU
             home=self._home(way, rows),
         )
 
