@@ -43,10 +43,11 @@ def a_request(rng: random.Random, index: int, max_tokens: int = 40) -> Generatio
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", ["inprocess", "processes"])
-async def test_two_hundred_requests_at_once_with_disconnects(directories, layout):
+@pytest.mark.parametrize("lanes", [{}, {"num_decode_lanes": 3, "decode_steps": 8}], ids=["steps", "runs"])
+async def test_two_hundred_requests_at_once_with_disconnects(directories, layout, lanes):
     rng = random.Random(3)
     undivided = load_undivided(directories)
-    async with Deployment(directories, layout, max_queue=50, max_num_seqs=8) as deployment:
+    async with Deployment(directories, layout, max_queue=50, max_num_seqs=8, **lanes) as deployment:
         refused = left = 0
         running: list[tuple[GenerationRequest, asyncio.Task]] = []
 
