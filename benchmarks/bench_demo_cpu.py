@@ -5,7 +5,7 @@
 
 decode_ratio_vs_transformers: the engine's API on the three demo models in two processes, greedy, 128 tokens; `b1` one
 request, `c8` eight over three models against transformers one after another (`.inprocess`: both pools in one thread).
-As in bench_numpy_decode the engine has a decode lane for each model and hands out runs of up to 32 steps.
+As in bench_numpy_decode the engine has a decode lane for each model and hands out runs of up to 16 steps.
 idle_cpu_percent: of one core, the whole process tree of `crosspool serve` without traffic.
 demo_seconds: `git clone` of the last commit, then `make demo` with plain pip, installation included.
 """

@@ -26,7 +26,7 @@ from crosspool.server.garbage import settle_memory
 
 SEED = 11
 PROMPT_TOKENS = 16
-DECODE_STEPS = 32
+DECODE_STEPS = 16
 LAYOUTS: tuple[Layout, ...] = ("inprocess", "processes")
 
 
