@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from crosspool.core import SamplingParams  # noqa: E402
 from crosspool.kv_pool.geometry import page_geometry  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow  # noqa: E402
-from tests.backends.cuda.decoding import FRAME_BYTES, build_decoder, decode_prompts  # noqa: E402
+from tests.backends.cuda.decoding import FRAME_BYTES, build_decoder  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
@@ -177,16 +178,26 @@ def directories(tmp_path_factory):
     }
 
 
-def expected_tokens(directory, prompt, count, num_slices):
-    """Greedy tokens of the undivided model on GPU 0."""
+@cache
+def undivided(path, num_slices):
+    """The model's decoder on GPU 0, with room for one sequence."""
     kernels = DeviceKernels(torch.device("cuda", 0))
-    decoder = build_decoder(
-        kernels, directory, 1, len(prompt) + count, kernels.device, num_slices=num_slices, page_tokens=PAGE_TOKENS
+    return build_decoder(
+        kernels, read_model_dir(path), 1, 128, kernels.device, num_slices=num_slices, page_tokens=PAGE_TOKENS
     )
-    tokens = list(prompt)
-    for _ in range(count):
-        _, logits = decode_prompts(decoder, [tokens])
-        tokens.append(int(logits[-1][0].argmax()))
+
+
+def expected_tokens(directory, prompt, count, num_slices):
+    """Greedy tokens of the undivided model."""
+    decoder, tokens = undivided(directory.path, num_slices), list(prompt)
+    half = decoder.attention
+    for position in range(len(prompt) + count - 1):
+        half.token_ids.fill_(tokens[position])
+        half.positions.fill_(position)
+        half.lengths.fill_(position + 1)
+        logits = decoder.step()
+        if position >= len(prompt) - 1:
+            tokens.append(int(logits[0].argmax()))
     return tokens[len(prompt) :]
 
 
