@@ -12,22 +12,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from benchmarks.bench_recovery import Answer, Plan, Traffic, model_dirs
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.report import RESULTS, Report
-from crosspool.cluster.start import start_cluster
-from crosspool.config import PREFILL_TOKENS, DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
-from crosspool.engine.async_engine import AsyncEngine
-from crosspool.engine.engine import Engine
-from crosspool.launch import cluster_config, engine_config, load_models, prepare_models
-from crosspool.units import GiB, MiB
-
-BATCHES = (2, 4, 8)
+from crosspool.units import MiB
 
 
 def kernels(report: Report, names: Sequence[str], num_layers: int | None) -> None:
@@ -73,86 +62,6 @@ def kernels(report: Report, names: Sequence[str], num_layers: int | None) -> Non
         torch.cuda.empty_cache()
 
 
-def place_of_difference(expected: Answer, found: Answer) -> int:
-    """The first token that differs; -1: none."""
-    pairs = zip(expected.token_ids, found.token_ids, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), -1)
-
-
-async def engine(report: Report, options: argparse.Namespace) -> None:
-    names = options.models.split(",")
-    config = DeploymentConfig(
-        models=tuple(ModelConfig(source=str(path)) for path in model_dirs(names, options)),
-        pools=PoolsConfig(
-            backend=options.backend,
-            weights="random" if options.parent is None else "checkpoint",
-            kv_pool_bytes=int(options.kv_gib * GiB),
-        ),
-        scheduling=SchedulingConfig(
-            max_num_batched_tokens=PREFILL_TOKENS[options.backend],
-            enable_prefix_caching=False,
-            batch_invariant=options.batch_invariant,
-        ),
-    )
-    clustered = cluster_config(config)
-    if options.gpus == 1:
-        clustered = replace(clustered, devices=tuple((rank, 0) for rank in clustered.ranks))
-    running = AsyncEngine(Engine(engine_config(config), start_cluster(clustered)).start())
-    try:
-        await load_models(running, prepare_models(config))
-        traffic = Traffic(running)
-        for name in names:
-            for size in map(int, options.prompts.split(",")):
-                await compare(report, traffic, name, size, options)
-    finally:
-        await running.close()
-
-
-async def compare(report: Report, traffic: Traffic, name: str, size: int, options: argparse.Namespace) -> None:
-    """One prompt of `size` tokens under every circumstance."""
-    rng = np.random.default_rng(size)
-
-    def plan(length: int, max_tokens: int) -> Plan:
-        return Plan(name, tuple(rng.integers(1, options.vocab, size=length).tolist()), max_tokens)
-
-    target = plan(size, options.tokens)
-    alone, _ = await traffic.ask(target)
-
-    async def decoding(others: int) -> Answer:
-        tasks = [asyncio.create_task(traffic.ask(plan(40 + 30 * each, 4 * options.tokens))) for each in range(others)]
-        await asyncio.sleep(options.settle_s)
-        answer, _ = await traffic.ask(target)
-        await asyncio.gather(*tasks)
-        return answer
-
-    async def at_once(others: int) -> Answer:
-        tasks = [asyncio.create_task(traffic.ask(plan(100 + 211 * each, 8))) for each in range(others)]
-        answer, _ = await traffic.ask(target)
-        await asyncio.gather(*tasks)
-        return answer
-
-    async def beside_chunk() -> Answer:
-        task = asyncio.create_task(traffic.ask(target))
-        await asyncio.sleep(options.settle_s / 8)
-        other = asyncio.create_task(traffic.ask(plan(options.long, 4)))
-        answer, _ = await task
-        await other
-        return answer
-
-    found = {"again": (await traffic.ask(target))[0]}
-    for batch in BATCHES:
-        found[f"decode.b{batch}"] = await decoding(batch - 1)
-    for batch in BATCHES:
-        found[f"prompts.b{batch}"] = await at_once(batch - 1)
-    found["beside_chunk"] = await beside_chunk()
-    for case, answer in found.items():
-        place = place_of_difference(alone, answer)
-        is_same = not answer.error and place < 0 and len(answer.token_ids) == target.max_tokens
-        report.metric(f"same_answer.{name}.{size}.{case}", float(is_same), limit=1.0)
-        said = "same" if is_same else answer.error or f"parts at token {place}"
-        print(f"{name}, prompt of {size}, {case}: {said}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default="kernels,engine")
@@ -188,7 +97,9 @@ def main() -> None:
     if "kernels" in options.parts:
         kernels(report, options.models.split(","), options.kernel_layers)
     if "engine" in options.parts:
-        asyncio.run(engine(report, options))
+        from benchmarks.invariance_engine import answers  # needs the packages of the server
+
+        asyncio.run(answers(report, options))
     report.write(options.out)
 
 

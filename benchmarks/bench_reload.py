@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--directory", type=Path, help="where the checkpoint is written; it may exist")
     parser.add_argument("--threads", default="1,4,8,12,16")
-    parser.add_argument("--extents", default="16", help="MiB that are read at once")
+    parser.add_argument("--extents", default="4", help="MiB that are read at once")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -17,7 +17,7 @@ from crosspool.weights_pool.checkpoint import STORED_DTYPES, Checkpoint
 from crosspool.weights_pool.loader import Read
 from crosspool.weights_pool.regions import Index
 
-EXTENT_BYTES = 16 * 1024 * 1024
+EXTENT_BYTES = 4 * 1024 * 1024
 GAP_BYTES = 256 * 1024
 """Bytes between two reads that are read along with them."""
 
