@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,23 @@ from crosspool.simulator.simulator import SimulationSettings, simulate
 from crosspool.workload.traces import read_trace
 
 QUANTILE = 0.99
-STAGE_TIMES = ("moe_layer_h200", "attention_half_h200", "decode_step_h200-x2", "lanes_h200-x2", "prefill_h200-x2")
+STAGE_TIMES = (
+    *("moe_layer_h200", "attention_half_h200", "decode_step_h200-x2"),
+    *("lanes_h200", "lanes_h200-x2", "prefill_h200-x2"),
+)
 """Kept results with measured stage times."""
 
 
 def stage_times(folder: Path = RESULTS) -> MeasuredTable:
-    """The newest of each; an empty table where there is none."""
+    """The newest of each; an empty table where there is none.
+
+    What two lanes cost each other has not been measured of every model: those that were stand for the others.
+    """
     newest = [max(found) for name in STAGE_TIMES if (found := sorted(folder.glob(f"{name}_2*.json")))]
-    return read_measured(newest) if newest else {}
+    table = read_measured(newest) if newest else {}
+    known = [model.lanes_efficiency for model in table.values() if model.lanes_efficiency]
+    others = max(known, key=len, default=())
+    return {name: replace(model, lanes_efficiency=model.lanes_efficiency or others) for name, model in table.items()}
 
 
 def planned(result: Mapping[str, Any], gpus: Mapping[str, Any], service: Mapping[str, Any], quantile: float) -> Planned:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import bench_layouts_gpu
 from benchmarks.bench_layouts_gpu import Load
 from benchmarks.layout_memory import FRAME_BYTES, RESERVE_BYTES, kv_room, tokens_in
-from benchmarks.layout_models import kv_demand, kv_held, simulated
+from benchmarks.layout_models import kv_demand, kv_held, simulated, stage_times
 from benchmarks.layout_report import add_outlook, layouts_report
 from benchmarks.layout_runs import Runs
 from benchmarks.layout_server import GPU_LAYOUTS
@@ -181,3 +181,12 @@ def test_ratios_over_different_machine_starts_are_marked(tmp_path, starts, is_ma
         (tmp_path / f"load_{layout}_0.8.json").write_text(json.dumps(run))
     report = layouts_report(Runs(tmp_path), ["a"], {})
     assert ("NOT of one machine start" in report.notes["elastic_over_crosspool.a.0.8"]) is is_marked
+
+
+def test_lanes_of_a_model_that_was_not_measured_are_taken_to_be_as_efficient_as_anothers(tmp_path):
+    metrics = {"pipeline_efficiency.qwen3-30b-a3b.b4.pause22.words": 0.9, "moe_us.glm-4.7-flash.b1.uniform.p50": 40.0}
+    for name in ("lanes_h200", "moe_layer_h200"):
+        (tmp_path / f"{name}_2026-11-30.json").write_text(json.dumps({"metrics": metrics}))
+    table = stage_times(tmp_path)
+    assert table["glm-4.7-flash"].lanes_efficiency == table["qwen3-30b-a3b"].lanes_efficiency == ((4, 0.9),)
+    assert stage_times(tmp_path / "nothing") == {}

@@ -183,6 +183,12 @@ def test_kept_results_of_the_benchmarks_are_read(tmp_path):
     assert (one.crossing_s, eight.crossing_s) == (pytest.approx(0.05e-6), pytest.approx(3e-6))
     assert cost.beside_others(decode_work(8, 0)) == pytest.approx(1 / 0.9)
     assert pooled("glm-4.7-flash").beside_others(decode_work(8, 0)) == 1.0
+    ways = ((1, "words", 0.75), (4, "words", 0.9), (4, "fused", 1.02))
+    paused = {f"pipeline_efficiency.glm-4.7-flash.b{b}.pause22.{way}": value for b, way, value in ways}
+    steps.write_text(json.dumps({"metrics": paused}))
+    cost = with_measurements(pooled("glm-4.7-flash"), read_measured([steps]), "glm-4.7-flash")
+    found = [cost.beside_others(decode_work(rows, 0)) for rows in (1, 4)]
+    assert found == [pytest.approx(1 / 0.75), pytest.approx(1 / 0.9)]
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"metrics": {"copy_tb_per_s": 4.2}}))
     with pytest.raises(ValueError, match="it has none of a model's stages"):

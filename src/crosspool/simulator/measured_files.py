@@ -31,7 +31,10 @@ _IN_STEP = re.compile(
     r"|decode_ms\.(?P<old_model>.+)\.1\+1\.b(?P<old_batch>\d+)\.(?P<old_context>\d+)k\.graphs"
     r"\.(?P<old_part>ffn|crossing)_us_a_layer"
 )
-_LANES = re.compile(r"pipeline_efficiency\.(?P<model>[^+]+)\.b(?P<batch>\d+)\+(?P=model)\.b(?P=batch)\.\d+k\.graphs")
+_LANES = re.compile(
+    r"pipeline_efficiency\.(?P<model>[^+]+)\.b(?P<batch>\d+)"
+    r"(\+(?P=model)\.b(?P=batch)\.\d+k\.graphs|\.pause\d+\.words)"
+)
 _PREFILL = re.compile(r"ttft_ms\.(?P<model>.+)\.1\+1\.(?P<context>\d+)k")
 LEAST_CROSSING_US = 0.05
 """Of crossings that hide behind prefetched weights altogether."""
