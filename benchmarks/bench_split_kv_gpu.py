@@ -36,8 +36,8 @@ from crosspool.units import GiB, MiB
 
 MODEL = "glm-4.7-flash"
 FRAME_BYTES = 2 * MiB
-SEED, KV_STD = 11, 3.25
-"""Of cached latents: some tens of a million slots then share a head's attention, wherever they lie."""
+SEED, KV_STD = 11, 4.5
+"""Of cached latents: few of a million slots then share a head's attention, and what they hold counts."""
 
 CONTEXTS = (8192, 131072)
 CHECKED, TIMED = 3, 11

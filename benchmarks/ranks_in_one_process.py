@@ -15,6 +15,7 @@ from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.ffn_worker import CudaFFNWorker
 from crosspool.backends.cuda.frames import KVFrames
 from crosspool.backends.cuda.kv_worker import CudaAttentionWorker
+from crosspool.backends.cuda.lane import on_device
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.link import Site
@@ -66,6 +67,7 @@ class RanksInOneProcess:
             kv_dtype="bfloat16",
         )
         on = dict.fromkeys(self.names, kernels.device) | {"w0": weights_kernels.device}
+        self._devices = on
         devices = {rank: device.index or 0 for rank, device in on.items()}
         rule = WaitRule(deadline_s=DEADLINE_S)
         for rank, index in devices.items():
@@ -161,13 +163,14 @@ class RanksInOneProcess:
         while halves:
             for name in list(halves):
                 wait = waits[name]
-                if wait is not None and not wait.satisfied():
-                    continue
-                try:
-                    waits[name] = next(halves[name])
-                except StopIteration as stop:
-                    result = stop.value if name == self.home else result
-                    del halves[name]
+                with on_device(self._devices[name]):  # links open on the current one
+                    if wait is not None and not wait.satisfied():
+                        continue
+                    try:
+                        waits[name] = next(halves[name])
+                    except StopIteration as stop:
+                        result = stop.value if name == self.home else result
+                        del halves[name]
             if time.monotonic() > until_s:
                 raise RuntimeError(f"step {step.header.step_seq} does not end: {sorted(halves)} wait")
         assert isinstance(result, tuple)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,6 +33,15 @@ SHORT, AMPLE = 24, 400
 """Frames of a pool that a wave of requests fills, and of one that it does not."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _short_turns_of_the_interpreter():
+    """The ranks' thread looks at its words without a pause; by default it gives the others a turn every 5 ms only."""
+    kept = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(kept)
+
+
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
@@ -58,12 +68,14 @@ async def engine_of(directories, backing, num_frames) -> AsyncIterator[AsyncEngi
         ClusterConfig(
             backend="cuda",
             layout="inprocess",
+            hosts=(("kv0", "w0"),),
             num_frames=config.num_frames,
             frame_bytes=2 * MiB,
             kv_backing=backing,
             max_tokens_per_step=config.max_tokens_per_step,
             num_lanes=config.num_lanes,
             devices=(("kv0", 0), ("w0", 0)),
+            spin_us=200_000,
             start_timeout_s=180,
         )
     )
