@@ -53,6 +53,26 @@ def test_bounds_are_checked(kind: type, field: str, value: object) -> None:
         kind(**{field: value})
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"host_pool_bytes": 100}, "hold at least two frames of 2097152 bytes"),
+        ({"host_pool_bytes": GiB, "backend": "cuda"}, "with backend cuda; only the NumPy backend"),
+        ({"host_pool_bytes": GiB, "kv_backing": "vmm"}, "with kv_backing vmm"),
+        ({"host_pool_bytes": -1}, "must be 0, or hold"),
+    ],
+)
+def test_host_memory_for_kv_is_refused_where_nobody_would_use_it(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"host_pool_bytes is {changes['host_pool_bytes']}.*{message}"):
+        PoolsConfig(**changes)  # type: ignore[arg-type]
+
+
+def test_host_memory_for_kv_needs_the_prefix_cache() -> None:
+    model, scheduling = ModelConfig(source="/a/x"), SchedulingConfig(enable_prefix_caching=False)
+    with pytest.raises(ValueError, match="host_pool_bytes is 1073741824 without enable_prefix_caching"):
+        DeploymentConfig(models=(model,), pools=PoolsConfig(host_pool_bytes=GiB), scheduling=scheduling)
+
+
 def test_names_must_differ_aliases_included() -> None:
     first, second = ModelConfig(source="/a/x"), ModelConfig(source="/b/y", aliases=("x",))
     with pytest.raises(ValueError, match=r"two models are called 'x': /a/x and /b/y"):

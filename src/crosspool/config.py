@@ -101,6 +101,7 @@ class PoolsConfig:
     layout: Layout = "processes"
     baseline: Baseline | None = None  # None: two pools; else another layout of the same memory, to measure against
     kv_pool_bytes: int = 256 * MiB  # of each KV rank: one budget over all models, cut into frames
+    host_pool_bytes: int = 0  # of each KV rank: host memory for cached KV that has to go; 0: it is dropped
     num_kv_ranks: int = 1
     kv_backing: KVBacking = "arena"  # vmm: frames are mapped into a range of addresses for each model
     kv_split: KVSplit = "auto"  # of models that say nothing else
@@ -138,6 +139,7 @@ class PoolsConfig:
         if self.num_weights_ranks < 1:
             raise ValueError(f"weights_ranks is {self.num_weights_ranks}; it must be at least 1")
         self._check_shares()
+        self._check_host_pool()
         if self.num_prefill_ranks < 1:
             raise ValueError(f"prefill_ranks is {self.num_prefill_ranks}; it must be at least 1")
         if self.num_prefill_ranks > 1 and self.prefill == "inline":
@@ -149,6 +151,19 @@ class PoolsConfig:
             )
         if self.prefill == "dedicated" and self.baseline is not None:
             raise ValueError(f"prefill is dedicated with baseline {self.baseline}, which has no pools; use inline")
+
+    def _check_host_pool(self) -> None:
+        if self.host_pool_bytes == 0:
+            return
+        size = f"host_pool_bytes is {self.host_pool_bytes}"
+        if self.host_pool_bytes < 2 * self.frame_bytes:
+            raise ValueError(f"{size}; it must be 0, or hold at least two frames of {self.frame_bytes} bytes")
+        if self.backend != "numpy":
+            raise ValueError(f"{size} with backend {self.backend}; only the NumPy backend keeps KV there, so set 0")
+        if self.kv_backing == "vmm":
+            raise ValueError(f"{size} with kv_backing vmm, whose frames move; use arena, or set 0")
+        if self.baseline is not None:
+            raise ValueError(f"{size} with baseline {self.baseline}, which has no pools; set 0")
 
     def _check_shares(self) -> None:
         shares = self.weights_shares
@@ -256,6 +271,11 @@ class DeploymentConfig:
     download_dir: str | None = None
 
     def __post_init__(self) -> None:
+        if self.pools.host_pool_bytes and not self.scheduling.enable_prefix_caching:
+            raise ValueError(
+                f"host_pool_bytes is {self.pools.host_pool_bytes} without enable_prefix_caching, which is what finds "
+                "KV there; turn it on, or set host_pool_bytes 0"
+            )
         taken: dict[str, str] = {}
         for model in self.models:
             for name in (model.served_name, *model.aliases):

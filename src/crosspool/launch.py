@@ -85,6 +85,7 @@ def engine_config(config: DeploymentConfig) -> EngineConfig:
     return EngineConfig(
         kv_budget_bytes=kv_bytes_of_each(config),
         kv_backing=config.pools.kv_backing,
+        host_budget_bytes=config.pools.host_pool_bytes,
         frame_bytes=config.pools.frame_bytes,
         kv_ranks=kv_ranks(config),
         prefill_ranks=prefill_ranks(config),
@@ -130,6 +131,7 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         hosts=() if are_apart(config) else hosts(config),
         order=order(config),
         num_frames=engine.num_frames,
+        num_host_frames=engine.num_host_frames,
         frame_bytes=engine.frame_bytes,
         max_tokens_per_step=max(engine.max_num_batched_tokens, engine.max_num_seqs),
         num_lanes=engine.num_lanes,

@@ -122,6 +122,9 @@ class Settings(BaseSettings):
         None, description="serve without pools, to measure against: whole models with KV of their own, or KV shared"
     )
     kv_pool_bytes: Size = Field("256MiB", description="the KV pool that all models share; on each of several KV ranks")
+    host_pool_bytes: Size = Field(
+        "0", description="host memory of each KV rank for cached KV that has to make room, on CPUs; 0: it is dropped"
+    )
     frame_bytes: Size = Field("2MiB", description="granularity of KV memory")
     kv_ranks: int = Field(1, description="ranks that hold KV, with kv_pool_bytes each")
     kv_backing: KVBacking = Field("arena", description="one allocation, or vmm: frames mapped into a range a model")
@@ -292,6 +295,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             layout=settings.layout,
             baseline=settings.baseline,
             kv_pool_bytes=parse_size(settings.kv_pool_bytes),
+            host_pool_bytes=parse_size(settings.host_pool_bytes),
             frame_bytes=parse_size(settings.frame_bytes),
             num_kv_ranks=settings.kv_ranks,
             kv_backing=settings.kv_backing,

@@ -59,8 +59,10 @@ class Conversations(RuleBasedStateMachine):
         is_ahead=st.booleans(),
         max_num_batched_tokens=st.sampled_from([5, 16, 64]),
         num_prefill_lanes=st.integers(1, 2),
+        num_host_frames=st.sampled_from([0, 4, 20, 200]),
     )
-    def begin(self, admission, seed, is_ahead, **settings):
+    def begin(self, admission, seed, is_ahead, num_host_frames, **settings):
+        settings["host_budget_bytes"] = num_host_frames * FRAME_BYTES
         config = a_config(NUM_FRAMES, admission=admission, max_num_seqs=5, forecast_quantile=0.5, **settings)
         self.drive = Drive(config, MODELS, seed=seed, fail_rate=0.03, is_ahead=is_ahead)
         self.told: dict[str, list[list[int]]] = {model.name: [[]] for model in MODELS}
@@ -134,10 +136,12 @@ def in_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 @pytest.mark.fuzz
 @settings(max_examples=settings.default.max_examples // 2)
-@given(seed=st.integers(0, 10**6))
-def test_with_room_for_all_exactly_what_was_written_before_is_reused(seed):
+@given(seed=st.integers(0, 10**6), has_tier=st.booleans())
+def test_with_room_for_all_exactly_what_was_written_before_is_reused(seed, has_tier):
+    """Room in the pool, or in a host tier beside a pool that holds one request at a time."""
     rng = random.Random(seed)
-    drive = Drive(a_config(100_000, max_num_seqs=4), MODELS, seed=seed)
+    frames = {"host_budget_bytes": 100_000 * FRAME_BYTES} if has_tier else {}
+    drive = Drive(a_config(24 if has_tier else 100_000, max_num_seqs=4, **frames), MODELS, seed=seed)
     written: dict[tuple[str, str | None], list[list[int]]] = {}
     for _ in range(12):
         name, salt = rng.choice(sorted(PAGE_TOKENS)), rng.choice([None, "s"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,7 +14,9 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
+from crosspool.commands.ps import models_table
 from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig, ServerConfig
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
@@ -163,6 +166,26 @@ def test_switched_off_every_token_is_computed(config: DeploymentConfig):
         assert [cached(answer) for answer in answers] == [0, 0]
         assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
         assert live.stats().pools[0].frames_reusable == 0
+
+
+def test_a_conversation_that_made_room_comes_back_from_host_memory_and_the_numbers_say_so(config: DeploymentConfig):
+    host = replace(config, pools=replace(config.pools, kv_pool_bytes=30 * 64 * KiB, host_pool_bytes=100 * 64 * KiB))
+    with live_deployment(host) as live, OpenAI(base_url=f"{live.url}/v1", api_key="unused", max_retries=0) as client:
+        prompt, answers = list(range(100, 300)), []
+        for number in range(3):
+            answers.append(client.completions.create(model="P", prompt=prompt, max_tokens=4, temperature=0))
+            client.completions.create(model="Q", prompt=[5 + number] * 380, max_tokens=4)
+        assert [cached(answer) for answer in answers] == [0, 192, 192]
+        assert len({answer.choices[0].text for answer in answers}) == 1
+        found = metrics(live)
+        assert found["crosspool:prefix_cache_brought_back_total", "P", None] >= 10
+        assert found["crosspool:prefix_cache_stowed_total", "Q", None] >= 20
+        (pool,), models = live.stats().pools, live.stats().models
+        assert pool.host_frames_used == sum(model.frames_stowed for model in models) <= pool.host_frames_budget == 99
+        stats = httpx2.get(f"{live.url}/stats").json()
+        shown = Console(width=120, file=io.StringIO())
+        shown.print(models_table(stats, 120))
+        assert "STOWED" in shown.file.getvalue()
 
 
 def test_a32_idle_models_pages_are_the_others_at_once_and_a_trim_gives_them_back(config: DeploymentConfig):

@@ -13,6 +13,7 @@ from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.kv_pool.split import KVSplit
 from crosspool.models.spec import DenseFFNSpec, GQASpec, LayerSpec, ModelSpec, RopeSpec, WeightFormat
+from crosspool.scheduler.step import StepDescriptor
 from tests.support.simulated_cluster import VOCAB_SIZE, SimulatedCluster, expected_tokens
 
 FRAME_BYTES = 4096
@@ -153,13 +154,17 @@ class Drive:
         self._take(self.core.on_time(self.now))
         for rank, ids in self.core.take_forgotten().items():
             self.cluster.forget(rank, ids)
-        for step in self.core.schedule(self.now):
-            self.cluster.submit(step, self.now)
+        self._submit(self.core.schedule(self.now))
         if self.is_ahead:
-            for step in self.core.schedule_ahead(self.now):
-                self.cluster.submit(step, self.now)
-                self.num_ahead += 1
+            self.num_ahead += self._submit(self.core.schedule_ahead(self.now))
         self.check()
+
+    def _submit(self, steps: Sequence[StepDescriptor]) -> int:
+        for rank, copies in self.core.take_copies().items():
+            self.cluster.copy_frames(rank, copies)
+        for step in steps:
+            self.cluster.submit(step, self.now)
+        return len(steps)
 
     def next_moment(self) -> float | None:
         moments = [self.cluster.next_event_s(), self.core.next_deadline(self.now)]

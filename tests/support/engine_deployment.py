@@ -69,6 +69,7 @@ class Deployment:
                 weights_ranks=WEIGHTS_RANKS,
                 prefill_ranks=self.config.prefill_ranks,
                 num_frames=self.config.num_frames,
+                num_host_frames=self.config.num_host_frames,
                 frame_bytes=FRAME_BYTES,
                 max_tokens_per_step=self.config.max_tokens_per_step,
                 num_lanes=self.config.num_lanes,

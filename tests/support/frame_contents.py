@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from crosspool.kv_pool.host_tier import FrameCopy
+
 Page = tuple[int, ...]
 
 
@@ -25,6 +27,7 @@ class FrameContents:
 
     def __init__(self) -> None:
         self._frames: dict[tuple[str, int], tuple[tuple[str, int], dict[int, int]]] = {}
+        self._host: dict[tuple[str, int], tuple[tuple[str, int], dict[int, int]]] = {}
 
     def spoil(self, kv_rank: str, model: str, page: Page, slots: range) -> None:
         """A step is about to write these slots: nobody may rely on them before it has ended well."""
@@ -41,6 +44,17 @@ class FrameContents:
                 self._frames[kv_rank, frame] = ((model, place), slots)
             slots.update(marks)
 
+    def copy(self, kv_rank: str, rank: str, copies: Sequence[FrameCopy]) -> None:
+        """To `rank`'s host memory and back; its frames are those of `kv_rank`."""
+        for each in copies:
+            for frame, host_frame in zip(each.frames, each.host_frames, strict=True):
+                assert host_frame > 0
+                source, target = (self._frames, self._host) if each.is_stowed else (self._host, self._frames)
+                here, there = ((kv_rank, frame), (rank, host_frame))
+                found = source.get(here if each.is_stowed else there)
+                assert found is not None, f"a copy of nothing: {each}"
+                target[there if each.is_stowed else here] = (found[0], dict(found[1]))
+
     def check(self, kv_rank: str, model: str, page: Page, marks: Sequence[int]) -> None:
         """The page's first slots hold `marks`, in each of its frames."""
         for place, frame in enumerate(page):
@@ -53,3 +67,7 @@ class FrameContents:
         """What the rank's frames held is gone, or what these of them did."""
         lost = {key for key in self._frames if key[0] == kv_rank and (frames is None or key[1] in frames)}
         self._frames = {key: value for key, value in self._frames.items() if key not in lost}
+
+    def lose_host(self, rank: str) -> None:
+        """What the rank's host memory held is gone."""
+        self._host = {key: value for key, value in self._host.items() if key[0] != rank}

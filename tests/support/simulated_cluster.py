@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from crosspool.cluster.base import Event, RankLost, RankReady, StepDone, StepFailed, StepTokens
 from crosspool.core import SampledToken
 from crosspool.engine.served_model import ServedModel
+from crosspool.kv_pool.host_tier import FrameCopy
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepResult, StepRow
 from tests.support.frame_contents import FrameContents, Marks
 
@@ -90,6 +91,7 @@ class SimulatedCluster:
         self.durations: dict[str, float] = {}  # by model; random where a model has none
         self._events: list[tuple[float, int, Event]] = []
         self._count = 0
+        self.num_copies = 0
         self._contents = FrameContents()
 
     def submit(self, step: StepDescriptor, now: float) -> None:
@@ -153,10 +155,23 @@ class SimulatedCluster:
                 assert all(row.sequence_id != sequence_id for row in step.rows), "forgotten under a running step"
             self.known.get(kv_rank, {}).pop(sequence_id, None)
 
+    def copy_frames(self, kv_rank: str, copies: Sequence[FrameCopy]) -> None:
+        """At once, whatever runs: nobody's page is written over. A rank that is away copies nothing."""
+        if kv_rank in self.down:
+            return
+        used = {
+            frame for known in self.known.values() for each in known.values() for page in each.pages for frame in page
+        }
+        for copy in copies:
+            assert copy.is_stowed or used.isdisjoint(copy.frames), "a page that is brought back has an owner already"
+        self._contents.copy(ALL_RANKS if self.kv_ranks else kv_rank, kv_rank, copies)
+        self.num_copies += len(copies)
+
     def lose(self, rank: str, now: float, back_in_s: float | None) -> None:
         """A rank dies; steps that need it fail, and it comes back after `back_in_s`."""
         self.down.add(rank)
         self.known.pop(rank, None)
+        self._contents.lose_host(rank)
         if rank in self.kv_ranks:
             first = self.kv_ranks.index(rank) * self.num_frames
             self._contents.lose(ALL_RANKS, range(first, first + self.num_frames))

@@ -19,6 +19,7 @@ from crosspool.cluster.base import (
 )
 from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
+from crosspool.kv_pool.host_tier import FrameCopy
 from crosspool.scheduler.step import StepDescriptor
 
 _SEPARATOR = "."
@@ -84,6 +85,9 @@ class ApartCluster:
     def map_ahead(self, kv_rank: str, hints: Sequence[Hint]) -> None:
         for slot in range(self._num_slots[kv_rank]):
             self._inner.map_ahead(own_rank(kv_rank, slot), hints)
+
+    def copy_frames(self, kv_rank: str, copies: Sequence[FrameCopy]) -> None:
+        raise AssertionError("processes that share memory without pools have no host memory of their own for it")
 
     def backing_counts(self) -> dict[str, BackingCounts]:
         return self._inner.backing_counts()

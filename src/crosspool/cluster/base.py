@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 from crosspool.core import SampledToken
 from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
+from crosspool.kv_pool.host_tier import FrameCopy
 from crosspool.kv_pool.split import KVSplit
 from crosspool.models.spec import DType
 from crosspool.scheduler.step import StepDescriptor, StepResult
@@ -192,6 +193,10 @@ class Cluster(Protocol):
 
     def map_ahead(self, kv_rank: str, hints: Sequence[Hint]) -> None:
         """Tell a KV rank with mapped frames what models will need soon, and what nobody needs."""
+        ...
+
+    def copy_frames(self, kv_rank: str, copies: Sequence[FrameCopy]) -> None:
+        """Let a KV rank copy pages to host memory and back, before the steps that are submitted from now on."""
         ...
 
     def backing_counts(self) -> dict[str, BackingCounts]:

@@ -23,6 +23,7 @@ class ClusterConfig:
     hosts: tuple[tuple[str, ...], ...] = ()  # ranks that share a thread or process; those not named get one each
     backend: str = "numpy"  # or `cuda`, or a module (`worker.make_worker`)
     num_frames: int  # of each KV rank
+    num_host_frames: int = 0  # of each KV rank, for pages that its pool gives up; 0: they are dropped
     frame_bytes: int
     max_tokens_per_step: int
     num_lanes: int = 3  # opened with each model; a step in a further lane opens that lane
@@ -46,6 +47,11 @@ class ClusterConfig:
             raise ValueError("a cluster needs at least one KV rank and one weights rank")
         if self.kv_backing == "vmm" and len(self.kv_ranks) > 1:
             raise ValueError(f"kv_backing is vmm with {len(self.kv_ranks)} KV ranks; use arena, or one KV rank")
+        if self.num_host_frames and (self.backend == "cuda" or self.kv_backing == "vmm"):
+            raise ValueError(
+                f"num_host_frames is {self.num_host_frames} with backend {self.backend} and kv_backing "
+                f"{self.kv_backing}; host memory for KV needs arenas of the NumPy backend, so set it to 0"
+            )
         self._check_names()
         if self.order not in ORDER_POLICIES:
             raise ValueError(f"order is {self.order!r}; it must be one of {', '.join(ORDER_POLICIES)}")

@@ -14,6 +14,7 @@ from crosspool.cluster.region import FileRegion, Region
 from crosspool.core import SampledToken
 from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
+from crosspool.kv_pool.host_tier import FrameCopy
 from crosspool.scheduler.step import StepDescriptor, StepHeader, StepResult
 
 
@@ -77,6 +78,13 @@ class MapAhead:
 
 
 @dataclass(frozen=True, slots=True)
+class CopyFrames:
+    """Copy pages to host memory and back, in this order, at once (KV ranks only): no step under way uses them."""
+
+    copies: tuple[FrameCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class OpenChannels:
     """Open, or replace, the lane's two channels with `peer`; `capacity` in float32 elements of one slot.
 
@@ -102,7 +110,19 @@ class Stop:
     """End the host of this rank."""
 
 
-ToRank = Boot | AddModel | RemoveModel | Step | AbortStep | Forget | MapAhead | OpenChannels | CloseChannels | Stop
+ToRank = (
+    Boot
+    | AddModel
+    | RemoveModel
+    | Step
+    | AbortStep
+    | Forget
+    | MapAhead
+    | CopyFrames
+    | OpenChannels
+    | CloseChannels
+    | Stop
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from crosspool.cluster.turned import TurnedHost
 from crosspool.core import SampledToken
 from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
+from crosspool.kv_pool.host_tier import FrameCopy
 from crosspool.scheduler.step import StepDescriptor
 
 logger = logging.getLogger(__name__)
@@ -185,6 +186,10 @@ class RankCluster:
     def map_ahead(self, kv_rank: str, hints: Sequence[Hint]) -> None:
         """Tell a KV rank with mapped frames what models will need."""
         self._send(kv_rank, messages.MapAhead(tuple(hints)))
+
+    def copy_frames(self, kv_rank: str, copies: Sequence[FrameCopy]) -> None:
+        """Let a KV rank copy pages before the steps that are submitted from now on; one that is away has none."""
+        self._send(kv_rank, messages.CopyFrames(tuple(copies)))
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Events since the last call; waits up to `timeout_s` for the first, without spinning."""

@@ -126,6 +126,8 @@ class RankLoop:
                 if self._worker.mapping is not None:
                     self._worker.mapping.hint(hints)
                     self._report_mapping(self._worker.mapping)
+            case messages.CopyFrames(copies):
+                self._worker.host_frames.copy(copies)
             case messages.OpenChannels():
                 self._open(message)
             case messages.CloseChannels(peer):

@@ -19,6 +19,7 @@ from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.config import ClusterConfig
 from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
+from crosspool.kv_pool.host_tier import FrameCopy
 
 if TYPE_CHECKING:
     from crosspool.kv_pool.backing.mapped_frames import MappedFrames
@@ -71,6 +72,14 @@ class MapsPages(Protocol):
     def counts(self) -> BackingCounts: ...
 
 
+class CopiesFrames(Protocol):
+    """Host memory of a rank for pages that its pool gives up (`kv_pool/host_tier.py`)."""
+
+    def copy(self, copies: Sequence[FrameCopy]) -> None:
+        """Carry them out in their order; no step under way uses their frames."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RankWorker:
     """A rank's worker: an attention worker on a KV rank, an FFN worker on a weights rank, or a prefill worker."""
@@ -81,6 +90,7 @@ class RankWorker:
     links: OpensLinks | None = None  # None: channels in host memory
     share_worker: ShareWorker | None = None  # None: the backend cannot split a model over KV ranks
     mapping: MapsPages | None = None  # None: frames are where they are
+    copying: CopiesFrames | None = None  # None: there is no host memory for pages
 
     @property
     def is_kv(self) -> bool:
@@ -100,6 +110,11 @@ class RankWorker:
         if self.share_worker is None:
             raise ValueError("this backend does not split a model over KV ranks; use one KV rank")
         return self.share_worker
+
+    @property
+    def host_frames(self) -> CopiesFrames:
+        assert self.copying is not None, "a rank without host memory was told to copy pages"
+        return self.copying
 
     @property
     def ffn(self) -> FFNWorker:
@@ -144,8 +159,8 @@ def _numpy_worker(config: ClusterConfig, rank: str) -> RankWorker:
 
         sizes = (config.num_frames, config.frame_bytes)
         mapped = _mapped_frames(*sizes) if config.kv_backing == "vmm" else None
-        worker = NumpyAttentionWorker(*sizes, rank, config.kv_ranks, mapped)
-        return RankWorker(attention_worker=worker, share_worker=worker, mapping=mapped)
+        worker = NumpyAttentionWorker(*sizes, rank, config.kv_ranks, mapped, config.num_host_frames)
+        return RankWorker(attention_worker=worker, share_worker=worker, mapping=mapped, copying=worker.host_frames)
     if rank in config.prefill_ranks:
         from crosspool.backends.numpy.prefill_worker import NumpyPrefillWorker
 

@@ -21,12 +21,17 @@ def run(client: ServerClient, *, as_json: bool, console: Console) -> None:
 
 
 def models_table(stats: dict[str, Any], width: int) -> Table:
-    """One row a model: state, weights, KV, context, queue, running. A narrow terminal gets fewer columns."""
+    """One row a model: state, weights, KV, context, queue, running. A narrow terminal gets fewer columns.
+
+    With host memory for KV there is one more: what lies there.
+    """
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("MODEL", overflow="fold")
     table.add_column("STATE", no_wrap=True)
     narrow = width < NARROW
-    for column in ("WEIGHTS", "KV USED", *(() if narrow else ("RESERVED", "CONTEXT")), "RUN", "WAIT", "TBT P50/P99"):
+    has_tier = any(pool.get("host_frames_budget") for pool in stats["pools"])
+    held = ("KV USED", *(("STOWED",) if has_tier else ()), *(() if narrow else ("RESERVED", "CONTEXT")))
+    for column in ("WEIGHTS", *held, "RUN", "WAIT", "TBT P50/P99"):
         table.add_column(column, justify="right", no_wrap=True)
     loads = {load["name"]: load for load in stats["models"]}
     frame_bytes = {pool["kv_rank"]: pool["frame_bytes"] for pool in stats["pools"]}
@@ -40,6 +45,7 @@ def models_table(stats: dict[str, Any], width: int) -> Table:
             facts["state"],
             format_bytes(facts["weights_bytes"]),
             format_bytes(load["frames_used"] * frame) if load else "-",
+            *((format_bytes(load["frames_stowed"] * frame) if load else "-",) if has_tier else ()),
             *(() if narrow else wide),
             str(load["num_prefilling"] + load["num_decoding"] + load["num_parked"]) if load else "-",
             str(load["num_queued"]) if load else "-",

@@ -17,6 +17,7 @@ class EngineConfig:
     """
 
     kv_budget_bytes: int = 256 * MiB  # physical KV memory of one KV rank; frame 0 of it is kept for masked lanes
+    host_budget_bytes: int = 0  # host memory of each KV rank for cached pages that have to go; 0: they are dropped
     frame_bytes: int = 2 * MiB
     kv_ranks: tuple[str, ...] = ("kv0",)  # in the order in which their frames are numbered, as the cluster has them
     prefill_ranks: tuple[str, ...] = ()  # that compute prompts beside the pools; prefill lanes take them in turn
@@ -59,6 +60,11 @@ class EngineConfig:
                 f"kv_budget_bytes is {self.kv_budget_bytes}, less than two frames of {self.frame_bytes} bytes; "
                 f"set it to {2 * self.frame_bytes} or more"
             )
+        if self.host_budget_bytes and self.num_host_frames < 2:
+            raise ValueError(
+                f"host_budget_bytes is {self.host_budget_bytes}, less than two frames of {self.frame_bytes} bytes; "
+                f"set it to {2 * self.frame_bytes} or more, or to 0"
+            )
         if not 0.0 < self.forecast_quantile <= 1.0:
             raise ValueError(f"forecast_quantile is {self.forecast_quantile}; it must lie in (0, 1]")
         for name in ("ageing_s", "recovery_timeout_s", "bypass_window"):
@@ -69,6 +75,11 @@ class EngineConfig:
     def num_frames(self) -> int:
         """Frames of one KV rank, the reserved frame 0 included: the size of a worker's arena."""
         return self.kv_budget_bytes // self.frame_bytes
+
+    @property
+    def num_host_frames(self) -> int:
+        """Frames of one KV rank's host memory, one that is never used included; 0: there is none."""
+        return self.host_budget_bytes // self.frame_bytes
 
     @property
     def max_tokens_per_step(self) -> int:

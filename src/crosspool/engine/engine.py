@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,7 @@ from crosspool.errors import (
     StepError,
     WorkerLostError,
 )
+from crosspool.scheduler.step import StepDescriptor
 
 logger = logging.getLogger(__name__)
 
@@ -269,12 +271,16 @@ class Engine:
         self._models.remove_drained()
         for kv_rank, sequence_ids in self._core.take_forgotten().items():
             self._cluster.forget(kv_rank, sequence_ids)
-        for step in self._core.schedule(now):
-            self._cluster.submit(step)
-        for step in self._core.schedule_ahead(now):
-            self._cluster.submit(step)
+        self._submit(self._core.schedule(now))
+        self._submit(self._core.schedule_ahead(now))
         for kv_rank, hints in self._core.mapping_hints(now).items():
             self._cluster.map_ahead(kv_rank, hints)
+
+    def _submit(self, steps: Items[StepDescriptor]) -> None:
+        for kv_rank, copies in self._core.take_copies().items():
+            self._cluster.copy_frames(kv_rank, copies)
+        for step in steps:
+            self._cluster.submit(step)
 
     def _make_outputs(self, updates: list[SequenceUpdate], outputs: list[_Delivery], now: float) -> None:
         """Append what the updates give. A sequence that ends in one of them is forgotten with it."""

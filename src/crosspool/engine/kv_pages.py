@@ -9,6 +9,7 @@ from crosspool.engine.sequence import Sequence
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.split_pages import SplitPages
 from crosspool.engine.stats import RankFrames
+from crosspool.kv_pool.host_tier import TierCounts
 
 SequencePages = KVRankPages | SplitPages
 """What a sequence takes its pages from: one rank, or the ranks that share its model."""
@@ -127,8 +128,17 @@ class KVPages:
             evictions=sum(count.evictions for count in counts),
         )
 
+    def frames_stowed(self, model: str) -> int:
+        """Host frames with pages of the model, on all its ranks."""
+        return sum(pages.tier.num_frames(model) for pages in self._ranks(model) if pages.tier is not None)
+
+    def tier_counts(self, model: str) -> TierCounts:
+        """Of all its ranks together."""
+        counts = [pages.tier.counts[model] for pages in self._ranks(model) if pages.tier is not None]
+        return TierCounts(sum(each.stowed for each in counts), sum(each.brought_back for each in counts))
+
     def trim(self, model: str) -> int:
-        """Forget its cached pages that nobody uses, on all its ranks; the number of frames that are free now."""
+        """Forget its cached pages that nobody uses, stowed ones too, on all its ranks; the frames that are free now."""
         return sum(pages.prefix.drop_unused(model) for pages in self._ranks(model) if pages.prefix is not None)
 
     def _ranks(self, model: str) -> list[KVRankPages]:
@@ -142,6 +152,9 @@ class KVPages:
         return [*self._ranks(model)] if split is None else [split]
 
     def _num_known(self, sequence: Sequence, home: str) -> int:
-        """Pages of the sequence's first tokens that the rank has."""
+        """Pages of the sequence's first tokens that the rank has, stowed ones included."""
         prefix = self.by_rank[home].prefix
-        return 0 if prefix is None else len(prefix.find(sequence))
+        if prefix is None:
+            return 0
+        num_found = len(prefix.find(sequence))
+        return num_found + prefix.num_stowed(sequence, num_found)

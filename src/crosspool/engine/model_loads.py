@@ -93,4 +93,5 @@ class ModelLoads:
             caches_prefixes=config.prefix_caching,
             maps_frames=config.kv_backing == "vmm",
             first_frame=number * config.num_frames,
+            num_host_frames=config.num_host_frames,
         )

@@ -12,6 +12,7 @@ from crosspool.engine.sequence import Sequence
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import PoolStats
 from crosspool.kv_pool.ahead import AheadOfNeed
+from crosspool.kv_pool.host_tier import HostTier
 from crosspool.kv_pool.limits import PoolLimits, PoolSize, check_limits
 from crosspool.kv_pool.pool import KVPool, Page
 from crosspool.kv_pool.prefix_cache import CachedPage
@@ -34,8 +35,10 @@ class KVRankPages:
         caches_prefixes: bool = False,
         maps_frames: bool = False,
         first_frame: int = 0,
+        num_host_frames: int = 0,
     ) -> None:
-        """maps_frames: its frames are mapped ahead of need. first_frame: number of its frame 0 among all ranks'."""
+        """maps_frames: its frames are mapped ahead of need. first_frame: number of its frame 0 among all ranks'.
+        num_host_frames: of host memory that keeps cached pages which have to go; 0: none does."""
         self.kv_rank = kv_rank
         self.frame_bytes = frame_bytes
         self.pool = KVPool(num_frames, first_frame)
@@ -45,7 +48,8 @@ class KVRankPages:
         self.estimate = estimate
         self.stalled: set[int] = set()  # sequences that wait for a page; nothing is admitted meanwhile
         self._models: dict[str, ServedModel] = {}
-        self.prefix = PrefixPages(self.pool, self.budget, self._models) if caches_prefixes else None
+        self.tier = HostTier(num_host_frames) if num_host_frames and caches_prefixes else None
+        self.prefix = PrefixPages(self.pool, self.budget, self._models, self.tier) if caches_prefixes else None
 
     def add_model(self, model: ServedModel) -> None:
         """Serve the model within its limits. Raises ValueError where they cannot be held beside those of the others."""
@@ -123,7 +127,10 @@ class KVRankPages:
             self.prefix.lend(found)
             self.budget.open(sequence.sequence_id, self._claim(sequence, found))
             sequence.table.extend(tuple(self.prefix.take(sequence, found)))
+            self.prefix.keep_stowed(sequence)
         self._extend(sequence, sequence.num_tokens)
+        if self.prefix is not None:
+            self.prefix.bring_back(sequence)
 
     def started(self, sequence: Sequence) -> None:
         """The sequence's first step is about to be handed out: its KV worker gets to know its pages."""
@@ -220,6 +227,8 @@ class KVRankPages:
         if self.prefix is not None:
             for model in self._models:
                 self.prefix.drop_unused(model)
+        if self.tier is not None:
+            self.tier.clear()
         self.nothing_is_mapped()
 
     def nothing_is_mapped(self) -> None:
@@ -258,6 +267,8 @@ class KVRankPages:
             frames_limit=self.limits.budget,
             frames_kept=self.limits.kept,
             is_settling=self.budget.is_settling,
+            host_frames_budget=0 if self.tier is None else self.tier.budget,
+            host_frames_used=0 if self.tier is None else sum(map(self.tier.num_frames, self._models)),
         )
 
     def frames_reserved(self, sequence_ids: list[int]) -> int:

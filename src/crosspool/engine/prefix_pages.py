@@ -9,6 +9,7 @@ from crosspool.engine.admission import PageBudget
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.sequence_prefix import SequencePrefix
 from crosspool.engine.served_model import ServedModel
+from crosspool.kv_pool.host_tier import HostTier
 from crosspool.kv_pool.pool import KVPool, Page
 from crosspool.kv_pool.prefix_cache import CachedPage, PrefixCache
 from crosspool.kv_pool.prefix_chain import PrefixChain
@@ -31,8 +32,12 @@ class PrefixPages:
     admission takes for free frames are the pool's free ones and the reusable pages, each once.
     """
 
-    def __init__(self, pool: KVPool, budget: PageBudget, models: Mapping[str, ServedModel]) -> None:
+    def __init__(
+        self, pool: KVPool, budget: PageBudget, models: Mapping[str, ServedModel], tier: HostTier | None = None
+    ) -> None:
+        """tier: where pages that have to go are kept; not those of models that are split over KV ranks."""
         self.cache = PrefixCache()
+        self.tier = tier
         self.counts: dict[str, PrefixCounts] = {}
         self._pool = pool
         self._budget = budget
@@ -42,14 +47,20 @@ class PrefixPages:
     def add_model(self, name: str) -> None:
         self.cache.add_model(name)
         self.counts[name] = PrefixCounts()
+        if self.tier is not None:
+            self.tier.add_model(name, self._models[name].frames_per_page)
 
     def remove_model(self, name: str) -> None:
         self._pool.free(name, self.cache.remove_model(name))
+        if self.tier is not None:
+            self.tier.remove_model(name)
         del self.counts[name]
         self._newest = None
 
     def drop_unused(self, model: str) -> int:
-        """Forget the model's pages that nobody uses, and give them back; the number of frames that are free now."""
+        """Forget the model's pages that nobody uses, the stowed ones too, and give them back; frames free now."""
+        if self.tier is not None:
+            self.tier.forget(model)
         pages = self.cache.clear(model)
         self._pool.free(model, pages)
         return sum(map(len, pages))
@@ -86,8 +97,36 @@ class PrefixPages:
             self.cache.join(page, sequence.sequence_id)
         filled = self._prefix(sequence).filled
         filled.extend(found)
-        sequence.num_cached_tokens = len(filled) * sequence.table.page_tokens
+        reached = len(filled) * sequence.table.page_tokens  # pages that were brought back may go beyond
+        sequence.num_cached_tokens = max(sequence.num_cached_tokens, reached)
         return [page.page for page in found]
+
+    def num_stowed(self, sequence: Sequence, num_found: int) -> int:
+        """Pages that can be brought back behind the `num_found` that were found here."""
+        return 0 if self.tier is None else len(self._stowed(self.tier, sequence, num_found))
+
+    def keep_stowed(self, sequence: Sequence) -> None:
+        """The sequence's pages are about to be made: what is to be brought back into them outlasts the others."""
+        if self.tier is not None:
+            self.tier.keep(sequence.request.model, self._stowed(self.tier, sequence))
+
+    def bring_back(self, sequence: Sequence) -> None:
+        """Fill the sequence's own pages from stowed ones, as far as these follow what it has; it need not run them."""
+        if self.tier is None:
+            return
+        keys, first = self._stowed(self.tier, sequence), len(self._prefix(sequence).filled)
+        for key, page in zip(keys, sequence.table.pages[first:], strict=False):
+            self.tier.bring_back(sequence.request.model, key, page)
+        if keys:
+            sequence.num_cached_tokens = (first + len(keys)) * sequence.table.page_tokens
+        self.tier.keep(sequence.request.model, [])
+
+    def _stowed(self, tier: HostTier, sequence: Sequence, num_found: int = 0) -> list[bytes]:
+        """Keys of the stowed pages that follow those that the sequence has and `num_found` more."""
+        prefix, model = self._prefix(sequence), self._models[sequence.request.model]
+        last = (sequence.num_tokens - 1) // model.page_tokens
+        keys = prefix.chain.reach(last, sequence.token_ids)[len(prefix.filled) + num_found : last]
+        return keys[: tier.num_known(model.name, keys)]
 
     def catch_up(self, sequence: Sequence) -> None:
         """Before its first step: use pages that others have filled since it was admitted, in place of its own."""
@@ -189,6 +228,8 @@ class PrefixPages:
     def _evict(self, cached: CachedPage | None) -> bool:
         if cached is None:
             return False
+        if self.tier is not None and self._models[cached.model].kv_split == "one":
+            self.tier.stow(cached.model, cached.key, cached.page)
         self._pool.free(cached.model, [self.cache.evict(cached)])
         self.counts[cached.model].evictions += 1
         return True

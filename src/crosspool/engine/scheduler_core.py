@@ -5,6 +5,7 @@ Time is an argument. The engine thread and the simulator drive it the same way:
     core.on_event(event, now); core.on_time(now)      # outcomes and deadlines in, updates of sequences out
     core.schedule(now)                                # steps out, one for each lane that is free and has work
     core.schedule_ahead(now)                          # steps out that may wait behind running ones
+    core.take_copies()                                # what KV workers copy from and to host memory before those steps
     core.mapping_hints(now)                           # what KV workers that map their frames should map now
     core.take_forgotten()                             # sequences whose state the KV workers can drop
     core.next_deadline(now)                           # when to call on_time again if nothing happens
@@ -33,6 +34,7 @@ from crosspool.engine.step_log import StepLog
 from crosspool.engine.step_outcomes import StepOutcomes
 from crosspool.errors import CrossPoolError
 from crosspool.kv_pool.ahead import Hint
+from crosspool.kv_pool.host_tier import FrameCopy
 from crosspool.scheduler.step import StepDescriptor
 
 
@@ -179,6 +181,12 @@ class EngineCore:
             if hints := pages.ahead.hints(here, now, may_withdraw=not pages.budget.is_settling):
                 found[kv_rank] = hints
         return found
+
+    def take_copies(self) -> dict[str, tuple[FrameCopy, ...]]:
+        """By KV rank: what it has to copy before the steps that were handed out since the last call."""
+        tiers = {kv_rank: pages.tier for kv_rank, pages in self.pages.items() if pages.tier is not None}
+        found = {kv_rank: tier.take_copies() for kv_rank, tier in tiers.items()}
+        return {kv_rank: copies for kv_rank, copies in found.items() if copies}
 
     def take_forgotten(self) -> dict[str, list[int]]:
         """By KV rank: sequences that ended since the last call and that the rank was told of."""

@@ -43,7 +43,7 @@ def _model_stats(load: ModelLoad, kv: KVPages, num_parked: int, log: StepLog) ->
     frames_used = sum(frames.used for frames in by_rank.values())
     frames_reserved = sum(frames.reserved for frames in by_rank.values())
     frames_reusable = sum(frames.reusable for frames in by_rank.values())
-    counts = kv.prefix_counts(name)
+    counts, stowed = kv.prefix_counts(name), kv.tier_counts(name)
     limits = {rank: kv.by_rank[rank].limits for rank in model.kv_ranks}
     return ModelStats(
         name=name,
@@ -66,6 +66,9 @@ def _model_stats(load: ModelLoad, kv: KVPages, num_parked: int, log: StepLog) ->
         prefix_queries=counts.queries,
         prefix_hits=counts.hits,
         prefix_evictions=counts.evictions,
+        frames_stowed=kv.frames_stowed(name),
+        prefix_stowed=stowed.stowed,
+        prefix_brought_back=stowed.brought_back,
         num_preempted=load.num_preempted,
         num_finished={reason.value: count for reason, count in load.num_finished.items()},
         frames_floor=limits[model.kv_rank].floor(name),

@@ -96,6 +96,9 @@ class ModelStats:
     prefix_queries: int = 0  # tokens of started requests that were looked for in the prefix cache
     prefix_hits: int = 0  # of them, those that were found and not computed again
     prefix_evictions: int = 0  # pages
+    frames_stowed: int = 0  # of host memory, with cached pages that had to make room
+    prefix_stowed: int = 0  # pages that went there
+    prefix_brought_back: int = 0  # pages that came from there instead of being computed again
     num_preempted: int = 0  # sequences that lost their KV with a rank, to be prefilled again
     frames_floor: int = 0  # kept for the model, on each of its KV ranks
     frames_ceiling: int | None = None  # the most it may hold on each; None: as much as the pool's limits leave
@@ -112,7 +115,7 @@ class PoolStats:
     used: in block tables, those of several sequences once. reusable: in cached pages that nobody uses, as far as nobody
     was promised their frames: admission takes them like free ones. frames_limit: of the budget, those that all models
     together may hold now. frames_kept: of these, all floors. is_settling: live sequences were promised more than limits
-    set since allow, and are ending.
+    set since allow, and are ending. host_frames: of the rank's host memory, in all and with stowed pages.
     """
 
     kv_rank: str
@@ -125,6 +128,8 @@ class PoolStats:
     frames_limit: int = 0
     frames_kept: int = 0
     is_settling: bool = False
+    host_frames_budget: int = 0
+    host_frames_used: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -119,6 +119,22 @@ def _prefixes(stats: EngineStats) -> Iterator[Family]:
         hits.add_metric([model.name], model.prefix_hits)
         evictions.add_metric([model.name], model.prefix_evictions)
     yield from (queries, hits, evictions)
+    if any(pool.host_frames_budget for pool in stats.pools):
+        yield from _host_tier(stats)
+
+
+def _host_tier(stats: EngineStats) -> Iterator[Family]:
+    stowed = _counter("prefix_cache_stowed", "cached pages that went to host memory instead of being dropped")
+    brought_back = _counter("prefix_cache_brought_back", "pages that came from host memory instead of being run")
+    for model in stats.models:
+        stowed.add_metric([model.name], model.prefix_stowed)
+        brought_back.add_metric([model.name], model.prefix_brought_back)
+    memory = GaugeMetricFamily("crosspool:host_pool_bytes", "host memory for cached KV", labels=("rank", "state"))
+    for pool in stats.pools:
+        free = pool.host_frames_budget - pool.host_frames_used
+        for state, frames in (("used", pool.host_frames_used), ("free", free)):
+            memory.add_metric([pool.kv_rank, state], frames * pool.frame_bytes)
+    yield from (stowed, brought_back, memory)
 
 
 def _cache_config(stats: EngineStats, ranks_of: Mapping[str, Sequence[str]]) -> GaugeMetricFamily:

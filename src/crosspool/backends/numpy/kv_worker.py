@@ -8,6 +8,7 @@ from crosspool.backends.base import FloatArray, HalfStep, LaneLinks, Progress, W
 from crosspool.backends.numpy.attention_half import AttentionHalf
 from crosspool.backends.numpy.attention_step import AttentionStep, Model
 from crosspool.backends.numpy.handed_chunk import handed_chunk
+from crosspool.backends.numpy.host_frames import HostFrames
 from crosspool.backends.numpy.host_vmm import arena_at
 from crosspool.backends.numpy.kv_cache import new_arena
 from crosspool.backends.numpy.page_reader import PageReader
@@ -36,13 +37,19 @@ class NumpyAttentionWorker:
         rank: str = "kv0",
         kv_ranks: SequenceOf[str] = ("kv0",),
         mapped: MappedFrames | None = None,
+        num_host_frames: int = 0,
     ) -> None:
         """`rank` is this worker's name among `kv_ranks`, all of the deployment, which have as many frames each.
 
-        mapped: the frames, where they are mapped for each model; without it they are one arena.
+        mapped: the frames, where they are mapped for each model; without it they are one arena. num_host_frames: of
+        host memory beside the arena, for pages that the pool gives up.
         """
         self._mapped = mapped
         self._arena = new_arena(num_frames if mapped is None else 2, frame_bytes)
+        self.host_frames: HostFrames | None = None
+        if num_host_frames:
+            first_frame = tuple(kv_ranks).index(rank) * num_frames
+            self.host_frames = HostFrames(self._arena, num_host_frames, first_frame)
         self._site = Site(rank, tuple(kv_ranks), self._arena)
         self._models: dict[str, Model] = {}
         self._shares: dict[str, Share] = {}
@@ -199,7 +206,8 @@ class NumpyAttentionWorker:
         weights = sum(model.half.nbytes for model in list(self._models.values()))
         weights += sum(share.part.nbytes for share in list(self._shares.values()))
         kv_cache = self._arena.nbytes if self._mapped is None else self._mapped.num_bytes
-        return {"attention_weights": weights, "kv_cache": kv_cache, "ffn_weights": 0}
+        known = {"attention_weights": weights, "kv_cache": kv_cache, "ffn_weights": 0}
+        return known if self.host_frames is None else known | {"host_kv_cache": self.host_frames.num_bytes}
 
 
 def _answered(answers: HalfStep[None], rows: StepRows) -> HalfStep[None]:
