@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crosspool.core import FinishReason, Request, SamplingParams
-from crosspool.engine.queues import MAX_RETRY_AFTER_S, AdmissionOrder, ModelQueue
+from crosspool.engine.queues import MAX_PRIORITY_S, MAX_RETRY_AFTER_S, AdmissionOrder, ModelQueue
 from crosspool.engine.sequence import Sequence
 from crosspool.errors import QueueFullError
 from crosspool.kv_pool.block_table import BlockTable
@@ -124,6 +124,16 @@ def test_retry_after_is_the_pace_of_admissions():
     assert "try again in 7 s" in str(queue.overflow(2, ""))
     queue.take(queue.first(1)[0], now=1e6)
     assert queue.retry_after_s() == MAX_RETRY_AFTER_S
+
+
+def test_no_priority_is_worth_more_than_its_bound():
+    queue = ModelQueue("p", 100)
+    queue.push(a_sequence(1, arrival_s=0.0))
+    queue.push(a_sequence(2, arrival_s=MAX_PRIORITY_S + 1, priority=-(10**9)))
+    queue.push(a_sequence(3, arrival_s=MAX_PRIORITY_S - 1, priority=-(10**9)))
+    queue.push(a_sequence(4, arrival_s=0.0, priority=10**9))
+    queue.push(a_sequence(5, arrival_s=MAX_PRIORITY_S + 2))
+    assert [sequence.sequence_id for sequence in queue] == [3, 1, 2, 4, 5]
 
 
 def test_keys_take_turns_and_a_priority_only_counts_among_its_own():

@@ -48,6 +48,13 @@ def test_one_model_reaches_what_it_can_hold_beside_the_others_floors(budget, flo
     assert fits == (held <= limits.reach("p") or (held <= floors[0] and held <= ceilings[0]))
 
 
+def test_the_unused_part_of_a_floor_counts_as_taken():
+    limits = PoolLimits(budget=20, floors={"p": 4, "q": 3})
+    assert limits.charge({}) == 7
+    assert limits.charge({"p": 1, "other": 2}) == 4 + 3 + 2
+    assert limits.charge({"p": 6, "q": 3}) == 9
+
+
 def test_a_model_that_goes_takes_its_limits_along():
     limits = PoolLimits(budget=20, floors={"p": 4, "q": 3}, ceilings={"p": 9})
     assert limits.without("p") == PoolLimits(budget=20, floors={"q": 3})

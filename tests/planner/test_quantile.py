@@ -57,6 +57,23 @@ def test_groups_of_independent_samples_are_worth_nearly_all_of_them():
     assert estimate.effective_samples > 0.4 * 64000
 
 
+def test_an_interval_is_made_of_the_samples_of_exact_ranks():
+    """Of 1, 2, ..., n the value of a sample is its rank: P[Binomial(n, q) <= k] gives the ranks by itself."""
+    num, level = 200, 0.9
+    estimate = estimate_quantile(np.arange(1, num + 1, dtype=float), level, 0.95)
+    low, high = (binomial_quantile(num, level, tail) for tail in (0.025, 0.975))
+    assert (estimate.low, estimate.value, estimate.high) == (low, 180.0, high + 1)
+
+
+def test_few_groups_widen_the_interval():
+    """At 3 degrees of freedom Student's t of 97.5 % is 3.18, the normal quantile 1.96."""
+    groups = np.random.default_rng(3).standard_normal((4, 5000))
+    few = estimate_grouped(groups, 0.9, most_effective=400.0)
+    many = estimate_grouped(groups.reshape(400, 50), 0.9, most_effective=400.0)
+    assert few.effective_samples == many.effective_samples == 400.0
+    assert (few.high - few.low) / (many.high - many.low) == pytest.approx(3.18 / 1.96, rel=0.15)
+
+
 def test_groups_are_worth_no_more_than_is_known_of_the_process():
     groups = np.random.default_rng(0).standard_normal((64, 1000))
     free, bound = estimate_grouped(groups, 0.9), estimate_grouped(groups, 0.9, most_effective=100.0)

@@ -43,6 +43,8 @@ def moment(
         (moment(ranks_down={"kv0": 39.0}), "stuck", 61.0),
         (replace(moment(ranks_down={"kv0": 60.0}), recovery_timeout_s=5.0), "stuck", 40.0),
         (replace(moment(ranks_down={"kv0": 75.0}), recovery_timeout_s=5.0), "recovering", 25.0),
+        (moment(ranks_down={"w0": 90.0, "kv0": 39.0}), "stuck", 61.0),  # by the one that is away longest
+        (moment(ranks_down={"kv0": 39.0, "w0": 90.0}), "stuck", 61.0),
         (moment(ranks_down={"w7": 60.0}), "idle", None),
     ],
 )

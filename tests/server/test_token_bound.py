@@ -50,6 +50,18 @@ def test_the_bound_is_never_above_the_number_of_tokens(normalizer: Any) -> None:
     assert bound.least_tokens([" " * 1000]) == 0  # a template may trim it
 
 
+def test_composed_characters_count_as_one() -> None:
+    """Where tokens are made of characters, one may cover as many as Unicode composes to it, each of several."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"각": 256, "각" * 2: 257, "각" * 4: 258, "각" * 8: 259}
+    merges = [("각", "각"), ("각" * 2, "각" * 2), ("각" * 4, "각" * 4)]
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+    raw.normalizer = normalizers.NFC()
+    raw.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace()])
+    bound = TokenBound(json.loads(raw.to_str()))
+    text = "\u1100\u1161\u11a8" * 400
+    assert 0 < bound.least_tokens([text]) <= len(raw.encode(text, add_special_tokens=False).ids)
+
+
 @pytest.mark.parametrize(
     "change",
     [
