@@ -54,10 +54,15 @@ async def test_large_bodies_are_refused_by_length_and_while_they_arrive(http_wit
         for _ in range(20):
             yield b" " * 1000
 
+    async def untouched() -> AsyncIterator[bytes]:
+        pytest.fail("a body was read that is too large by its own account")
+        yield b""
+
     async with http_with(max_body_bytes=10_000) as http:
         declared = await http.post("/v1/completions", content=b" " * 10_001)
         arriving = await http.post("/v1/completions", content=chunks())
-        for response in (declared, arriving):
+        unread = await http.post("/v1/completions", content=untouched(), headers={"Content-Length": "10001"})
+        for response in (declared, arriving, unread):
             assert response.status_code == 413
             assert response.json()["error"]["code"] == "request_too_large"
             assert "10000" in response.json()["error"]["message"]
@@ -71,6 +76,7 @@ async def test_cors_is_off_unless_origins_are_named(http: httpx2.AsyncClient, ht
         preflight = await allowed.options("/v1/completions", headers=headers)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://page.example"
+        assert (await allowed.options("/v1/completions")).status_code == 401  # no preflight: a request as any other
         other = await allowed.options("/v1/completions", headers={**headers, "Origin": "https://evil.example"})
         assert "access-control-allow-origin" not in other.headers
 

@@ -62,3 +62,4 @@ async def test_large_headers_are_refused(http_with: Callable[..., httpx2.AsyncCl
         refused = await http.get("/version", headers={"X-Mine": "x" * 2048})
         assert (refused.status_code, refused.json()["error"]["code"]) == (431, "request_headers_too_large")
         assert refused.headers["x-request-id"]
+        assert (await http.get("/version", headers={"X-" + "n" * 2048: "x"})).status_code == 431  # names count too

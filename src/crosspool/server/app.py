@@ -102,7 +102,7 @@ def _middleware(config: ServerConfig) -> Sequence[Middleware]:
             Middleware(
                 CORSMiddleware,
                 allow_origins=list(config.allowed_origins),
-                allow_methods=["GET", "POST", "OPTIONS"],
+                allow_methods=["GET", "POST", "PATCH", "OPTIONS"],
                 allow_headers=["*"],
                 expose_headers=["X-Request-Id", "Retry-After"],
             )
