@@ -5,20 +5,7 @@
 #pragma once
 #include "moe_stream.cuh"
 
-// How `width` elements of k are cut into units: whole chunks of 32, so that the busiest of the warps has least.
-struct DownCut {
-  int chunks, parts;
-  DEVICE explicit DownCut(int width) : chunks(DOWN_CHUNKS), parts(0) {
-    int least = 0x7fffffff;
-#pragma unroll
-    for (int c = DOWN_CHUNKS; c >= 1; --c) {
-      const int count = ceil_div(width, c * 32), busiest = ceil_div(count, MOE_WARPS) * c;
-      if (busiest < least) least = busiest, chunks = c, parts = count;
-    }
-  }
-};
-
-// Which unit: the `part`th of an expert; unique -1: of the shared one; the number of chosen experts: none.
+// Which unit: DOWN_K elements of k, the `part`th of an expert; unique -1: of the shared one; the number of chosen experts: none.
 struct DownCursor {
   int unique, part;
 };
@@ -115,7 +102,7 @@ struct DownStep {
   const int tokens, hidden, width, shared_width;
   const u16 *routed_down, *shared_down, *bias;
   const float* shared_scale;
-  const DownCut shared_cut, routed_cut;
+  const int shared_parts, parts;  // units of the shared expert, and of each other one
   const int unique;  // how many experts are chosen
   int warp, g, q, k_lane;
   int row0 = 0, loaded = 0, load_stage = 0;
@@ -125,7 +112,8 @@ struct DownStep {
   DEVICE DownStep(const MoeParams& p, u8* smem, const Lists& lists, const float* weights, float* sums, int unique)
       : p(p), stream(smem), lists(lists), weights(weights), sums(sums), acts(p), tokens(p.tokens), hidden(p.hidden),
         width(p.width), shared_width(p.shared_width), routed_down(p.down), shared_down(p.shared_down), bias(p.down_bias),
-        shared_scale(p.shared_scale), shared_cut(shared_width), routed_cut(width), unique(unique), warp(threadIdx.x / 32),
+        shared_scale(p.shared_scale), shared_parts(ceil_div(shared_width, DOWN_K)),
+        parts(ceil_div(width, DOWN_K)), unique(unique), warp(threadIdx.x / 32),
         g(threadIdx.x % 32 / 4), q(threadIdx.x % 4), k_lane(q * 8) {}
 
   // A warp's first unit, and the one after `c`.
@@ -136,29 +124,27 @@ struct DownStep {
   }
   // Units of an expert go to warps in turn, from one on that depends on its number: experts of few units take turns.
   DEVICE DownCursor settle(DownCursor c) const {
-    while (c.unique < unique && c.part >= (c.unique < 0 ? shared_cut.parts : routed_cut.parts)) {
-      if (++c.unique < unique) c.part = (warp - lists.ids[c.unique] * routed_cut.parts) & (MOE_WARPS - 1);
+    while (c.unique < unique && c.part >= (c.unique < 0 ? shared_parts : parts)) {
+      if (++c.unique < unique) c.part = (warp - lists.ids[c.unique] * parts) & (MOE_WARPS - 1);
     }
     return c;
   }
   DEVICE DownUnit unit_at(const DownCursor& c) const {
     if (c.unique >= unique) return DownUnit{};
     const bool is_shared = c.unique < 0;
-    const int step = (is_shared ? shared_cut : routed_cut).chunks * 32, row = is_shared ? shared_width : width;
-    const int k0 = c.part * step, begin = is_shared ? 0 : lists.offsets[c.unique];
+    const int row = is_shared ? shared_width : width, k0 = c.part * DOWN_K, begin = is_shared ? 0 : lists.offsets[c.unique];
     const int count = is_shared ? tokens : lists.offsets[c.unique + 1] - begin;
-    return DownUnit{c.unique, k0, min_int(k0 + step, row), row, begin, count};
+    return DownUnit{c.unique, k0, min_int(k0 + DOWN_K, row), row, begin, count};
   }
   DEVICE void load() {
     if (ahead.unique < unique) {
       const bool is_shared = ahead.unique < 0;
-      const int chunks = is_shared ? shared_cut.chunks : routed_cut.chunks;
-      const int row = is_shared ? shared_width : width, k0 = ahead.part * chunks * 32, k = k0 + k_lane;
+      const int row = is_shared ? shared_width : width, k0 = ahead.part * DOWN_K, k = k0 + k_lane;
       const u16* weight = is_shared ? shared_down : routed_down;
       const i64 first = is_shared ? low : static_cast<i64>(lists.ids[ahead.unique]) * hidden + low;
       const u16 *low_row = weight + first * row, *high_row = low_row + (high - low) * row;
-      if (k0 + chunks * 32 <= row) stream.copy_whole(load_stage, low_row + k, high_row + k, chunks);
-      else stream.copy(load_stage, low_row, high_row, k, row, chunks);
+      if (k0 + DOWN_K <= row) stream.copy_whole(load_stage, low_row + k, high_row + k);
+      else stream.copy(load_stage, low_row, high_row, k, row);
     }
     copy_async_commit();
     ahead = after(ahead);
@@ -176,10 +162,9 @@ struct DownStep {
     while (loaded < DOWN_STAGES) load();
   }
   // A unit's weights, in their stage, times eight columns; in two chains, which are shorter.
-  DEVICE void products(int stage, const uint4 (&column)[DOWN_CHUNKS], int chunks, float (&acc)[2][4]) const {
+  DEVICE void products(int stage, const uint4 (&column)[DOWN_CHUNKS], float (&acc)[2][4]) const {
   #pragma unroll
     for (int c = 0; c < DOWN_CHUNKS; ++c) {
-      if (c >= chunks) break;
       const uint4 w_low = stream.low(stage, c), w_high = stream.high(stage, c);
       mma_bf16(acc[0], w_low.x, w_high.x, w_low.y, w_high.y, column[c].x, column[c].y);
       mma_bf16(acc[1], w_low.z, w_high.z, w_low.w, w_high.w, column[c].z, column[c].w);
@@ -193,7 +178,7 @@ struct DownStep {
   // The same onto this warp's sums.
   DEVICE void multiply(const DownUnit& u, int n0, int stage, const uint4 (&column)[DOWN_CHUNKS], float* out) const {
     float acc[2][4] = {};
-    products(stage, column, u.unique < 0 ? shared_cut.chunks : routed_cut.chunks, acc);
+    products(stage, column, acc);
   #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int at = n0 + 2 * q + c;
@@ -248,7 +233,7 @@ struct DownStep {
       weights_of(table, at, w);
       copy_async_wait<DOWN_STAGES - 1>();
       float acc[2][4] = {};
-      products(stage, held, at.unique < 0 ? shared_cut.chunks : routed_cut.chunks, acc);
+      products(stage, held, acc);
       load();
       const bool has_bias = bias != nullptr && at.unique >= 0 && at.part == 0;
   #pragma unroll
@@ -275,8 +260,7 @@ struct DownStep {
     DownCursor at = start();
     for (int stage = 0; at.unique < unique; at = after(at), stage = stage + 1 == DOWN_STAGES ? 0 : stage + 1) {
       const bool is_shared = at.unique < 0;
-      const int chunks = is_shared ? shared_cut.chunks : routed_cut.chunks, k0 = at.part * chunks * 32;
-      const int row = is_shared ? shared_width : width, pair = is_shared ? 0 : lists.pairs[at.unique];
+      const int k0 = at.part * DOWN_K, row = is_shared ? shared_width : width, pair = is_shared ? 0 : lists.pairs[at.unique];
       const SharedAddress from = is_shared ? shared + 2 * k0 : routed + 2 * (pair * width + k0);
       float w = is_shared ? 1.0f : weights[pair];
       if (is_shared && shared_scale != nullptr) w = load_float_l2(shared_scale);
@@ -284,11 +268,11 @@ struct DownStep {
   #pragma unroll
       for (int c = 0; c < DOWN_CHUNKS; ++c) {
         held[c] = uint4{0, 0, 0, 0};
-        if (g == 0 && c < chunks && k0 + k_lane + c * 32 < row) held[c] = load16_shared(from + c * 64);
+        if (g == 0 && k0 + k_lane + c * 32 < row) held[c] = load16_shared(from + c * 64);
       }
       copy_async_wait<DOWN_STAGES - 1>();
       float acc[2][4] = {};
-      products(stage, held, chunks, acc);
+      products(stage, held, acc);
       load();
       float low_value = acc[0][0] + acc[1][0], high_value = acc[0][2] + acc[1][2];
       if (bias != nullptr && !is_shared && k0 == 0) add_bias(at.unique, low_value, high_value);
@@ -308,9 +292,8 @@ struct DownStep {
     const bool is_shared = c.unique < 0;
     const int pair = is_shared ? 0 : table.pairs[c.unique * TokenTable::TOKENS + g];
     if (pair < 0) return;
-    const int row = is_shared ? shared_width : width, step = (is_shared ? shared_cut : routed_cut).chunks * 32;
+    const int row = is_shared ? shared_width : width, k = c.part * DOWN_K + k_lane, k_end = min_int((c.part + 1) * DOWN_K, row);
     const u16* from = is_shared ? acts.shared + g * shared_width : acts.routed + pair * width;
-    const int k = c.part * step + k_lane, k_end = min_int((c.part + 1) * step, row);
   #pragma unroll
     for (int n = 0; n < DOWN_CHUNKS; ++n)
       if (k + n * 32 < k_end) to[n] = load16(from + k + n * 32);

@@ -16,8 +16,9 @@ constexpr int MOE_STAGES = 5;
 #endif
 constexpr int MOE_WARPS = 8, MOE_THREADS = MOE_WARPS * 32;
 constexpr int UP_STAGES = MOE_STAGES, UP_CHUNKS = 4;      // a stage: 4 chunks of 32 elements of k a warp
-constexpr int DOWN_STAGES = MOE_STAGES, DOWN_CHUNKS = 4;  // a warp's unit: up to 128 elements of k of one expert
+constexpr int DOWN_STAGES = MOE_STAGES, DOWN_CHUNKS = 4;  // a warp's unit: 128 elements of k of one expert
 constexpr int UP_K = MOE_WARPS * UP_CHUNKS * 32;       // 1,024 elements of k a stage of the block
+constexpr int DOWN_K = DOWN_CHUNKS * 32;               // 128: each warp has its own units
 constexpr int MAX_GROUPS = 4;                    // groups of 8 tokens
 constexpr int OUT_STRIDE = 20;                   // floats a token takes in a warp's sums
 constexpr int STREAM_BYTES = MOE_STAGES * 32768;  // of either step
@@ -31,22 +32,20 @@ struct Stream {
 
   DEVICE explicit Stream(u8* smem) : mine(shared_address(smem + threadIdx.x / 32 * WARP_BYTES + threadIdx.x % 32 * 16)) {}
   // Start copying this lane's part of two rows: chunks at k, k + 32, ...; zeros at and after k_end.
-  DEVICE void copy(int stage, const u16* low_row, const u16* high_row, int k, int k_end, int chunks = CHUNKS) const {
+  DEVICE void copy(int stage, const u16* low_row, const u16* high_row, int k, int k_end) const {
     const SharedAddress to = mine + stage * CHUNKS * 1024;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-      if (c >= chunks) break;
       const bool inside = k + c * 32 < k_end;
       copy_async16(to + c * 1024, inside ? low_row + k + c * 32 : low_row, inside);
       copy_async16(to + c * 1024 + 512, inside ? high_row + k + c * 32 : high_row, inside);
     }
   }
   // The same where all of it lies inside the rows; `low`, `high`: at this lane's first k.
-  DEVICE void copy_whole(int stage, const u16* low, const u16* high, int chunks = CHUNKS) const {
+  DEVICE void copy_whole(int stage, const u16* low, const u16* high) const {
     const SharedAddress to = mine + stage * CHUNKS * 1024;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-      if (c >= chunks) break;
       copy_async16(to + c * 1024, low + c * 32);
       copy_async16(to + c * 1024 + 512, high + c * 32);
     }
