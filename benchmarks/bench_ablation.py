@@ -42,6 +42,9 @@ MODES: dict[str, tuple[Control, Pipeline]] = {
     "graphs": ("graphs", "off"),
     "graphs_pipeline": ("graphs", "on"),
 }
+AHEAD = "_ahead"
+"""Behind a mode's name: GPUs also get what is behind a lane's step before that has ended (`--steps-ahead device`)."""
+
 PAPER = {"off": 55.42, "resident": 77.86, "pipeline": 60.83, "both": 111.40}
 """Its aggregate decode tokens/s at 0.5 requests/s of each model, on 5 x A100."""
 
@@ -152,12 +155,13 @@ def arrival_times(rng: np.random.Generator, rate: float, seconds: float) -> list
 
 
 def deployment(options: argparse.Namespace, models: tuple[ModelConfig, ...], mode: str) -> DeploymentConfig:
-    control, pipeline = MODES[mode]
+    control, pipeline = MODES[mode.removesuffix(AHEAD)]
     is_cuda = options.backend == "cuda"
     pools = PoolsConfig(
         backend=options.backend,
         weights="random" if is_cuda else "checkpoint",
         control=control,
+        steps_ahead="device" if mode.endswith(AHEAD) else "host",
         order=options.order,
         kv_pool_bytes=options.kv_gib * GiB if is_cuda else 64 * MiB,
     )
@@ -234,7 +238,8 @@ async def measure(
 
 def add_gains(report: Report) -> None:
     for kind in ("ablation_tokens_per_s", "ablation_arrivals_tokens_per_s"):
-        rates = {mode: report.metrics[f"{kind}.{mode}"] for mode in MODES if f"{kind}.{mode}" in report.metrics}
+        modes = [mode + more for mode in MODES for more in ("", AHEAD)]
+        rates = {mode: report.metrics[f"{kind}.{mode}"] for mode in modes if f"{kind}.{mode}" in report.metrics}
         if "off" not in rates:
             continue
         prefix = "ablation_gain" if kind == "ablation_tokens_per_s" else "ablation_arrivals_gain"
@@ -269,16 +274,18 @@ def main() -> None:
     parser.add_argument("--order", choices=("none", "ticket", "priority"), default=None)
     parser.add_argument("--kv-gib", type=int, default=8)
     parser.add_argument("--one-gpu", action="store_true", help="both ranks on GPU 0: shows that modes work, no more")
+    parser.add_argument("--name", default="ablation", help="of the result")
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     shown = {key: value for key, value in vars(options).items() if key != "out"}
     hardware = "cpu" if options.backend == "numpy" else "h200" if options.one_gpu else "h200-x2"
-    report = Report("ablation", hardware=hardware, config=shown, seed=options.seed)
+    report = Report(options.name, hardware=hardware, config=shown, seed=options.seed)
     with tempfile.TemporaryDirectory() as folder:
         models, alone = chosen_models(options, Path(folder)), dict[str, list[int]]()
         for mode in modes_of(options):
             asyncio.run(measure(options, models, mode, report, alone))
+            report.write(options.out)
     add_gains(report)
     report.summary = summary(options)
     report.write(options.out)
@@ -295,7 +302,7 @@ def chosen_models(options: argparse.Namespace, folder: Path) -> tuple[ModelConfi
 
 
 def summary(options: argparse.Namespace) -> str:
-    what: dict[str, Any] = {mode: MODES[mode] for mode in modes_of(options)}
+    what: dict[str, Any] = {mode: MODES[mode.removesuffix(AHEAD)] for mode in modes_of(options)}
     text = f"Control and pipeline by mode: {what}; {options.streams} streams of each model at saturation."
     if options.backend == "numpy":
         text += (

@@ -34,14 +34,18 @@ SEED = 7
 STEPS = 8
 LANE_TOKENS_PER_S = 400
 CORE_LIMIT = 5.0
-WAYS: dict[str, tuple[Control, int]] = {
-    "graphs": ("graphs", 1),
-    "runs": ("graphs", STEPS),
-    "resident": ("resident", 1),
-    "resident_runs": ("resident", STEPS),
-    "host": ("host", 1),
+WAYS: dict[str, tuple[Control, int, bool]] = {
+    "graphs": ("graphs", 1, True),
+    "runs": ("graphs", STEPS, True),
+    "runs_apart": ("graphs", STEPS, False),
+    "resident": ("resident", 1, True),
+    "resident_apart": ("resident", 1, False),
+    "resident_runs": ("resident", STEPS, True),
+    "resident_runs_apart": ("resident", STEPS, False),
+    "host": ("host", 1, False),
 }
-"""What drives, and steps of a run. The resident server needs a GPU of its own."""
+"""What drives, steps of a run, and whether the device gets what is behind a lane's step before that has ended, as ever
+but in the ways `apart`. The resident server needs a GPU of its own."""
 
 TARGETS = {"host": {"qwen3-30b-a3b": 7.0}, "resident": {"qwen3-30b-a3b": 2.6}}
 
@@ -96,10 +100,11 @@ class Bench:
             torch.cuda.synchronize(device)
         print(f"{name}: drawn after {time.perf_counter() - begin_s:.1f} s", flush=True)
         tokens: list[int] = []
-        for way, (control, steps) in WAYS.items():
+        for way in self.options.ways.split(","):
+            control, steps, goes_ahead = WAYS[way]
             if control == "resident" and self.options.gpus == 1:
                 continue
-            ranks = self.ranks(control)
+            ranks = self.ranks(control, goes_ahead)
             found = self.one_lane(ranks, name, way, steps)
             tokens = tokens or found
             same = sum(a == b for a, b in zip(tokens, found, strict=True))
@@ -110,11 +115,30 @@ class Bench:
             self.two_lanes(ranks, name, way, steps, tokens)
             del ranks
             gc.collect()  # now: what frees device memory waits for the device, which may wait for this thread
+        self.add_gaps(name)
 
-    def ranks(self, control: Control) -> DrivenRanks:
+    def ranks(self, control: Control, goes_ahead: bool) -> DrivenRanks:
         return DrivenRanks(
-            self.kernels, self.devices, self.spec, self.attention, self.layers, self.arena, control, num_lanes=2
+            self.kernels,
+            self.devices,
+            self.spec,
+            self.attention,
+            self.layers,
+            self.arena,
+            control,
+            num_lanes=2,
+            goes_ahead=goes_ahead,
         )
+
+    def add_gaps(self, name: str) -> None:
+        """What a host takes between two descriptors of a lane where the device waits for it."""
+        metrics = self.report.metrics
+        for way, (_, steps, _) in WAYS.items():
+            apart, ahead = metrics.get(f"step_ms.{name}.{way}_apart"), metrics.get(f"step_ms.{name}.{way}")
+            if apart is not None and ahead is not None:
+                gap_us = 1e3 * steps * (apart - ahead)
+                note = f"between two descriptors of {steps} steps, by steps' times with and without"
+                self.report.metric(f"host_gap_us.{name}.{way}", gap_us, note=note)
 
     def one_lane(self, ranks: DrivenRanks, name: str, way: str, steps: int) -> list[int]:
         """Time a token, and processor time of the thread that drives both ranks."""
@@ -197,6 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gpus", type=int, choices=(1, 2), default=2)
     parser.add_argument("--models", default=",".join(CONFIGS))
+    parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--frames", type=int, default=1200, help="of 2 MiB, of the KV pool")

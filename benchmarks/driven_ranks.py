@@ -82,17 +82,22 @@ class DrivenRanks:
         arena: torch.Tensor,
         control: Control,
         num_lanes: int = 2,
+        *,
+        goes_ahead: bool = True,
     ) -> None:
+        """goes_ahead: the device gets a step while it is at the lane's one before."""
         numbers = {rank: device.index or 0 for rank, device in zip(("kv0", "w0"), devices, strict=True)}
         rule = WaitRule(deadline_s=0.8 * STEP_DEADLINE_S)
         sites = [Site(rank, device, Driver(rank), numbers, None) for rank, device in zip(numbers, devices, strict=True)]
-        kv = ReadyKV(sites[0], kernels[0], rule, ArenaFrames(arena), is_host_driven=control == "host")
-        ffn = ReadyFFN(sites[1], kernels[1], rule, control=control)
+        kv = ReadyKV(
+            sites[0], kernels[0], rule, ArenaFrames(arena), is_host_driven=control == "host", goes_ahead=goes_ahead
+        )
+        ffn = ReadyFFN(sites[1], kernels[1], rule, control=control, goes_ahead=goes_ahead)
         kv.ready, ffn.ready = (spec, attention), (spec, layers)
         self.geometry: PageGeometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
         self.ended: deque[messages.FromRank] = deque()
-        self._loops = [self._loop("kv0", RankWorker(attention_worker=kv, links=kv))]
-        self._loops.append(self._loop("w0", RankWorker(ffn_worker=ffn, links=ffn)))
+        self._loops = [self._loop("kv0", RankWorker(attention_worker=kv, links=kv, ahead=kv if goes_ahead else None))]
+        self._loops.append(self._loop("w0", RankWorker(ffn_worker=ffn, links=ffn, ahead=ffn if goes_ahead else None)))
         placement = ModelPlacement(
             name="model",
             directory=Path("."),

@@ -93,6 +93,9 @@ def serve(
     control: Annotated[
         str | None, typer.Option(help="what drives decode with cuda: host, graphs or resident  [graphs]")
     ] = None,
+    steps_ahead: Annotated[
+        str | None, typer.Option(help="where a lane's next decode step waits (cuda): host or device  [host]")
+    ] = None,
     pipeline: Annotated[
         str | None, typer.Option(help="off: one decode batch in flight, the pools take turns  [on]")
     ] = None,

@@ -15,6 +15,7 @@ Backend = Literal["numpy", "cuda"]
 Prefill = Literal["inline", "dedicated"]
 Baseline = Literal["static", "elastic"]
 Control = Literal["host", "graphs", "resident"]
+StepsAhead = Literal["host", "device"]
 Pipeline = Literal["on", "off"]
 Route = Literal["ffn", "kv"]
 Order = Literal["none", "ticket", "priority"]
@@ -96,6 +97,7 @@ class PoolsConfig:
     backend: Backend = "numpy"  # cuda: a GPU for the KV rank and one for each weights rank
     weights: WeightsSource = "checkpoint"  # random: drawn on the GPUs at the models' shapes
     control: Control | None = None  # what drives the layers of decode; None: the backend's default
+    steps_ahead: StepsAhead = "host"  # where a lane's next decode step waits for the end of its present one
     order: Order | None = None  # of ready segments on a rank; None: priority, and ticket in a baseline
     route: Route = "ffn"  # the pool that chooses experts
     layout: Layout = "processes"
@@ -125,6 +127,11 @@ class PoolsConfig:
             raise ValueError(
                 f"control is {self.control} with backend {self.backend}, where it means nothing: the host runs every "
                 "layer; leave it out, or use host"
+            )
+        if self.steps_ahead == "device" and self.driven_by == "host":
+            raise ValueError(
+                f"steps_ahead is device with backend {self.backend} and control host, which hands over nothing whole; "
+                "leave it out, or use control graphs or resident"
             )
         if self.frame_bytes < 4 * KiB:
             raise ValueError(f"frame_bytes is {self.frame_bytes}; it must be at least 4 KiB")

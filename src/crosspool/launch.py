@@ -140,7 +140,11 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         return replace(cluster, hosts=(cluster.ranks,))  # in threads they would take the interpreter from each other
     if backend == "cuda":
         cluster = replace(
-            cluster, control=config.pools.driven_by, spin_us=CUDA_SPIN_US, start_timeout_s=CUDA_START_TIMEOUT_S
+            cluster,
+            control=config.pools.driven_by,
+            steps_ahead=config.pools.steps_ahead,
+            spin_us=CUDA_SPIN_US,
+            start_timeout_s=CUDA_START_TIMEOUT_S,
         )
         return _shared_gpus(cluster, config) if config.pools.baseline is None else _whole_on_gpus(cluster, config)
     return cluster

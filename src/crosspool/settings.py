@@ -39,6 +39,7 @@ from crosspool.config import (
     Route,
     SchedulingConfig,
     ServerConfig,
+    StepsAhead,
     WeightsSource,
     parse_size,
 )
@@ -106,6 +107,11 @@ class Settings(BaseSettings):
         None,
         description="what drives decode on GPUs: host (each half of a layer), graphs (of steps), or resident: graphs "
         "and an FFN server that stays on the weights ranks; default: graphs. On CPUs it is the host",
+    )
+    steps_ahead: StepsAhead = Field(
+        "host",
+        description="where a lane's next decode step waits for the end of its present one: the host, or the device, "
+        "so that GPUs need no host between two steps",
     )
     pipeline: Pipeline = Field(
         "on",
@@ -290,6 +296,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             backend=settings.backend,
             weights=settings.weights,
             control=settings.control,
+            steps_ahead=settings.steps_ahead,
             order=settings.order,
             route=settings.route,
             layout=settings.layout,

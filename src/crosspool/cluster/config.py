@@ -11,6 +11,9 @@ Control = Literal["host", "graphs", "resident"]
 """What drives decode on GPUs: the host, with a graph for each half of a layer; graphs of whole steps; or such graphs
 and a server that stays on the weights ranks' GPUs."""
 
+StepsAhead = Literal["host", "device"]
+"""Where a lane's step behind its running one waits for the end of that: on the host, or handed over to the device."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterConfig:
@@ -33,6 +36,7 @@ class ClusterConfig:
     spin_us: float = 200.0  # how long a process looks at its flags before it sleeps; threads of `numpy` do at once
     threads_per_rank: int = 1  # of the linear algebra library
     control: Control = "graphs"  # of decode on GPUs
+    steps_ahead: StepsAhead = "host"  # of decode on GPUs that the host does not drive
     devices: tuple[tuple[str, int], ...] = ()  # (rank, GPU); a rank not named takes its place among the ranks
     joins_halves: bool = False  # a model whose KV rank and only weights rank share a host and a GPU runs undivided
     arenas: tuple[tuple[str, ...], ...] = ()  # KV ranks that share one arena's frames; those not named have one each

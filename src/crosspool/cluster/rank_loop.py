@@ -5,22 +5,20 @@ into progress. It never blocks: `host_loop.py` decides what to do when nothing i
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet
 from crosspool.cluster import messages
-from crosspool.cluster.base import ModelPlacement
-from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, a2f_part, f2a_part
-from crosspool.cluster.lane_run import LaneRun, Outcome
-from crosspool.cluster.loading import Loader, Start, one_line
+from crosspool.cluster.lane_run import LaneRun
+from crosspool.cluster.loading import Start, one_line
 from crosspool.cluster.messages import FromRank, StepEnded, StepFinished, StepTold, ToRank
-from crosspool.cluster.work_clock import WorkClock
-from crosspool.cluster.worker import MapsPages, RankWorker
+from crosspool.cluster.rank_halves import RankHalves, Work, header_of
+from crosspool.cluster.rank_links import RankLinks
+from crosspool.cluster.rank_models import RankModels
+from crosspool.cluster.worker import RankWorker
 from crosspool.core import SampledToken
-from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.scheduler.order import OrderPolicy
-from crosspool.scheduler.step import StepDescriptor, StepHeader, StepResult
+from crosspool.scheduler.step import StepHeader, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +39,14 @@ class RankSurroundings:
     start: Start
 
 
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What runs after a lane's run. run: its half, where the first segment has run ahead already."""
+
+    work: Work
+    run: LaneRun | None = None
+
+
 class RankLoop:
     """The loop of one rank. A worker of the KV pool gets descriptors, one of the weights pool headers.
 
@@ -53,23 +59,19 @@ class RankLoop:
         self._worker = worker
         self._around = around
         self._patience_s = around.step_deadline_s / 4
-        self._loader = Loader(worker.loads, around.start, around.wake)
-        self._loaded: set[str] = set()
+        self._models = RankModels(worker, around.start, around.wake, around.emit)
+        self._links = RankLinks(worker, around.ring)
+        self._halves = RankHalves(name, worker, self._models, self._links, around.clock, around.step_deadline_s)
         self._runs: dict[int, LaneRun] = {}
-        self._behind: dict[int, StepDescriptor | StepHeader] = {}  # by lane: what runs after its run
+        self._behind: dict[int, Behind] = {}  # by lane: what runs after its run
         self._newest_seq: dict[int, int] = {}
         self._finished_seq: dict[int, int] = {}
-        self._outlets: dict[tuple[int, str], Outlet] = {}
-        self._inlets: dict[tuple[int, str], Inlet] = {}
-        self._clocks: dict[tuple[int, str], WorkClock] = {}  # none where channels lie on devices
-        self._placements: dict[str, ModelPlacement] = {}
         self._next_ticket = 0
-        self._told_counts: BackingCounts | None = None
 
     @property
     def is_busy(self) -> bool:
         """Whether a step is in flight here or a model is loading."""
-        return bool(self._runs) or self._loader.is_busy
+        return bool(self._runs) or self._models.is_busy
 
     def has_work(self) -> bool:
         """Whether `advance` would find something to do."""
@@ -77,19 +79,19 @@ class RankLoop:
 
     def looks(self) -> list[Callable[[], bool]]:
         """Functions of which one gives True when `advance` would find something to do; until then they stay as good."""
-        return [self._loader.has_outcomes, *(run.is_ready for run in self._runs.values())]
+        return [self._models.has_outcomes, *(run.is_ready for run in self._runs.values())]
 
     def nap_s(self) -> float:
         """How long a host may look away from this rank: 0 unless all it waits for goes on by itself."""
-        if self._loader.is_busy:
+        if self._models.is_busy:
             return 0.0
         now_s = self._around.clock()
         return min((run.nap_s(now_s) for run in self._runs.values()), default=NO_NAP_NEEDED_S)
 
     def advance(self) -> bool:
         """Run one segment, the one the order policy picks, and end steps out of time. False if nothing was ready."""
-        if self._loader.has_outcomes():
-            self._tell_loads()
+        if self._models.has_outcomes():
+            self._models.tell()
         if not self._runs:
             return False
         now_s = self._around.clock()
@@ -123,22 +125,15 @@ class RankLoop:
             case messages.Forget(sequence_ids):
                 self._worker.attention.forget(sequence_ids)
             case messages.MapAhead(hints):
-                if self._worker.mapping is not None:
-                    self._worker.mapping.hint(hints)
-                    self._report_mapping(self._worker.mapping)
+                self._models.map_ahead(hints)
             case messages.CopyFrames(copies):
                 self._worker.host_frames.copy(copies)
             case messages.OpenChannels():
-                self._open(message)
+                self._links.open(message)
             case messages.CloseChannels(peer):
-                for ends in (self._outlets, self._inlets, self._clocks):
-                    for key in [key for key in ends if key[1] == peer]:
-                        del ends[key]
-                if self._worker.links is not None:
-                    self._worker.links.close_links(peer)
-            case messages.AddModel(placement):
-                self._placements[placement.name] = placement
-                self._loader.add(message)
+                self._links.close(peer)
+            case messages.AddModel():
+                self._models.add(message)
             case messages.RemoveModel(model):
                 self._remove(model)
             case messages.Stop():
@@ -146,19 +141,20 @@ class RankLoop:
 
     def hello(self) -> None:
         """Tell that the rank takes work, and what it holds."""
-        self._report_memory()
+        self._models.report_memory()
         self._around.emit(messages.Hello())
 
     def close(self) -> None:
         """Give up every step and load."""
-        self._loader.cancel_all()
-        self._behind.clear()
+        self._models.close()
+        for lane in tuple(self._behind):
+            self._pop_behind(lane)
         for lane in tuple(self._runs):
             self._drop(lane)
 
-    def _take(self, work: StepDescriptor | StepHeader, behind: int) -> None:
+    def _take(self, work: Work, behind: int) -> None:
         """Begin a step, or keep it until the one that it comes behind has ended here."""
-        header = _header(work)
+        header = header_of(work)
         if header.step_seq <= self._newest_seq.get(header.lane, 0):
             error = f"{self.name}: step {header.step_seq} of lane {header.lane} is not newer than its last step"
             self._around.emit(StepEnded(header.lane, header.step_seq, error=error, fatal=True))
@@ -166,8 +162,9 @@ class RankLoop:
         self._newest_seq[header.lane] = header.step_seq
         self._leave_older(header.lane, behind)
         if header.lane in self._runs:
-            self._behind[header.lane] = work
-        elif behind and self._leads(header) and self._finished_seq.get(header.lane) != behind:
+            self._behind[header.lane] = Behind(work)
+            self._begin_ahead(header.lane)
+        elif behind and self._halves.leads(header) and self._finished_seq.get(header.lane) != behind:
             self._refuse(header, behind)
         else:
             self._begin(work)
@@ -182,65 +179,48 @@ class RankLoop:
             self._drop(lane)
             self._begin_behind(lane)
 
-    def _begin_behind(self, lane: int) -> None:
-        if lane in self._behind:
-            self._begin(self._behind.pop(lane))
+    def _begin(self, work: Work) -> None:
+        run = self._make(work)
+        if run is not None:
+            self._runs[run.header.lane] = run
 
-    def _begin(self, work: StepDescriptor | StepHeader) -> None:
-        header = _header(work)
-        half: HalfStep[Outcome]
+    def _make(self, work: Work) -> LaneRun | None:
+        """The half of a step; None where it is over here already: it failed, or nobody waits for it."""
+        header = header_of(work)
         try:
-            if not isinstance(work, StepDescriptor):
-                links = self._links(header, (header.kv_rank,))
-                half = self._worker.ffn.run(work, links)
-            elif self._worker.prefill_worker is not None:
-                links = self._links(header, (header.kv_rank,))
-                half = self._worker.prefill_worker.run(work, links)
-            elif self._leads(header):
-                links = self._links(header, *self._peers(header))
-                half = self._worker.attention.run(work, links)
-            else:
-                links = self._links(header, (), (header.kv_rank,))
-                share = self._worker.share.run_share(work, links)
-                if share is None:  # nobody waits for it: the step is over here, whatever comes next
-                    self._finished_seq[header.lane] = header.step_seq
-                    return
-                half = share
+            run = self._halves.make(work)
         except Exception as failure:  # as in _run_segment: it ends this step only
             self._fail(header, failure)
+            return None
+        if run is None:  # whatever comes next
+            self._finished_seq[header.lane] = header.step_seq
+        return run
+
+    def _begin_ahead(self, lane: int) -> None:
+        """Where devices go on by themselves: run the first segment of the step behind while the one before it runs."""
+        behind = self._behind.get(lane)
+        if behind is None or behind.run is not None or not self._halves.may_begin_ahead(behind.work):
             return
-        run = LaneRun(header, half, links, self._around.clock(), self._deadline_s(header))
-        run.clocks = tuple(found for peer in links.outlets if (found := self._clocks.get((header.lane, peer))))
-        self._runs[header.lane] = run
+        del self._behind[lane]
+        run = self._make(behind.work)
+        if run is None:
+            return
+        try:
+            run.advance()
+        except Exception as failure:  # as in _run_segment
+            self._fail(run.header, failure)
+            return
+        self._behind[lane] = Behind(behind.work, run)
 
-    def _peers(self, header: StepHeader) -> tuple[Sequence[str], Sequence[str]]:
-        """Those whose rows the leading rank waits for in every layer, and those of its exchange."""
-        placement = self._placements.get(header.model)
-        if placement is None:
-            return (), ()
-        if header.prefill_rank is not None:
-            return (header.prefill_rank,), ()
-        return placement.weights_ranks, placement.shares(self.name)
-
-    def _leads(self, header: StepHeader) -> bool:
-        """Whether this rank's word ends the step."""
-        return self._worker.is_kv and header.kv_rank == self.name
-
-    def _deadline_s(self, header: StepHeader) -> float:
-        return self._around.step_deadline_s * (1 if self._leads(header) else 2)
-
-    def _links(self, header: StepHeader, peers: Sequence[str], exchange: Sequence[str] = ()) -> LaneLinks:
-        missing = [peer for peer in (*peers, *exchange) if (header.lane, peer) not in self._outlets]
-        if missing or not (peers or exchange):
-            raise ValueError(
-                f"lane {header.lane} has no channels for {header.model} to {', '.join(missing) or 'any rank'}"
-            )
-        return LaneLinks(
-            outlets={peer: self._outlets[header.lane, peer] for peer in peers},
-            inlets={peer: self._inlets[header.lane, peer] for peer in peers},
-            exchange_outlets={peer: self._outlets[header.lane, peer] for peer in exchange},
-            exchange_inlets={peer: self._inlets[header.lane, peer] for peer in exchange},
-        )
+    def _begin_behind(self, lane: int) -> None:
+        behind = self._behind.pop(lane, None)
+        if behind is None:
+            return
+        if behind.run is None:
+            self._begin(behind.work)
+            return
+        behind.run.waits_since(self._around.clock())
+        self._runs[lane] = behind.run
 
     def _run_segment(self, run: LaneRun, now_s: float) -> None:
         lane = run.header.lane
@@ -250,19 +230,21 @@ class RankLoop:
             del self._runs[lane]
             self._finished_seq[lane] = run.header.step_seq
             self._computed(run, self._around.clock() - now_s)
-            if self._leads(run.header):
+            if self._halves.leads(run.header):
                 self._around.emit(StepFinished(_result(run, end.value), run.take_untold(now_s)))
             self._begin_behind(lane)
             return
         except Exception as failure:  # a bug or bad input ends this step; other lanes and the loop go on
             del self._runs[lane]
             self._fail(run.header, failure)
+            self._drop_behind(run.header)
             return
-        if run.is_to_tell(now_s) and self._leads(run.header):
+        if run.is_to_tell(now_s) and self._halves.leads(run.header):
             self._around.emit(StepTold(lane, run.header.step_seq, run.take_untold(now_s)))
         ended_s = self._around.clock()
         self._computed(run, ended_s - now_s)
         run.waits_since(ended_s)
+        self._begin_ahead(lane)
 
     def _computed(self, run: LaneRun, seconds: float) -> None:
         run.compute_s += seconds
@@ -274,7 +256,6 @@ class RankLoop:
         logger.error("%s: step %d of %s failed", self.name, header.step_seq, header.model, exc_info=failure)
         error = f"{self.name}: {one_line(failure)}"
         self._around.emit(StepEnded(header.lane, header.step_seq, error=error, fatal=True))
-        self._drop_behind(header)
 
     def _refuse(self, header: StepHeader, behind: int) -> None:
         """The step behind one that failed ends without having run; the leading rank says so."""
@@ -287,15 +268,15 @@ class RankLoop:
         Had the leading rank finished the one before, every rank with a part in that had finished it too, and a share
         without one was through with it at once.
         """
-        work = self._behind.pop(given_up.lane, None)
-        if work is not None and self._leads(_header(work)):
-            self._refuse(_header(work), given_up.step_seq)
+        work = self._pop_behind(given_up.lane)
+        if work is not None and self._halves.leads(header_of(work)):
+            self._refuse(header_of(work), given_up.step_seq)
 
     def _expire(self, run: LaneRun) -> None:
         header = run.header
         waiting_on = run.missing()
         error = (
-            f"{self.name}: no answer from {', '.join(waiting_on)} within {self._deadline_s(header):g} s"
+            f"{self.name}: no answer from {', '.join(waiting_on)} within {self._halves.deadline_s(header):g} s"
             f" in step {header.step_seq} of lane {header.lane} ({header.model})"
         )
         self._drop(header.lane)
@@ -303,80 +284,47 @@ class RankLoop:
         self._drop_behind(header)
 
     def _abort(self, lane: int, step_seq: int) -> None:
-        run, work = self._runs.get(lane), self._behind.get(lane)
+        run, behind = self._runs.get(lane), self._behind.get(lane)
         if run is not None and run.header.step_seq == step_seq:
             header = run.header
             self._drop(lane)
-        elif work is not None and _header(work).step_seq == step_seq:
-            header = _header(self._behind.pop(lane))
+        elif behind is not None and header_of(behind.work).step_seq == step_seq:
+            header = header_of(behind.work)
+            self._pop_behind(lane)
         else:
             return
-        if self._leads(header):
+        if self._halves.leads(header):
             self._around.emit(StepEnded(lane, step_seq))
         if run is not None and header is run.header:
             self._drop_behind(header)
 
     def _drop(self, lane: int) -> None:
         run = self._runs.pop(lane, None)
-        if run is None:
-            return
+        if run is not None:
+            self._give_up(run)
+
+    def _pop_behind(self, lane: int) -> Work | None:
+        """Take the step behind the lane's run out, and give up what of it has begun."""
+        behind = self._behind.pop(lane, None)
+        if behind is None:
+            return None
+        if behind.run is not None:
+            self._give_up(behind.run)
+        return behind.work
+
+    def _give_up(self, run: LaneRun) -> None:
         try:
             run.close()
         except Exception as failure:  # raised by the worker while it let go of a step that is given up anyway
             logger.error("%s: closing step %d failed", self.name, run.header.step_seq, exc_info=failure)
 
-    def _open(self, message: messages.OpenChannels) -> None:
-        memory = message.region.map()
-        message.region.close()
-        if self._worker.links is not None:
-            ring = self._around.ring(message.peer)
-            ends = self._worker.links.open_link(
-                message.lane, message.peer, memory, message.capacity, ring, message.is_far
-            )
-            self._outlets[message.lane, message.peer], self._inlets[message.lane, message.peer] = ends
-            return
-        a2f, f2a = a2f_part(memory, message.capacity), f2a_part(memory, message.capacity)
-        key = (message.lane, message.peer)
-        out, into = (a2f, f2a) if self._worker.is_kv and not message.is_far else (f2a, a2f)
-        self._outlets[key] = ChannelOutlet(out, message.capacity, self._around.ring(message.peer))
-        self._inlets[key] = ChannelInlet(into, message.capacity)
-        self._clocks[key] = WorkClock(f2a)
-
     def _remove(self, model: str) -> None:
-        headers = [run.header for run in self._runs.values()] + [_header(work) for work in self._behind.values()]
+        headers = [run.header for run in self._runs.values()]
+        headers += [header_of(behind.work) for behind in self._behind.values()]
         for header in headers:
             if header.model == model:
                 self._abort(header.lane, header.step_seq)
-        self._placements.pop(model, None)
-        self._loader.cancel(model)
-        if model in self._loaded:
-            self._loaded.discard(model)
-            self._worker.loads.remove_model(model)
-            self._report_memory()
-
-    def _tell_loads(self) -> None:
-        for outcome in self._loader.outcomes():
-            if not isinstance(outcome, messages.Loading):
-                self._report_memory()
-            if isinstance(outcome, messages.Loaded):
-                self._loaded.add(outcome.model)
-            self._around.emit(outcome)
-
-    def _report_mapping(self, mapping: MapsPages) -> None:
-        counts = mapping.counts()
-        if counts != self._told_counts:
-            has_other_memory = self._told_counts is None or counts.absent_frames != self._told_counts.absent_frames
-            self._told_counts = counts
-            if has_other_memory:
-                self._report_memory()
-            self._around.emit(messages.BackingReport(counts))
-
-    def _report_memory(self) -> None:
-        self._around.emit(messages.MemoryReport(dict(self._worker.loads.memory_bytes())))
-
-
-def _header(work: StepDescriptor | StepHeader) -> StepHeader:
-    return work.header if isinstance(work, StepDescriptor) else work
+        self._models.remove(model)
 
 
 def _result(run: LaneRun, sampled: tuple[SampledToken, ...]) -> StepResult:

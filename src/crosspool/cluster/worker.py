@@ -20,6 +20,7 @@ from crosspool.cluster.config import ClusterConfig
 from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.kv_pool.host_tier import FrameCopy
+from crosspool.scheduler.step import StepDescriptor, StepHeader
 
 if TYPE_CHECKING:
     from crosspool.kv_pool.backing.mapped_frames import MappedFrames
@@ -80,6 +81,17 @@ class CopiesFrames(Protocol):
         ...
 
 
+class BeginsAhead(Protocol):
+    """A worker whose device goes on by itself from one of a lane's steps to the next."""
+
+    def may_begin_ahead(self, work: StepDescriptor | StepHeader) -> bool:
+        """Whether the first segment of the step may run now, while the lane's step before it does.
+
+        It then hands the device all of the step; the second segment runs once the step before has ended here.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RankWorker:
     """A rank's worker: an attention worker on a KV rank, an FFN worker on a weights rank, or a prefill worker."""
@@ -91,6 +103,7 @@ class RankWorker:
     share_worker: ShareWorker | None = None  # None: the backend cannot split a model over KV ranks
     mapping: MapsPages | None = None  # None: frames are where they are
     copying: CopiesFrames | None = None  # None: there is no host memory for pages
+    ahead: BeginsAhead | None = None  # None: a step begins once the one before it has ended
 
     @property
     def is_kv(self) -> bool:
@@ -185,6 +198,7 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
         config.device_of,
         has_processes=config.layout == "processes",
         control=config.control,
+        goes_ahead=config.steps_ahead == "device",
         order=config.order,
         deadline_s=config.step_deadline_s * (DEVICE_DEADLINE if rank in config.kv_ranks else 2 * DEVICE_DEADLINE),
     )
@@ -198,6 +212,12 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
             config.arena_token,
             config.kv_ranks,
         )
-        return RankWorker(attention_worker=attention, links=attention, share_worker=attention, mapping=mapping)
+        return RankWorker(
+            attention_worker=attention,
+            links=attention,
+            share_worker=attention,
+            mapping=mapping,
+            ahead=attention if config.steps_ahead == "device" else None,
+        )
     ffn = workers.ffn()
-    return RankWorker(ffn_worker=ffn, links=ffn)
+    return RankWorker(ffn_worker=ffn, links=ffn, ahead=ffn if config.steps_ahead == "device" else None)

@@ -7,7 +7,7 @@ from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.model_load import ModelLoad, num_decode_batches
 from crosspool.engine.ranks import RankHealth
 from crosspool.engine.sequence import Sequence
-from crosspool.scheduler.step import LAYERS_PER_STEP, MAX_RUN_ROWS
+from crosspool.scheduler.step import LAYERS_PER_STEP, MAX_RUN_ROWS, MAX_RUN_STEPS
 
 
 class RunLength:
@@ -29,7 +29,7 @@ class RunLength:
         engine sees. Others of the model that wait to join, and other models that wait for a lane, come in after each
         step.
         """
-        most = min(self._longest, (LAYERS_PER_STEP - 1) // load.model.spec.num_layers)
+        most = min(self._longest, MAX_RUN_STEPS, (LAYERS_PER_STEP - 1) // load.model.spec.num_layers)
         if most == 1 or len(batch) > MAX_RUN_ROWS or load.model.kv_split != "one":
             return 1
         waiting = load.prefilling or not load.queue.is_empty or self._kv.has_stalled

@@ -22,6 +22,9 @@ LAYERS_PER_STEP = 1024
 MAX_RUN_ROWS = 32
 """Rows that a run may have: as many as a device takes at once."""
 
+MAX_RUN_STEPS = 32
+"""Steps that a run may have: a device's lane holds the records of two such runs."""
+
 
 def epoch(step_seq: int, layer: int) -> int:
     """The flag value that layer `layer` of step `step_seq` writes. Monotonic in both, compared with >=, never reset."""

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from crosspool.backends.cuda.advance import advance, release  # noqa: E402
-from crosspool.backends.cuda.lane_memory import STOP_IDS, LaneMemory, RunPlace, WaitRule  # noqa: E402
+from crosspool.backends.cuda.lane_memory import STOP_IDS, LaneMemory, RunPlace, RunRows, WaitRule  # noqa: E402
+from crosspool.backends.cuda.sampling import sampling_records  # noqa: E402
 from crosspool.backends.cuda.transport import begin_pass, end_pass  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
 
@@ -123,3 +124,76 @@ def test_release_raises_every_flag():
     flags = [ctypes.c_uint64(1), ctypes.c_uint64(2)]
     release(EmulatedKernels(), [ctypes.addressof(flag) for flag in flags], OVER)
     assert [flag.value for flag in flags] == [OVER, OVER]
+
+
+class Follower(KVLane):
+    """The same run, and one behind it of the rows that `follows` names as bits."""
+
+    def __init__(self, follows: int, *, is_over: bool = False) -> None:
+        super().__init__()
+        steps = np.arange(STEPS)[:, None]
+        ids, at = np.repeat([[-1, -2, -1, -1]], STEPS, axis=0), np.array([14, 24, 14, 14]) + steps
+        stops = np.full((2, STOP_IDS), -1, dtype=np.int32)
+        sampling = sampling_records((STEPS, 4))
+        rows = RunRows(ids, at, sampling, np.array([100, 100]), stops, follows, is_over)
+        self.next_base = FIRST + 1024
+        self.next_over = self.next_base + STEPS * LAYERS + 1
+        self.next_slots = self.lane.push_run(self.next_base, LAYERS, self.next_over, rows)
+
+    def begins(self) -> bool:
+        """Whether the run behind begins."""
+        drawn, before = torch.zeros(4, dtype=torch.int32), int(self.lane.words[2])
+        flags = [ctypes.addressof(self.flag)]
+        advance(self.kernels, self.lane, LAYERS, flags, rows=4, tokens=drawn, is_first=True)
+        return int(self.lane.words[2]) == before
+
+
+def test_a_run_whose_rows_all_ended_in_the_run_before_does_not_begin():
+    """Nobody waits for it: its records are skipped, its host and its peers are told."""
+    run = Follower(0b11)
+    assert run.step(9, 4)
+    assert not run.step(3, 12)
+    assert not run.begins()
+    assert int(run.lane.words[2]) == 2 * STEPS
+    assert run.flag.value == run.next_over
+    assert run.lane.is_drained
+    assert [run.lane.tokens(slot, 1) for slot in run.next_slots] == [[-1]] * STEPS
+
+
+@pytest.mark.parametrize(("follows", "begins"), [(0b11, False), (0b01, False), (0b10, True), (0b00, True)], ids=bin)
+def test_a_run_begins_unless_all_its_rows_ended_with_the_last_step_before(follows, begins):
+    """The first row draws its stop token in the last step, the second goes on; without bits other rows have joined."""
+    run = Follower(follows)
+    for _ in range(STEPS - 1):
+        assert run.step(3, 12 if follows == 0b11 else 4)
+    run.step(9, 4)
+    assert run.flag.value == FIRST, "the run ended with its last step"
+    assert run.begins() is begins
+    assert (run.flag.value, run.lane.is_drained) == ((FIRST, False) if begins else (run.next_over, True))
+
+
+def test_a_run_behind_one_that_failed_does_not_begin():
+    run = Follower(0b11)
+    assert run.step(3, 4)
+    run.lane.words[1] = FIRST + 2 * LAYERS - 1
+    assert not run.step(3, 4)
+    assert run.flag.value == OVER
+    assert not run.begins()
+    assert run.flag.value == run.next_over
+
+
+def test_a_run_that_the_host_knows_to_be_over_does_not_begin():
+    run = Follower(0, is_over=True)
+    for _ in range(STEPS):
+        run.step(3, 4)
+    assert not run.begins()
+
+
+@pytest.mark.parametrize(("flag", "begins"), [(FIRST + 1, True), (OVER, False), (OVER + 1024, False)])
+def test_a_weights_rank_begins_a_run_when_its_first_rows_come(flag, begins):
+    kernels, lane, rows = EmulatedKernels(), LaneMemory(CPU, WaitRule()), ctypes.c_uint64(flag)
+    for step in range(STEPS):
+        lane.push(FIRST + step * LAYERS, LAYERS, place=RunPlace(OVER, step, STEPS - 1 - step))
+    advance(kernels, lane, LAYERS, [ctypes.addressof(rows)], is_first=True)
+    assert lane.is_drained is not begins
+    assert int(lane.words[2]) == (0 if begins else STEPS)

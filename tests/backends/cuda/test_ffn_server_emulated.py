@@ -183,6 +183,24 @@ def test_passes_of_a_run_that_has_ended_early_are_skipped(tmp_path):
     assert lane.answered == BASE * 2 + 3, "and the lane goes on"
 
 
+def test_a_run_that_does_not_begin_is_skipped_whole(tmp_path):
+    """It was posted while the run before it went on, and its rows ended with that."""
+    lane = Lane(layers_of("qwen3_moe", tmp_path), 1)
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory], idle_s=0.0)
+    over = BASE + 10
+    lane.raise_flag(over)
+    for step in range(2):
+        place = RunPlace(over, step, 2 - step, may_be_first=True)
+        lane.memory.post(BASE + 3 * step, 3, lane.served.layers.data_ptr(), place)
+    server.post(lane.memory, lane.served, BASE + 6, RunPlace(over, 2, 0))
+    assert lane.memory.done_epoch == BASE + 9
+    assert lane.answered < BASE
+    lane.raise_flag(BASE * 2 + 3)
+    server.post(lane.memory, lane.served, BASE * 2)
+    assert lane.memory.done_epoch == BASE * 2 + 3
+    assert lane.answered == BASE * 2 + 3
+
+
 def test_a_peer_past_its_deadline_ends_its_pass_alone(tmp_path):
     late = Lane(layers_of("qwen3_moe", tmp_path), 1, rule=WaitRule(deadline_s=0.3))
     good = Lane(late.layers, 2, seed=5)

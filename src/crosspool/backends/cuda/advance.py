@@ -1,4 +1,4 @@
-"""The last kernel of a step: whether its run goes on, decided on the device (`csrc/lane_steps.cu`)."""
+"""Whether a run begins, and after each step whether it goes on: decided on the device (`csrc/lane_steps.cu`)."""
 
 from collections.abc import Sequence
 
@@ -19,12 +19,14 @@ def advance(
     rows: int = 0,
     tokens: torch.Tensor | None = None,
     again: int = 0,
+    is_first: bool = False,
 ) -> None:
-    """Let the next step of the run begin, or end the run.
+    """Let the next step of the run begin, or end the run. is_first: before its first step, instead of after one.
 
     The KV rank gives the step's `tokens` (rows) int32 and the addresses of its peers' flags, a weights rank that of the
     flag of its rows. again: the condition of the graph around the step; 0: none.
     """
+    kernel = "open_run" if is_first else "advance"
     params = AdvanceParams(
         view=lane.view(),
         flags=Flags.at(flags),
@@ -38,7 +40,7 @@ def advance(
         run_at=RUN_AT,
         num_layers=num_layers,
     )
-    kernels.launch("lane_steps", "advance", grid=(1, 1, 1), threads=32, smem_bytes=0, params=params, overlap=False)
+    kernels.launch("lane_steps", kernel, grid=(1, 1, 1), threads=32, smem_bytes=0, params=params, overlap=False)
 
 
 def release(kernels: Launcher, flags: Sequence[int], epoch: int) -> None:

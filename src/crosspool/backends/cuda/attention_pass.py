@@ -55,12 +55,12 @@ class AttentionPass:
         rows = len(half.token_ids)
         self._sampler = Sampler(kernels, rows, half.spec.vocab_size, half.residual.device) if samples else None
 
-    def advance(self, again: int = 0) -> None:
-        """Enqueue what decides whether the run goes on with its next step."""
+    def advance(self, again: int = 0, *, is_first: bool = False) -> None:
+        """Enqueue what decides whether the run goes on with its next step, or begins with its first."""
         tokens = None if self._sampler is None else self._sampler.tokens
         rows, num_layers = len(self.half.token_ids), self.half.spec.num_layers
         flags = self._crossing.peer_flags
-        advance(self._kernels, self._lane, num_layers, flags, rows=rows, tokens=tokens, again=again)
+        advance(self._kernels, self._lane, num_layers, flags, rows=rows, tokens=tokens, again=again, is_first=is_first)
 
     def kernels(self) -> Iterator[int]:
         """Enqueue every kernel; yields each layer before its wait, so that a caller may wait in the kernels' stead.

@@ -30,7 +30,17 @@ class Batch:
     Raises ValueError for rows that do not fit what the rank knows: unknown sequences, missing pages.
     """
 
-    def __init__(self, step: StepDescriptor, sequences: Mapping[int, Sequence], page_tokens: int) -> None:
+    def __init__(
+        self,
+        step: StepDescriptor,
+        sequences: Mapping[int, Sequence],
+        page_tokens: int,
+        before: "Batch | None" = None,
+    ) -> None:
+        """before: the lane's decode step that has not ended yet: a sequence's token there, from row r, is -1 - r."""
+        places = {} if before is None else {row.sequence_id: idx for idx, row in enumerate(before.rows)}
+        followed = [places.get(row.sequence_id) for row in step.rows]
+        self.follows = sum({1 << place for place in followed if place is not None}) if None not in followed else 0
         self.rows: tuple[StepRow, ...] = step.rows
         self.tables: list[IntArray] = []  # of each row, (frames_per_page, pages)
         self.sampled: list[SampledRow] = []
@@ -42,13 +52,14 @@ class Batch:
             sequence = sequences.get(row.sequence_id)
             if sequence is None:
                 raise ValueError(f"sequence {row.sequence_id} is not known here; send it in the step's `joining`")
-            table = sequence.block_table(row)
+            place = places.get(row.sequence_id)
+            table = sequence.block_table(row, None if before is None or place is None else before.tables[place])
             end = row.num_cached_tokens + row.num_new_tokens
             if end > table.shape[1] * page_tokens:
                 row_slots(row, table, len(token_ids), page_tokens)  # raises, naming what is missing
             self._sequences.append(sequence)
             self.tables.append(table)
-            token_ids += sequence.tokens_to_run(row)
+            token_ids += sequence.tokens_to_run(row) if place is None else [-1 - place]
             positions += range(row.num_cached_tokens, end)
             rows += [idx] * row.num_new_tokens
             if row.sample:
@@ -69,6 +80,16 @@ class Batch:
     def ended(self, tokens: Mapping[int, SampledToken]) -> set[int]:
         """The rows that drew, among `tokens` by row, one of their stop tokens."""
         return {idx for idx, token in tokens.items() if self._sequences[idx].ends_with(self.rows[idx], token.token_id)}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all its sequences have ended, as far as it is known here."""
+        return all(sequence.has_ended for sequence in self._sequences)
+
+    def last_tokens(self) -> tuple[SampledToken, ...]:
+        """What a step of sequences that have ended gives: nobody wants its tokens."""
+        pairs = zip(self.rows, self._sequences, strict=True)
+        return tuple([SampledToken(row.sequence_id, sequence.token_ids[-1]) for row, sequence in pairs])
 
     def end_run(self, num_steps: int) -> None:
         """The run ends with this step, though `num_steps` more were asked for: its sequences have all ended."""

@@ -32,11 +32,14 @@ def runs_on_device(batch: Batch) -> bool:
     return not any(needs_host(batch.sampling_row(row)) for row in batch.sampled)
 
 
-def places(header: StepHeader, num_layers: int) -> list[tuple[int, RunPlace]]:
-    """The base and the place of each step of a run, as a rank without rows needs them."""
+def places(header: StepHeader, num_layers: int, *, may_be_first: bool = False) -> list[tuple[int, RunPlace]]:
+    """The base and the place of each step of a run, as a rank without rows needs them. may_be_first: of `RunPlace`."""
     over = run_over(header.step_seq, header.num_steps, num_layers)
     return [
-        (epoch(header.step_seq, step * num_layers) - 1, RunPlace(over, step, header.num_steps - 1 - step))
+        (
+            epoch(header.step_seq, step * num_layers) - 1,
+            RunPlace(over, step, header.num_steps - 1 - step, may_be_first=may_be_first),
+        )
         for step in range(header.num_steps)
     ]
 
@@ -61,7 +64,8 @@ def push_run(
             for step in range(header.num_steps):
                 fill_sampling(sampling[step], row.row, batch.sampling_row(row, step))
     limits = np.array([table.shape[1] * page_tokens for table in batch.tables])
-    rows = RunRows(token_ids, batch.positions[at] + steps[:, None], sampling, limits, stops)
+    positions = batch.positions[at] + steps[:, None]
+    rows = RunRows(token_ids, positions, sampling, limits, stops, batch.follows, batch.is_over)
     over = run_over(header.step_seq, header.num_steps, num_layers)
     return memory.push_run(epoch(header.step_seq, 0) - 1, num_layers, over, rows)
 
@@ -76,7 +80,8 @@ def read_run(
 ) -> HalfStep[tuple[SampledToken, ...]]:
     """Tell and commit the tokens of steps that have ended, several at a look; returns those of the last one.
 
-    Raises ValueError where the device ended the run for lack of pages.
+    A run that the device has not begun, since all its sequences had ended, gives tokens that nobody wants. Raises
+    ValueError where the device ended the run for lack of pages.
     """
     pace, num_steps, num_rows = memory.pace, step.num_steps, len(batch.rows)
     first_base = epoch(step.header.step_seq, 0) - 1
@@ -86,12 +91,16 @@ def read_run(
     pace.begin(time.monotonic())
     while num_read < num_steps and len(ended) < num_rows:
         wanted = num_read + pace.num_at_once(num_steps - num_read)
-        nap_s = LAST_NAP_S if wanted == num_steps else NAP_S
+        memory.nears_end = wanted == num_steps
+        nap_s = LAST_NAP_S if memory.nears_end else NAP_S
         yield Wait(inlets, first_base + wanted * num_layers, tuple(told), nap_s, pace.look_s(wanted))
         num_ended = min(num_steps, max(wanted, (memory.done_epoch - first_base) // num_layers))
         told = []
         for idx in range(num_read, num_ended):
             tokens = memory.tokens(slots[idx], num_rows)
+            if tokens[0] < 0 and idx == 0:  # the run before ended with all its sequences
+                batch.end_run(num_steps)
+                return batch.last_tokens()
             if tokens[0] < 0:
                 raise ValueError(
                     f"the run ended after {idx} of {num_steps} steps: a row lacks a page; "
@@ -120,11 +129,13 @@ def read_end(memory: LaneMemory, header: StepHeader, num_layers: int, inlet: Dev
     pace, num_steps, first_base = memory.pace, header.num_steps, epoch(header.step_seq, 0) - 1
     over = run_over(header.step_seq, num_steps, num_layers)
     pace.begin(time.monotonic())
+    memory.nears_end = False
     half = num_steps // 2
     yield Wait((inlet,), first_base + half * num_layers, (), NAP_S, pace.look_s(half))
     num_ended = max(0, (memory.done_epoch - first_base) // num_layers)
     if num_ended < num_steps:
         pace.goes_on(time.monotonic(), num_ended)
+    memory.nears_end = True
     yield Wait((inlet,), first_base + num_steps * num_layers, (), LAST_NAP_S, pace.look_s(num_steps))
     if memory.done_epoch < over:
         pace.ends(time.monotonic(), num_steps, LAST_NAP_S)

@@ -34,10 +34,10 @@ class FFNPass:
         self._rows, self._hidden = rows, hidden
         self._sums_by, self._takes_choices = sums_by, takes_choices
 
-    def advance(self, again: int = 0) -> None:
-        """Enqueue what waits for the next step's rows, and ends the run where none come."""
+    def advance(self, again: int = 0, *, is_first: bool = False) -> None:
+        """Enqueue what waits for the next step's rows, or the first one's, and ends the run where none come."""
         flags = [self._crossing.link.inbox.flag]
-        advance(self._kernels, self._lane, len(self._half.layers), flags, again=again)
+        advance(self._kernels, self._lane, len(self._half.layers), flags, again=again, is_first=is_first)
 
     def kernels(self) -> Iterator[int]:
         """Enqueue every kernel; yields each layer before its wait."""

@@ -5,20 +5,27 @@ from crosspool.backends.cuda.decode_run import places, read_end
 from crosspool.backends.cuda.ffn_pass import FFNPass
 from crosspool.backends.cuda.ffn_passes import FFNPasses, FFNPassKind, FFNWay
 from crosspool.backends.cuda.lane_memory import RunPlace
-from crosspool.backends.cuda.link import DeviceInlet
+from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.passes import bucket_of
 from crosspool.backends.cuda.resident_ffn import ResidentFFN
 from crosspool.scheduler.step import StepHeader, epoch
 
 
 def run_several(
-    found: FFNPasses, resident: ResidentFFN | None, header: StepHeader, way: FFNWay, inlet: DeviceInlet
+    found: FFNPasses,
+    resident: ResidentFFN | None,
+    header: StepHeader,
+    way: FFNWay,
+    inlet: DeviceInlet,
+    *,
+    is_ahead: bool = False,
 ) -> HalfStep[None]:
-    """All steps of the run, and a wait for its end. inlet: of the way's link."""
+    """All steps of the run, and a wait for its end. inlet: of the way's link. is_ahead: as on the KV rank."""
     lane, model = way.lane, way.model
     num_layers, bucket = model.spec.num_layers, bucket_of(header.num_tokens)
-    steps, last_epoch = places(header, num_layers), epoch(header.step_seq, header.num_steps * num_layers - 1)
-    has_ended = False
+    steps = places(header, num_layers, may_be_first=lane.goes_ahead)
+    last_epoch = epoch(header.step_seq, header.num_steps * num_layers - 1)
+    has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
     try:
         if resident is not None and resident.can_serve(lane):
             for base, place in steps:
@@ -46,11 +53,14 @@ def run_several(
                 for base, place in steps:
                     lane.memory.push(base, num_layers, place=place)
                 lane.run_loop(way.name, way.links, kind)
+        if is_ahead:
+            yield Wait((), OPEN_EPOCH)
+            behind = 0
         yield from read_end(lane.memory, header, num_layers, inlet)
         has_ended = True
     finally:
         if not has_ended:
-            lane.give_up(last_epoch)
+            lane.give_up(last_epoch, behind)
 
 
 def _run_emulated(

@@ -3,7 +3,7 @@
 from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.ffn_passes import FFNPasses, FFNPassKind, FFNWay
 from crosspool.backends.cuda.fused_turns import FusedTurns
-from crosspool.backends.cuda.link import DeviceInlet
+from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.passes import passes
 from crosspool.backends.cuda.resident_ffn import ResidentFFN
 from crosspool.scheduler.step import StepHeader
@@ -16,12 +16,14 @@ def run_step(
     header: StepHeader,
     way: FFNWay,
     inlet: DeviceInlet,
+    *,
+    is_ahead: bool = False,
 ) -> HalfStep[None]:
-    """One step, and a wait for its end. inlet: of the way's link."""
+    """One step, and a wait for its end. inlet: of the way's link. is_ahead: as on the KV rank."""
     lane, model = way.lane, way.model
     plan = passes(header.num_tokens, header.step_seq, model.spec.num_layers)
     last_epoch = plan[-1].base + model.spec.num_layers
-    has_ended = False
+    has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
     try:
         server = resident if resident is not None and resident.can_serve(lane) else None
         if resident is not None and server is None:
@@ -48,9 +50,13 @@ def run_step(
                 continue
             for layer in source.kernels():
                 yield Wait((inlet,), part.base + layer + 1)
+        if is_ahead:
+            yield Wait((), OPEN_EPOCH)
+            behind = 0
+        lane.memory.nears_end = True
         yield Wait((inlet,), last_epoch)
         has_ended = True
     finally:
         turns.end(header.lane)
         if not has_ended:
-            lane.give_up(last_epoch)
+            lane.give_up(last_epoch, behind)

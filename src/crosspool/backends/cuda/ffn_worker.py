@@ -29,6 +29,7 @@ from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.lanes import WorkerLanes
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceOutlet, Site
+from crosspool.backends.cuda.passes import PASS_TOKENS, bucket_of
 from crosspool.backends.cuda.patience import Patience
 from crosspool.backends.cuda.prepare import COMMON_BUCKETS
 from crosspool.backends.cuda.random_slices import draw_share, num_bytes
@@ -39,21 +40,29 @@ from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.config import Control
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
-from crosspool.scheduler.step import StepHeader
+from crosspool.scheduler.step import StepDescriptor, StepHeader
 
 
 class CudaFFNWorker:
     """Implements `backends.base.FFNWorker` on one device. `rank` tells this worker its slice of each model."""
 
     def __init__(
-        self, site: Site, kernels: Launcher, rule: WaitRule, *, control: Control = "graphs", order: str = "priority"
+        self,
+        site: Site,
+        kernels: Launcher,
+        rule: WaitRule,
+        *,
+        control: Control = "graphs",
+        order: str = "priority",
+        goes_ahead: bool = False,
     ) -> None:
         """order: of `ClusterConfig`; under any but priority, prompts' kernels have decode's priority beside it."""
         self._site, self._kernels = site, kernels
         self._resident = ResidentFFN(site, kernels) if control == "resident" else None
         self._models: dict[str, FFNModel] = {}
-        self._lanes = WorkerLanes(site, rule, kernels, is_host_driven=control == "host")
+        self._lanes = WorkerLanes(site, rule, kernels, is_host_driven=control == "host", goes_ahead=goes_ahead)
         self._passes = FFNPasses(site, kernels, is_host_driven=control == "host")
+        self._fit: dict[int, int] = {}  # by lane: the step that was found fit to be handed over ahead
         self._joined: set[str] = set()  # KV ranks that run this worker's layers themselves
         is_cuda = site.device.type == "cuda"
         is_alone = list(site.devices.values()).count(site.index) <= 1
@@ -151,11 +160,38 @@ class CudaFFNWorker:
                 self._kernels, found, resident, turns, header, way, inlet, has_neighbours, self._patience
             )
             return
-        yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
-        if header.num_steps > 1:
-            yield from run_several(found, resident, header, way, inlet)
-            return
-        yield from run_step(found, resident, turns, header, way, inlet)
+        is_ahead = self._fit.pop(header.lane, 0) == header.step_seq
+        if not is_ahead:
+            yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
+        try:
+            if header.num_steps > 1:
+                yield from run_several(found, resident, header, way, inlet, is_ahead=is_ahead)
+            else:
+                yield from run_step(found, resident, turns, header, way, inlet, is_ahead=is_ahead)
+        finally:
+            lane.memory.nears_end = False  # what comes next has to be on the device first
+
+    def may_begin_ahead(self, work: StepDescriptor | StepHeader) -> bool:
+        """Whether a step may be handed to the device now (`cluster.worker.BeginsAhead`): nothing may wait for that.
+
+        Single steps are, where a server takes them: launched ones may be fused, in turn with prompts.
+        """
+        header = work.header if isinstance(work, StepDescriptor) else work
+        lane = self._lanes[header.lane]
+        model = self._models.get(header.model)
+        if model is None or model.is_split or header.phase != "decode" or header.num_tokens > PASS_TOKENS:
+            return False
+        if lane.stream is None or not lane.memory.nears_end or header.kv_rank in self._joined:
+            return False
+        bucket = bucket_of(header.num_tokens)
+        if self._resident is not None:
+            is_fit = self._resident.can_serve_ahead(header.model, header.lane, lane, bucket)
+        else:
+            kind = FFNPassKind(bucket, False)
+            is_fit = header.num_steps > 1 and lane.captured(header.model, kind, in_loop=True) is not None
+        if is_fit:
+            self._fit[header.lane] = header.step_seq
+        return is_fit
 
     def has(self, model: str) -> bool:
         return model in self._models

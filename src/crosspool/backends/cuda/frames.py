@@ -13,7 +13,7 @@ from crosspool.backends.cuda.vmm import GRANULARITY, CudaVmmDriver, range_memory
 from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts, BackingKind
 from crosspool.kv_pool.backing.mapped_frames import MappedFrames, StepKey
-from crosspool.scheduler.step import StepDescriptor
+from crosspool.scheduler.step import StepDescriptor, epoch
 from crosspool.units import GiB
 
 
@@ -114,7 +114,8 @@ class DeviceFrames:
         """End the steps that the device is done with too."""
         running = []
         for key, lane in self._given_up:
-            if lane.is_drained:
+            _, step_seq = key
+            if lane.is_drained or lane.done_epoch > epoch(step_seq + 1, 0):  # or a later step of the lane is under way
                 self._mapped.end(key)
             else:
                 running.append((key, lane))

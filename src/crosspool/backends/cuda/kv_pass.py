@@ -96,5 +96,5 @@ class KVPass:
     def kernels(self) -> Iterator[int]:
         return self._pass.kernels()
 
-    def advance(self, again: int = 0) -> None:
-        self._pass.advance(again)
+    def advance(self, again: int = 0, *, is_first: bool = False) -> None:
+        self._pass.advance(again, is_first=is_first)

@@ -18,23 +18,32 @@ from crosspool.scheduler.step import StepDescriptor, epoch, run_over
 
 
 def run_by_device(
-    found: KVPasses, step: StepDescriptor, way: KVWay, inlets: Sequence[DeviceInlet], batch: Batch
+    found: KVPasses,
+    step: StepDescriptor,
+    way: KVWay,
+    inlets: Sequence[DeviceInlet],
+    batch: Batch,
+    *,
+    is_ahead: bool = False,
 ) -> HalfStep[tuple[SampledToken, ...]]:
-    """A run by one graph, its tokens read behind (`decode_run.py`)."""
+    """A run by one graph, its tokens read behind (`decode_run.py`). is_ahead: the step before it has not ended here."""
     header, model, lane = step.header, way.model, way.lane
     num_layers, kind = model.spec.num_layers, KVPassKind(bucket_of(header.num_tokens), True, True)
     source = found.find(way, kind)
     rows = kind.row_numbers(header.num_tokens)
     set_tables(lane, source, [batch.tables[row] for row in rows], batch.positions[rows])
-    has_ended = False
+    has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
     try:
         slots = push_run(lane.memory, batch, header, num_layers, kind.bucket, model.geometry.page_tokens)
         lane.run_loop(way.name, way.links, kind)
+        if is_ahead:
+            yield Wait((), OPEN_EPOCH)
+            behind = 0
         sampled = yield from read_run(lane.memory, batch, step, slots, num_layers, inlets)
         has_ended = True
     finally:
         if not has_ended:
-            lane.give_up(epoch(header.step_seq, header.num_steps * num_layers - 1))
+            lane.give_up(epoch(header.step_seq, header.num_steps * num_layers - 1), behind)
     return sampled
 
 

@@ -10,7 +10,7 @@ from crosspool.backends.cuda.batch import Batch, IntArray, SampledRow
 from crosspool.backends.cuda.kv_pass import KVPass
 from crosspool.backends.cuda.kv_passes import KVPasses, KVPassKind, KVWay
 from crosspool.backends.cuda.lane import WorkerLane
-from crosspool.backends.cuda.link import DeviceInlet
+from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.outcome import Outcome
 from crosspool.backends.cuda.passes import Pass, passes
 from crosspool.backends.cuda.sampling import fill_sampling, sampling_records
@@ -19,14 +19,24 @@ from crosspool.scheduler.step import StepHeader
 
 
 def run_step(
-    found: KVPasses, header: StepHeader, way: KVWay, inlets: Sequence[DeviceInlet], batch: Batch, idx: int = 0
+    found: KVPasses,
+    header: StepHeader,
+    way: KVWay,
+    inlets: Sequence[DeviceInlet],
+    batch: Batch,
+    idx: int = 0,
+    *,
+    is_ahead: bool = False,
 ) -> HalfStep[tuple[SampledToken, ...]]:
-    """One step, number `idx` of its run. inlets: of the way's links."""
+    """One step, number `idx` of its run. inlets: of the way's links.
+
+    is_ahead: the step before it has not ended here.
+    """
     num_layers, lane = way.model.spec.num_layers, way.lane
     plan = passes(header.num_tokens, header.step_seq, num_layers, idx)
     last_epoch = plan[-1].base + num_layers
     outcome = Outcome(batch, lane)
-    has_ended = False
+    has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
     try:
         for part in plan:
             sampled = [row for row in batch.sampled if part.start <= row.token < part.stop]
@@ -41,13 +51,17 @@ def run_step(
                     peers = inlets[: way.num_weights_ranks] if layer >= 0 else inlets[way.num_weights_ranks :]
                     yield Wait(peers, part.base + max(layer, ~layer) + 1)
             outcome.expect(part, slot, sampled, source.rows.half.logits_out)
+        if is_ahead:
+            yield Wait((), OPEN_EPOCH)
+            behind = 0
+        lane.memory.nears_end = True
         yield Wait(inlets, last_epoch)
         if outcome.is_copying():
             yield Wait((outcome,), last_epoch)
         has_ended = True
     finally:
         if not has_ended:
-            lane.give_up(last_epoch)
+            lane.give_up(last_epoch, behind)
     return outcome.finish()
 
 

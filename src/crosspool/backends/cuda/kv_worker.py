@@ -15,6 +15,7 @@ from crosspool.backends.cuda.decode_run import runs_on_device
 from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.frames import KVFrames
 from crosspool.backends.cuda.joined import JoinedFFN, JoinedInlet, JoinedLink
+from crosspool.backends.cuda.kv_ahead import KVAhead, draws_all
 from crosspool.backends.cuda.kv_chunk_run import run_kv_chunk
 from crosspool.backends.cuda.kv_loading import check_placement, is_share, load_kv
 from crosspool.backends.cuda.kv_models import KVModel, KVModels
@@ -37,7 +38,7 @@ from crosspool.core import SampledToken
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
-from crosspool.scheduler.step import StepDescriptor
+from crosspool.scheduler.step import StepDescriptor, StepHeader
 
 
 class CudaAttentionWorker:
@@ -53,15 +54,17 @@ class CudaAttentionWorker:
         first_frame: int | None = None,
         kv_ranks: SequenceOf[str] = (),
         is_host_driven: bool = False,
+        goes_ahead: bool = False,
     ) -> None:
         """first_frame: number of this rank's frame 0 where there are several KV ranks, `kv_ranks` in their order."""
         self._site, self._kernels, self._frames, self._is_host_driven = site, kernels, frames, is_host_driven
         finish(site.device)
         self._models = KVModels(site, frames, first_frame, kv_ranks)
-        self._lanes = WorkerLanes(site, rule, kernels, is_host_driven=is_host_driven)
+        self._lanes = WorkerLanes(site, rule, kernels, is_host_driven=is_host_driven, goes_ahead=goes_ahead)
         self._passes = KVPasses(site, kernels, is_host_driven=is_host_driven)
         self._sequences: dict[int, Sequence] = {}
         self._joined: dict[str, JoinedFFN] = {}
+        self._ahead = KVAhead(site.rank, self._models, self._lanes, self._sequences)
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
         site = self._site
@@ -152,7 +155,8 @@ class CudaAttentionWorker:
         def batch_of(idx: int) -> Batch:
             return Batch(step.part(idx), self._sequences, model.geometry.page_tokens)
 
-        batch = batch_of(0)
+        ahead = self._ahead.take(step)
+        batch = batch_of(0) if ahead is None else ahead
         shares = self._taking_part(step, model, batch, links)
         inlets = device_inlets((*links.inlets.values(), *shares))
         ends = tuple(inlet.link for inlet in inlets)
@@ -163,12 +167,24 @@ class CudaAttentionWorker:
                 return self._lanes.decodes_beside(lane, time.monotonic())
 
             return (yield from run_kv_chunk(kernels, header, way, inlets, batch, has_neighbours))
-        yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
-        if step.num_steps == 1:
-            return (yield from run_step(found, header, way, inlets, batch))
-        if lane.stream is not None and not self._is_host_driven and runs_on_device(batch):
-            return (yield from run_by_device(found, step, way, inlets, batch))
+        if ahead is None:
+            yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
+        is_ahead, goes_by_itself = ahead is not None, lane.stream is not None and not self._is_host_driven
+        try:
+            if goes_by_itself and way.joined is None and not shares and draws_all(batch):
+                self._ahead.begins(header.lane, batch, is_run=step.num_steps > 1)
+            if step.num_steps == 1:
+                return (yield from run_step(found, header, way, inlets, batch, is_ahead=is_ahead))
+            if goes_by_itself and runs_on_device(batch):
+                return (yield from run_by_device(found, step, way, inlets, batch, is_ahead=is_ahead))
+        finally:
+            lane.memory.nears_end = False  # what comes next has to be on the device first
+            self._ahead.ended(header.lane, batch)
         return (yield from run_by_host(found, kernels, step, way, inlets, batch, batch_of))
+
+    def may_begin_ahead(self, work: StepDescriptor | StepHeader) -> bool:
+        """Whether a step may be handed to the device now (`cluster.worker.BeginsAhead`)."""
+        return isinstance(work, StepDescriptor) and self._ahead.is_fit(work)
 
     def run_share(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[None] | None:
         """The part of this rank in a step that another KV rank leads (`backends.base.ShareWorker`)."""
@@ -206,7 +222,8 @@ class CudaAttentionWorker:
 
     def remove_model(self, model: str) -> None:
         self._drop(model)
-        self._sequences = {key: sequence for key, sequence in self._sequences.items() if sequence.model != model}
+        for key in [key for key, sequence in self._sequences.items() if sequence.model == model]:
+            del self._sequences[key]
 
     def _drop(self, model: str) -> None:
         self._lanes.drop(model)

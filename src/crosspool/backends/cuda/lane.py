@@ -30,9 +30,15 @@ class WorkerLane:
     `find_pass` may be called from a thread that loads a model while the rank's loop runs steps.
     """
 
-    def __init__(self, site: Site, rule: WaitRule, kernels: Launcher, *, is_host_driven: bool = False) -> None:
-        """is_host_driven: passes are cut at every crossing, after which the host launches the next part."""
-        self.site, self._kernels, self._is_host_driven = site, kernels, is_host_driven
+    def __init__(
+        self, site: Site, rule: WaitRule, kernels: Launcher, *, is_host_driven: bool = False, goes_ahead: bool = False
+    ) -> None:
+        """is_host_driven: passes are cut at every crossing, after which the host launches the next part.
+
+        goes_ahead: a run may be enqueued behind another one that ends early, and then looks whether it is to begin.
+        """
+        self.site, self._kernels = site, kernels
+        self._is_host_driven, self.goes_ahead = is_host_driven, goes_ahead
         is_cuda = site.device.type == "cuda"
         # Graphs keep the priority of the stream that they were captured on; chunks of prompts begin on lower ones.
         self.stream: Any = torch.cuda.Stream(site.device, priority=DECODE_PRIORITY) if is_cuda else None
@@ -105,6 +111,11 @@ class WorkerLane:
                 self._passes[model, links, key] = source
             return source
 
+    def captured(self, model: str, key: Hashable, *, in_loop: bool) -> Capturable | None:
+        """The model's pass under `key`, if it was captured, in its loop or alone; over whatever links."""
+        kept = self._loops if in_loop else self._graphs
+        return next((self._passes[found] for found in kept if found[0] == model and found[2] == key), None)
+
     def _capture(self, source: Capturable, links: Links, name: str) -> StepGraph | SegmentGraphs:
         if not self._is_host_driven:
             return capture(source, self._capture_stream, name)
@@ -132,17 +143,18 @@ class WorkerLane:
                 name = f"{self.site.rank} {model} {key}"
                 source = self._passes[model, links, key]
                 assert isinstance(source, Repeatable), f"a {type(source).__name__} does not repeat"
-                loop = capture_loop(source, self._capture_stream, name)
+                loop = capture_loop(source, self._capture_stream, name, may_be_skipped=self.goes_ahead)
                 self._loops[model, links, key] = loop
         with torch.cuda.stream(self.stream):
             loop.replay()
 
-    def give_up(self, last_epoch: int) -> None:
+    def give_up(self, last_epoch: int, behind: int = 0) -> None:
         """End a step's waits on the device; end the process, to be replaced, where the device no longer answers.
 
+        behind: the last epoch of the step before, where that may go on (`LaneMemory.abort`).
         After an error such as an illegal address a process can use its GPU no more, and every later step would fail.
         """
-        self.memory.abort(last_epoch)
+        self.memory.abort(last_epoch, behind)
         if self.stream is not None:
             try:
                 self.stream.query()

@@ -22,7 +22,9 @@ RUN_AT = 2 + (3 + SAMPLING_WORDS) * PASS_TOKENS
 STOP_IDS = 8
 _LEFT, _STEP, _ROWS, _LIMITS = (RUN_AT + word for word in (2, 3, 4, 5))
 _STOPS = _LIMITS + PASS_TOKENS
-RECORD_WORDS = align_up(_STOPS + STOP_IDS * PASS_TOKENS, 2)
+_FOLLOWS = _STOPS + STOP_IDS * PASS_TOKENS
+_IS_OVER = _FOLLOWS + 1
+RECORD_WORDS = align_up(_IS_OVER + 1, 2)
 """A pass's input: its base (two words), then token ids, positions, lengths and sampling of its rows; and, from RUN_AT,
 its place in a run and what ends that (`RunWord` in `csrc/lane_steps.cu`)."""
 
@@ -59,7 +61,8 @@ class RunPlace:
     """One step's place in a run, and what ends the run early.
 
     over: the epoch that flags are raised to then. step, left: its number, and steps behind it. limits: of each row the
-    first position for which it has no slot. stops: (rows, STOP_IDS) token ids, -1 where there are fewer.
+    first position for which it has no slot. stops: (rows, STOP_IDS) token ids, -1 where there are fewer. may_be_first:
+    the run may end before its first step too.
     """
 
     over: int
@@ -67,6 +70,7 @@ class RunPlace:
     left: int
     limits: npt.ArrayLike = ()
     stops: npt.NDArray[np.int32] | None = None
+    may_be_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,9 @@ class RunRows:
     """The rows of all steps of a run.
 
     token_ids, positions: (steps, rows); an id below 0 is what row -1 - id sampled last. sampling: (steps, rows)
-    SAMPLING. limits, stops: as in `RunPlace`, of the rows in use.
+    SAMPLING. limits, stops: as in `RunPlace`, of the rows in use. follows: as bits, the rows of the lane's run before
+    this one whose sequences are all that this one has; 0: it has others too, or none is before. is_over: they have all
+    ended.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -82,6 +88,8 @@ class RunRows:
     sampling: npt.NDArray[np.void]
     limits: npt.NDArray[np.int64]
     stops: npt.NDArray[np.int32]
+    follows: int = 0
+    is_over: bool = False
 
 
 class LaneMemory:
@@ -101,6 +109,8 @@ class LaneMemory:
         self._cursor = 0
         self._last_epoch = 0
         self.pace = Pace()
+        self._left = (0, 0)  # passes that were left behind others, and go on no more than those
+        self.nears_end = False  # what runs is at its last steps: the next step may be handed over
 
     @property
     def done_epoch(self) -> int:
@@ -116,9 +126,30 @@ class LaneMemory:
         """The newest epoch that the peer (by its place in the placement) did not deliver in time; 0: none."""
         return int(self._host_words[LATE + peer])
 
-    def abort(self, base: int) -> None:
-        """Make the waits of every pass up to `base` give up."""
+    @property
+    def last_epoch(self) -> int:
+        """The last epoch of the newest pass that was pushed."""
+        return self._last_epoch
+
+    def abort(self, base: int, behind: int = 0) -> None:
+        """Make the waits of every pass up to `base` give up.
+
+        behind: the last epoch of passes before those that are meant, which may go on: it happens once these have ended.
+        """
+        if behind and self._goes_on(behind):
+            self._left = (behind, base)
+            return
         self._host_words[ABORT] = max(base, int(self._host_words[ABORT]))
+        self._abort_left()
+
+    def _goes_on(self, last_epoch: int) -> bool:
+        return max(self.done_epoch, int(self._host_words[ABORT])) < last_epoch
+
+    def _abort_left(self) -> None:
+        behind, base = self._left
+        if base and not self._goes_on(behind):
+            self._left = (0, 0)
+            self._host_words[ABORT] = max(base, int(self._host_words[ABORT]))
 
     def abort_all(self) -> None:
         """Make every wait that is under way give up."""
@@ -127,6 +158,7 @@ class LaneMemory:
     @property
     def is_drained(self) -> bool:
         """Whether every pass pushed so far has ended; a new step begins no sooner, so that the ring never overflows."""
+        self._abort_left()
         return self.done_epoch >= self._last_epoch
 
     def push(
@@ -187,6 +219,8 @@ class LaneMemory:
         found[:, _ROWS] = used
         found[:, _LIMITS : _LIMITS + used] = rows.limits
         found[:, _STOPS : _STOPS + STOP_IDS * used] = rows.stops.reshape(-1)
+        found[0, _FOLLOWS] = np.uint32(rows.follows).astype(np.int32)
+        found[0, _IS_OVER] = rows.is_over
         self._records[slots] = found
         self._cursor += num_steps
         self._last_epoch = base + num_layers * num_steps
@@ -197,7 +231,8 @@ class LaneMemory:
         record = self._records[self.push(base, num_layers)]
         record[2:4].view(np.int64)[0] = layers_at
         record[4] = num_layers
-        record[6:8].view(np.int64)[0] = 0 if place is None or place.step == 0 else place.over
+        may_end = place is not None and (place.step > 0 or place.may_be_first)
+        record[6:8].view(np.int64)[0] = place.over if place is not None and may_end else 0
         self._host_words[POSTED] = self._cursor
 
     def tokens(self, slot: int, rows: int) -> list[int]:

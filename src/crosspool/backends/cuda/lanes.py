@@ -16,16 +16,19 @@ class WorkerLanes:
     A thread that loads a model may look at them while the rank's loop makes more.
     """
 
-    def __init__(self, site: Site, rule: WaitRule, kernels: Launcher, *, is_host_driven: bool = False) -> None:
-        """is_host_driven: of `WorkerLane`."""
-        self._site, self._rule, self._kernels, self._is_host_driven = site, rule, kernels, is_host_driven
+    def __init__(
+        self, site: Site, rule: WaitRule, kernels: Launcher, *, is_host_driven: bool = False, goes_ahead: bool = False
+    ) -> None:
+        """is_host_driven, goes_ahead: of `WorkerLane`."""
+        self._site, self._rule, self._kernels = site, rule, kernels
+        self._is_host_driven, self._goes_ahead = is_host_driven, goes_ahead
         self._lanes: dict[int, WorkerLane] = {}
 
     def __getitem__(self, number: int) -> WorkerLane:
         lane = self._lanes.get(number)
         if lane is None:
             lane = self._lanes[number] = WorkerLane(
-                self._site, self._rule, self._kernels, is_host_driven=self._is_host_driven
+                self._site, self._rule, self._kernels, is_host_driven=self._is_host_driven, goes_ahead=self._goes_ahead
             )
         return lane
 

@@ -23,8 +23,8 @@ class Repeatable(Protocol):
 
     def kernels(self) -> Iterator[int]: ...
 
-    def advance(self, again: int) -> None:
-        """Enqueue the kernel that sets the condition `again`."""
+    def advance(self, again: int, *, is_first: bool = False) -> None:
+        """Enqueue the kernel that sets the condition `again`: after a step, or before the first."""
         ...
 
 
@@ -46,8 +46,11 @@ class LoopGraph:
         torch.cuda.nvtx.range_pop()
 
 
-def capture_loop(source: Repeatable, stream: Any, name: str = "pass") -> LoopGraph:
-    """Capture a pass on `stream` in a loop. As `graphs.capture` otherwise."""
+def capture_loop(source: Repeatable, stream: Any, name: str = "pass", *, may_be_skipped: bool = False) -> LoopGraph:
+    """Capture a pass on `stream` in a loop. As `graphs.capture` otherwise.
+
+    may_be_skipped: a kernel before the loop decides whether its first round runs.
+    """
     from cuda.bindings import driver
 
     begin_s = time.perf_counter()
@@ -63,16 +66,24 @@ def capture_loop(source: Repeatable, stream: Any, name: str = "pass") -> LoopGra
         graph = _call("cuGraphCreate", 0)
         context = _call("cuCtxGetCurrent")
         again = _call("cuGraphConditionalHandleCreate", graph, context, _RUNS_ONCE_AT_LEAST, _RUNS_ONCE_AT_LEAST)
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        first: list[Any] = []
+        if may_be_skipped:
+            _call("cuStreamBeginCaptureToGraph", stream.cuda_stream, graph, None, None, 0, mode)
+            try:
+                source.advance(int(again), is_first=True)
+            finally:
+                _call("cuStreamEndCapture", stream.cuda_stream)
+            first = _call("cuGraphGetNodes", graph, 1)
         node = driver.CUgraphNodeParams()
         node.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
         node.conditional.handle = again
         node.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
         node.conditional.size = 1
         node.conditional.ctx = context
-        _call("cuGraphAddNode", graph, None, None, 0, node)
+        _call("cuGraphAddNode", graph, first or None, None, len(first), node)
         inside = node.conditional.phGraph_out[0]
         step = _call("cuGraphAddChildGraphNode", inside, None, 0, driver.CUgraph(body.raw_cuda_graph()))
-        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         _call("cuStreamBeginCaptureToGraph", stream.cuda_stream, inside, [step], None, 1, mode)
         try:
             source.advance(int(again))

@@ -33,6 +33,11 @@ class ResidentFFN:
         self._launched = [other for other in self._launched if not other.memory.is_drained]
         return all(other is lane for other in self._launched)
 
+    def can_serve_ahead(self, model: str, number: int, lane: WorkerLane, rows: int) -> bool:
+        """Whether the model's pass may be posted at once, behind passes of the lane that are here already."""
+        is_made = any((name, at, count) == (model, number, rows) for name, at, _, count in self._passes)
+        return is_made and self.can_serve(lane) and lane not in self._launched
+
     def before_launch(self, lane: WorkerLane) -> None:
         """Kernels of this lane are about to be launched: give them the GPU."""
         self._server.stop()

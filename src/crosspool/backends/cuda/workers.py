@@ -48,7 +48,9 @@ class CudaWorkers:
         deadline_s: float,
         control: Control = "graphs",
         order: str = "priority",
+        goes_ahead: bool = False,
     ) -> None:
+        """goes_ahead: a lane's next decode step may be handed over while the present one runs (`BeginsAhead`)."""
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(MAX_CONNECTIONS))  # read when CUDA starts
         index, count = devices[rank], torch.cuda.device_count()
         if index >= count:
@@ -61,7 +63,7 @@ class CudaWorkers:
         partition = SmPartition.create(driver, index, int(self._kernels.num_sms * PREFILL_SHARE))
         self._site = Site(rank, device, driver, devices, DescriptorServer() if has_processes else None, partition)
         self._rule = WaitRule(deadline_s=deadline_s)
-        self._control, self._order = control, order
+        self._control, self._order, self._goes_ahead = control, order, goes_ahead
 
     def attention(
         self,
@@ -89,8 +91,16 @@ class CudaWorkers:
             first_frame=first_frame,
             kv_ranks=kv_ranks,
             is_host_driven=self._control == "host",
+            goes_ahead=self._goes_ahead,
         )
         return worker, frames if isinstance(frames, DeviceFrames) else None
 
     def ffn(self) -> CudaFFNWorker:
-        return CudaFFNWorker(self._site, self._kernels, self._rule, control=self._control, order=self._order)
+        return CudaFFNWorker(
+            self._site,
+            self._kernels,
+            self._rule,
+            control=self._control,
+            order=self._order,
+            goes_ahead=self._goes_ahead,
+        )

@@ -25,6 +25,7 @@ class Sequence:
         self.token_ids = [*new.prompt_token_ids, *new.output_token_ids]
         self._sequence_id = new.sequence_id
         self._num_prompt_tokens = len(new.prompt_token_ids)
+        self.has_ended = False  # with one of its stop tokens, within a run
         self._uniform = UniformStream(new.sampling.seed)
         self._pages = pages or PageReader(model=model, frames_per_page=frames_per_page)
         self._table = self._pages.empty()
@@ -32,19 +33,23 @@ class Sequence:
             wrong = next(token for token in self.token_ids if not 0 <= token < vocab_size)
             raise ValueError(f"token id {wrong} is not in the vocabulary of {model}; ids lie in 0..{vocab_size - 1}")
 
-    def block_table(self, row: StepRow) -> IntArray:
-        """(frames_per_page, pages) with the row's new pages written in; the sequence's own is left as it is."""
+    def block_table(self, row: StepRow, known: IntArray | None = None) -> IntArray:
+        """(frames_per_page, pages) with the row's new pages written in; the sequence's own is left as it is.
+
+        known: the table as it will be once the step before has ended.
+        """
+        known = self._table if known is None else known
         if not row.new_pages:
-            return self._table
-        if row.first_new_page > self._table.shape[1]:
+            return known
+        if row.first_new_page > known.shape[1]:
             raise ValueError(
-                f"page {row.first_new_page} of sequence {self._sequence_id} comes after the {self._table.shape[1]} "
+                f"page {row.first_new_page} of sequence {self._sequence_id} comes after the {known.shape[1]} "
                 "pages known here; send those between too"
             )
         entries = self._pages.entries(row.new_pages, self._sequence_id)
         end = row.first_new_page + len(row.new_pages)
-        table = np.zeros((len(self._table), max(end, self._table.shape[1])), dtype=np.int64)
-        table[:, : self._table.shape[1]] = self._table
+        table = np.zeros((len(known), max(end, known.shape[1])), dtype=np.int64)
+        table[:, : known.shape[1]] = known
         table[:, row.first_new_page : end] = entries
         return table
 
@@ -72,6 +77,7 @@ class Sequence:
 
     def fill(self, num_tokens: int) -> None:
         """Behind its end any token is as good as another: a row that is under way already must find one."""
+        self.has_ended = True
         self.token_ids += self.token_ids[-1:] * (num_tokens - len(self.token_ids))
 
     def commit(self, row: StepRow, table: IntArray, sampled: SampledToken | None) -> None:

@@ -7,8 +7,10 @@ constexpr int STOP_IDS = 8;  // of a row
 
 // Words of a pass's record behind `run_at`: the epoch that flags are raised to where the run ends early (two words), steps
 // of the run behind this one, this step's number in the run, rows in use, and of each row the first slot that it has not and
-// its stop tokens (-1: none).
-enum RunWord { OVER = 0, LEFT = 2, STEP_OF_RUN = 3, ROWS = 4, LIMITS = 5, STOPS = LIMITS + PASS_TOKENS };
+// its stop tokens (-1: none); then, as bits, the rows of the run before whose sequences are all that this run has (0: it has
+// others too), and whether the host knows already that there is nothing to do.
+enum RunWord { OVER = 0, LEFT = 2, STEP_OF_RUN = 3, ROWS = 4, LIMITS = 5, STOPS = LIMITS + PASS_TOKENS,
+               FOLLOWS = STOPS + STOP_IDS * PASS_TOKENS, IS_OVER = FOLLOWS + 1 };
 
 #ifdef CROSSPOOL_EMULATOR
 DEVICE void set_conditional(u64, bool) {}
@@ -50,6 +52,15 @@ struct AdvanceParams {
 
 DEVICE bool has_failed(const AdvanceParams& p, u64 base) { return load_relaxed(p.view.lane + FAILED) / STEP == base / STEP; }
 
+// KV rank, before a run's first step: whether one of its rows goes on. Where all of them follow rows of the run before, that
+// may have ended with them; and a run behind one that failed does not begin.
+DEVICE bool rows_have_work(const AdvanceParams& p, const u32* run) {
+  const u64 before = load_relaxed(p.view.lane + BASE);
+  const u32 follows = load_relaxed(run + FOLLOWS), ended = static_cast<u32>(p.view.lane[ENDED]);
+  if (load_relaxed(run + IS_OVER) != 0) return false;
+  return follows == 0 || ((ended & follows) != follows && !has_failed(p, before));
+}
+
 // KV rank: whether some row has not drawn one of its stop tokens, and every row has a slot for the next step.
 DEVICE bool rows_go_on(const AdvanceParams& p, const u32* record, const u32* run) {
   const int row = threadIdx.x, rows = static_cast<int>(load_relaxed(run + ROWS));
@@ -90,21 +101,45 @@ DEVICE void end_run(const AdvanceParams& p, u64 over, u64 cursor, u32 left) {
   store_release(p.view.host + DONE, over);
 }
 
+// Where a step's record lies in the ring, and what of it is about its run.
+struct RunRecord {
+  const u32 *record, *run;
+  u32 left;
+  u64 over;
+  DEVICE RunRecord(const AdvanceParams& p, u64 at)
+      : record(p.ring + static_cast<i64>(at % p.ring_slots) * p.record_words), run(record + p.run_at),
+        left(load_relaxed(run + LEFT)),
+        over(static_cast<u64>(load_relaxed(run + OVER)) | static_cast<u64>(load_relaxed(run + OVER + 1)) << 32) {}
+};
+
+// Before a run's first step: is there anything to do? The run before may have ended early, and its host look elsewhere.
+KERNEL(open_run, AdvanceParams, 32, 1) {
+  grid_launch_dependents();
+  grid_wait();
+  const u64 cursor = p.view.lane[CURSOR];
+  const RunRecord r(p, cursor);
+  const u64 base = static_cast<u64>(load_relaxed(r.record)) | static_cast<u64>(load_relaxed(r.record + 1)) << 32;
+  const bool begins = p.tokens != nullptr ? rows_have_work(p, r.run) : rows_come(p, r.over, base);
+  warp_sync();
+  if (!begins) end_run(p, r.over, cursor, r.left + 1);
+  if (threadIdx.x == 0 && p.again) set_conditional(p.again, begins);
+}
+
 // Behind the last kernel of a step: does the run go on?
 KERNEL(advance, AdvanceParams, 32, 1) {
   grid_launch_dependents();
   grid_wait();
   const u64 cursor = p.view.lane[CURSOR], base = p.view.lane[BASE];
-  const u32* record = p.ring + static_cast<i64>((cursor - 1) % p.ring_slots) * p.record_words;
-  const u32* run = record + p.run_at;
-  const u32 left = load_relaxed(run + LEFT);
-  const u64 over = static_cast<u64>(load_relaxed(run + OVER)) | static_cast<u64>(load_relaxed(run + OVER + 1)) << 32;
-  bool goes_on = left > 0;
-  if (goes_on) {
-    goes_on = p.tokens != nullptr ? rows_go_on(p, record, run) : rows_come(p, over, base + p.num_layers);
+  const RunRecord r(p, cursor - 1);
+  // Also of the last step: the run behind it may have nothing to do then.
+  bool goes_on = p.tokens == nullptr || rows_go_on(p, r.record, r.run);
+  if (r.left > 0) {
+    if (p.tokens == nullptr) goes_on = rows_come(p, r.over, base + p.num_layers);
     goes_on = goes_on && !has_failed(p, base);
     warp_sync();
-    if (!goes_on) end_run(p, over, cursor, left);
+    if (!goes_on) end_run(p, r.over, cursor, r.left);
+  } else {
+    goes_on = false;
   }
   if (threadIdx.x == 0 && p.again) set_conditional(p.again, goes_on);
 }
