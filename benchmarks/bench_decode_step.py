@@ -12,7 +12,6 @@ one GPU that runs the same slices.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from benchmarks.lanes_bench import LanesBench
 from benchmarks.report import RESULTS, Report
 from benchmarks.split_model import Gpus, step_times_ms
 from benchmarks.split_parts import COPY_TB_PER_S, compare, draw, step_floor
-from benchmarks.ways import Drawn, split_model
+from benchmarks.ways import WAYS, Drawn, split_model
 from crosspool.backends.cuda.weights import random_attention_weights
 
 TARGETS = {"qwen3-30b-a3b": 3.2, "glm-4.7-flash": 3.7, "deepseek-v2-lite": 2.3}
@@ -46,13 +45,15 @@ class Steps:
         case = f"{drawn.name}.{layout}.b{batch}.{context // 1024}k"
         floor = step_floor(drawn.spec, batch, context, len(drawn.slices))
         ways = [*self.ways, *(self.extra if batch == 1 and context == 4096 else ())]
+        if any(gpu == 0 for gpu, _ in drawn.slices):  # attention needs its GPU's multiprocessors
+            ways = [way for way in ways if WAYS[way].shares_a_gpu]
         medians = {}
         for way in ways:
             model = split_model(self.gpus, drawn, way, batch=batch, context=context, seed=SEED)
             times = step_times_ms(model, context, steps=24 if batch < 8 else 12, rounds=2)
             medians[way] = sorted(times)[len(times) // 2]
             self.report.samples(f"decode_ms.{case}.{way}", times, limit=floor.step, note=NOTE)
-            if way == ways[0] and hasattr(model.graph, "num_bytes"):
+            if way == ways[0]:
                 self.report.metric(f"decode_ms.{case}.graph_mib", model.graph.num_bytes / 2**20)
                 self.report.metric(f"decode_ms.{case}.capture_ms", model.graph.seconds * 1e3)
             model.stop()
@@ -170,15 +171,15 @@ def main() -> None:
                     torch.cuda.empty_cache()
             if "host" not in options.skip:
                 guarded(f"host {name} {layout}", lambda d=drawn, y=layout: steps.host_us(d, y), failures)  # type: ignore[misc]
-            if layout == "1+1" and options.pairs:
+            if layout == "1+1" and name in options.pairs:
                 all_drawn[name] = drawn
             del drawn
             torch.cuda.empty_cache()
-            (options.out / "partial.json").write_text(json.dumps(report.metrics, indent=1), encoding="utf-8")
+            report.write(options.out)  # a run that is cut leaves what it has
     for pair in filter(None, options.pairs.split(",")):
         guarded(f"lanes {pair}", lambda p=pair: lanes.pair(all_drawn, p), failures)  # type: ignore[misc]
         torch.cuda.empty_cache()
-    report.write(options.out)
+        report.write(options.out)
     write_failures(failures, options.out)
 
 

@@ -23,6 +23,11 @@ class Way:
     is_resident: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def shares_a_gpu(self) -> bool:
+        """Whether a weights rank may lie beside attention: none of its kernels waits for the whole GPU, or holds it."""
+        return not self.is_resident and not self.options.get("fused") and self.options.get("rule") is not EARLY
+
 
 WAYS = {
     "graphs": Way(),
