@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -42,6 +43,13 @@ def test_explanations_are_printed(tmp_path):
     result = run(tmp_path, GOOD, "--explain")
     assert result.exit_code == 0
     assert "**Budget**" in result.output
+
+
+def test_pictures_that_cannot_be_made_are_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run(tmp_path, GOOD, "--output", str(tmp_path / "plan.json"), "--plot", str(tmp_path / "pictures"))
+    assert "pip install 'crosspool[plots]'" in str(result.exception)
+    assert not (tmp_path / "plan.json").exists()
 
 
 @pytest.mark.parametrize(

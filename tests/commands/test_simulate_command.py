@@ -33,6 +33,13 @@ def test_the_report_is_shown(tmp_path):
         assert word in result.output
 
 
+def test_a_model_without_requests_has_no_times(tmp_path):
+    silent = GOOD.replace("deepseek-v2-lite, rate: 2", "deepseek-v2-lite, rate: 0.000001")
+    shown = {line.split()[0]: line.split()[1:] for line in run(tmp_path, text=silent).output.splitlines() if line}
+    assert shown["deepseek-v2-lite"] == ["0", "0", "0", "-", "-", "-", "-", "-"]
+    assert "-" not in shown["glm-4.7-flash"]
+
+
 def test_the_report_is_written_and_both_modes_agree(tmp_path):
     reports = {}
     for mode in ("steps", "exact"):

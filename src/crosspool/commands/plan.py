@@ -10,7 +10,7 @@ from crosspool.errors import CrossPoolError
 from crosspool.planner.deployment import read_plan_input
 from crosspool.planner.explain import explain
 from crosspool.planner.plan import Plan
-from crosspool.planner.planner import Planned
+from crosspool.planner.plot import check_matplotlib, write_plots
 from crosspool.planner.serve_config import write_serve_configs
 from crosspool.planner.simulated import plan_as_told
 from crosspool.units import format_bytes
@@ -30,11 +30,13 @@ def run(
 ) -> None:
     """Raises CrossPoolError, in one line, for wrong input and for what does not fit."""
     try:
+        if plot_dir is not None:
+            check_matplotlib()
         plan_input = read_plan_input(source)
         planned = plan_as_told(plan_input)
         if output is not None:
             output.write_text(planned.plan.to_json(), encoding="utf-8")
-        written = _pictures(planned, plot_dir) if plot_dir is not None else []
+        written = write_plots(planned, plot_dir) if plot_dir is not None else []
         written += write_serve_configs(planned.plan, serve_dir) if serve_dir is not None else []
     except ValueError as error:
         raise CrossPoolError(str(error)) from None
@@ -49,12 +51,6 @@ def run(
         show(planned.plan, console)
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
-
-
-def _pictures(planned: Planned, directory: Path) -> list[Path]:
-    from crosspool.planner.plot import write_plots
-
-    return write_plots(planned, directory)
 
 
 def show(plan: Plan, console: Console) -> None:

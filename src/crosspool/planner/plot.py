@@ -1,5 +1,6 @@
 """Pictures of a plan: demand over time, its distribution, contexts by layout. Needs matplotlib."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,17 @@ MAX_NAMED = 9
 """Models with a colour of their own; the others share one."""
 
 
+def check_matplotlib() -> None:
+    """Raises ValueError, with the remedy, where matplotlib is not installed; asked before the work of a plan."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib; pip install 'crosspool[plots]'")
+
+
 def write_plots(planned: Planned, directory: Path) -> list[Path]:
     """PNG files in `directory`. Raises ValueError where matplotlib is missing or the folder cannot be written."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib; pip install 'crosspool[plots]'") from None
+    check_matplotlib()
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

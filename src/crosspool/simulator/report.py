@@ -61,13 +61,17 @@ def _table(result: GroupResult) -> Table:
             f"{measures.num_arrived:,}",
             f"{measures.num_refused:,}",
             f"{measures.num_tokens:,}",
-            _seconds(measures.queueing.quantile(0.95)),
-            _seconds(measures.ttft.quantile(0.5)),
-            _seconds(measures.ttft.quantile(0.95)),
-            _seconds(measures.tbt.mean),
-            _seconds(measures.tbt.quantile(0.99)),
+            _quantile(measures.queueing, 0.95),
+            _quantile(measures.ttft, 0.5),
+            _quantile(measures.ttft, 0.95),
+            _seconds(measures.tbt.mean) if measures.tbt.count else "-",
+            _quantile(measures.tbt, 0.99),
         )
     return table
+
+
+def _quantile(values: Distribution, share: float) -> str:
+    return _seconds(values.quantile(share)) if values.count else "-"
 
 
 def _seconds(value: float) -> str:
