@@ -73,6 +73,12 @@ def test_host_memory_for_kv_needs_the_prefix_cache() -> None:
         DeploymentConfig(models=(model,), pools=PoolsConfig(host_pool_bytes=GiB), scheduling=scheduling)
 
 
+def test_prompts_run_alone_only_without_shared_beginnings() -> None:
+    with pytest.raises(ValueError, match="--no-enable-prefix-caching"):
+        SchedulingConfig(batch_invariant=True)
+    assert SchedulingConfig(batch_invariant=True, enable_prefix_caching=False).batch_invariant
+
+
 def test_names_must_differ_aliases_included() -> None:
     first, second = ModelConfig(source="/a/x"), ModelConfig(source="/b/y", aliases=("x",))
     with pytest.raises(ValueError, match=r"two models are called 'x': /a/x and /b/y"):

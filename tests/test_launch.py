@@ -1,4 +1,4 @@
-"""What a deployment's backend decides: the cache's dtype, the dtypes it refuses, how ranks wait."""
+"""What a deployment's backend decides: the cache's dtype, the dtypes it refuses, how ranks wait, what reruns how."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig
+from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
 from crosspool.errors import CrossPoolError
-from crosspool.launch import cluster_config, prepare_models
+from crosspool.launch import cluster_config, engine_config, prepare_models
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -45,3 +45,13 @@ def test_numpy_ranks_of_one_process_share_a_thread(backend, layout, num_hosts, t
 def test_a_dtype_of_the_other_backend_is_refused(backend, wrong, tmp_path):
     with pytest.raises(CrossPoolError, match=f"dtype is {wrong}; .* so use auto or"):
         cluster_config(deployment(tmp_path, backend, wrong))
+
+
+@pytest.mark.parametrize(("backend", "rerun_tokens"), [("numpy", 0), ("cuda", 32)])
+def test_generated_tokens_run_again_by_decodes_kernels_where_a_prompts_have_other_bits(backend, rerun_tokens, tmp_path):
+    config = deployment(tmp_path, backend)
+    config = replace(config, scheduling=SchedulingConfig(max_num_batched_tokens=8192))
+    assert engine_config(config).rerun_tokens == rerun_tokens
+    assert not engine_config(config).batch_invariant
+    apart = SchedulingConfig(batch_invariant=True, enable_prefix_caching=False)
+    assert engine_config(replace(config, scheduling=apart)).batch_invariant

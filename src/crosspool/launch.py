@@ -94,7 +94,7 @@ def engine_config(config: DeploymentConfig) -> EngineConfig:
         decode_steps=scheduling.decode_steps,
         max_num_seqs=scheduling.max_num_seqs,
         max_num_batched_tokens=scheduling.max_num_batched_tokens,
-        replay_tokens=min(PASS_TOKENS, scheduling.max_num_batched_tokens) if config.pools.backend == "cuda" else 0,
+        rerun_tokens=min(PASS_TOKENS, scheduling.max_num_batched_tokens) if config.pools.backend == "cuda" else 0,
         batch_invariant=scheduling.batch_invariant,
         max_queue=scheduling.max_queue,
         max_queue_per_key=scheduling.max_queue_per_key,

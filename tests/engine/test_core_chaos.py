@@ -41,7 +41,7 @@ def add_at_random(drive: Drive, rng: random.Random) -> None:
 def chaos(
     seed: int, *, admission: str, fail_rate: float, num_losses: int, timeout_s: float, num_frames: int, is_ahead: bool
 ) -> Drive:
-    rng = random.Random(seed)
+    rng, rules = random.Random(seed), random.Random(seed + 1)
     config = a_config(
         num_frames,
         admission=admission,
@@ -54,6 +54,8 @@ def chaos(
         bypass_window=rng.choice((0, 3)),
         recovery_timeout_s=timeout_s,
         forecast_quantile=0.5,
+        rerun_tokens=rules.choice((0, 3)),
+        batch_invariant=rules.random() < 0.3,
     )
     drive = Drive(config, MODELS, seed=seed, fail_rate=fail_rate, is_ahead=is_ahead)
     for name in "pqrs":  # so that a forecast has outputs to go by, and goes wrong

@@ -50,10 +50,10 @@ def test_without_special_rules_steps_are_shared_as_ever(shapes, max_tokens):
 @given(shapes=shapes, max_tokens=st.integers(8, 64), apart=st.booleans())
 def test_generated_tokens_run_again_in_small_steps_without_prompts(shapes, max_tokens, apart):
     sequences = [a_sequence(number, *shape) for number, shape in enumerate(shapes)]
-    for step in run_all(PrefillRule(max_tokens=max_tokens, replay_tokens=8, are_apart=apart), sequences):
-        replays = {number for number, (start, _) in step.items() if start >= shapes[number][0]}
-        assert replays in (set(), set(step))
-        if replays:
+    for step in run_all(PrefillRule(max_tokens=max_tokens, rerun_tokens=8, are_apart=apart), sequences):
+        reruns = {number for number, (start, _) in step.items() if start >= shapes[number][0]}
+        assert reruns in (set(), set(step))
+        if reruns:
             assert sum(stop - start for start, stop in step.values()) <= 8
         else:
             assert all(stop <= shapes[number][0] for number, (_, stop) in step.items())
@@ -61,7 +61,7 @@ def test_generated_tokens_run_again_in_small_steps_without_prompts(shapes, max_t
 
 @given(shapes=shapes, max_tokens=st.integers(1, 64))
 def test_prompts_apart_are_cut_as_if_nothing_ran_beside_them(shapes, max_tokens):
-    rule = PrefillRule(max_tokens=max_tokens, replay_tokens=8, are_apart=True)
+    rule = PrefillRule(max_tokens=max_tokens, rerun_tokens=8, are_apart=True)
     together = run_all(rule, [a_sequence(number, *shape) for number, shape in enumerate(shapes)])
     for number, shape in enumerate(shapes):
         alone = run_all(rule, [a_sequence(number, *shape)])

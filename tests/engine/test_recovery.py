@@ -90,6 +90,22 @@ def test_a_lost_kv_rank_sends_its_sequences_back_to_the_head_of_their_queues():
     drive.check_all_ended()
 
 
+def test_generated_tokens_whose_kv_was_lost_run_again_in_small_steps_behind_their_prompt():
+    drive = Drive(a_config(256, rerun_tokens=3), [a_model("p")])
+    [sequence_id] = started(drive, "p", max_tokens=80)
+    drive.cluster.lose("kv0", drive.now, back_in_s=0.2)
+    count, generated = len(drive.cluster.steps), len(drive.tokens[sequence_id])
+    drive.run()
+    again = [step for step in drive.cluster.steps[count:] if step.header.phase == "prefill"]
+    rows = [(step.rows[0].num_cached_tokens, step.rows[0].num_new_tokens, step.rows[0].sample) for step in again]
+    assert rows[0][:2] == (0, 4)
+    behind = rows[1:]
+    assert all(cached >= 4 and new <= 3 for cached, new, _ in behind)
+    assert sum(new for _, new, _ in behind) >= generated
+    assert [sample for *_, sample in rows] == [False] * (len(rows) - 1) + [True]
+    drive.check_all_ended()
+
+
 def test_past_the_recovery_bound_exactly_the_requests_that_need_the_rank_end_with_an_error():
     drive = Drive(a_config(256, recovery_timeout_s=1.0), three_models())
     p, q, r = started(drive, "p", "q", "r")
@@ -178,7 +194,7 @@ def test_of_a_batch_in_which_a_worker_raises_only_the_culprit_ends(phase):
     drive.check_all_ended()
 
 
-def test_a_step_that_keeps_failing_without_a_lost_rank_is_replayed_with_pauses_and_then_given_up():
+def test_a_step_that_keeps_failing_without_a_lost_rank_is_reruned_with_pauses_and_then_given_up():
     drive = Drive(a_config(recovery_timeout_s=5.0), [a_model("p")], fail_rate=1.0)
     drive.cluster.durations["p"] = 0.001
     [sequence_id] = drive.add("p", 4, 4)

@@ -26,7 +26,7 @@ class EngineConfig:
     decode_steps: int = 1  # that a batch may take by itself before the engine hands out more
     max_num_seqs: int = 32  # admitted sequences of one model: the largest decode batch
     max_num_batched_tokens: int = 512  # tokens of one prefill chunk, over all its sequences
-    replay_tokens: int = 0  # of a step that runs generated tokens again, whose KV was lost; 0: they count as a prompt's
+    rerun_tokens: int = 0  # of a step that runs generated tokens again, whose KV was lost; 0: they count as a prompt's
     batch_invariant: bool = False  # prefill steps run one prompt alone
     max_queue: int = 64  # queued sequences of one model; beyond it QueueFullError
     max_queue_per_key: int | None = None  # of them, those of one API key; None: as many as there is place for
@@ -51,8 +51,8 @@ class EngineConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.replay_tokens < 0:
-            raise ValueError(f"replay_tokens is {self.replay_tokens}; it must not be negative")
+        if self.rerun_tokens < 0:
+            raise ValueError(f"rerun_tokens is {self.rerun_tokens}; it must not be negative")
         if self.max_queue_per_key is not None and self.max_queue_per_key < 1:
             raise ValueError(f"max_queue_per_key is {self.max_queue_per_key}; it must be at least 1, or left out")
         if self.num_frames < 2:

@@ -11,13 +11,13 @@ from crosspool.engine.sequence import Sequence
 class PrefillRule:
     """Cuts steps from waiting sequences.
 
-    max_tokens: of a step. replay_tokens: of a step that runs generated tokens again, whose KV was lost: as few as the
+    max_tokens: of a step. rerun_tokens: of a step that runs generated tokens again, whose KV was lost: as few as the
     backend runs through decode's kernels, so that the KV comes back bit by bit; 0: they are prefilled as prompts are.
     are_apart: a step runs one prompt alone, so that its cut, and with it every bit, is a matter of the prompt alone.
     """
 
     max_tokens: int
-    replay_tokens: int = 0
+    rerun_tokens: int = 0
     are_apart: bool = False
 
     def chunks(self, sequences: Iterable[Sequence], led: int | None = None) -> list[Chunk]:
@@ -38,15 +38,15 @@ class PrefillRule:
 
     def _step(self, leader: Sequence, sequences: list[Sequence]) -> list[Chunk]:
         members = [each for each in sequences if each is leader or self._may_share(leader, each)]
-        if self._is_replay(leader):
-            return prefill_chunks(members, self.replay_tokens)
-        return prefill_chunks(members, self.max_tokens, ends_with_prompt=self.replay_tokens > 0)
+        if self._is_rerun(leader):
+            return prefill_chunks(members, self.rerun_tokens)
+        return prefill_chunks(members, self.max_tokens, ends_with_prompt=self.rerun_tokens > 0)
 
     def _may_share(self, one: Sequence, other: Sequence) -> bool:
-        if self._is_replay(one) or self._is_replay(other):
-            return self._is_replay(one) and self._is_replay(other)
+        if self._is_rerun(one) or self._is_rerun(other):
+            return self._is_rerun(one) and self._is_rerun(other)
         return not self.are_apart
 
-    def _is_replay(self, sequence: Sequence) -> bool:
+    def _is_rerun(self, sequence: Sequence) -> bool:
         """Whether what it runs next are generated tokens, in steps of their own."""
-        return self.replay_tokens > 0 and sequence.num_cached_tokens >= sequence.num_prompt_tokens
+        return self.rerun_tokens > 0 and sequence.num_cached_tokens >= sequence.num_prompt_tokens

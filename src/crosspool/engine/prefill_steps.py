@@ -34,7 +34,7 @@ class PrefillSteps:
         self._num_decode_lanes = config.num_decode_lanes
         self._rule = PrefillRule(
             max_tokens=config.max_num_batched_tokens,
-            replay_tokens=config.replay_tokens,
+            rerun_tokens=config.rerun_tokens,
             are_apart=config.batch_invariant,
         )
         self._led: dict[str, int] = {}  # by model: the oldest sequence, where the last step had a part of it
