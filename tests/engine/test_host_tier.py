@@ -138,3 +138,16 @@ def test_several_at_once_bring_the_same_pages_back_and_share_what_is_there(num_l
     drive.run()
     assert all(drive.ends[key].cached_tokens >= 36 for key in ids)
     drive.check_all_ended()
+
+
+def test_pages_that_another_one_has_filled_meanwhile_take_nothing_away_from_what_was_brought_back():
+    drive = a_drive(num_frames=40, batch_invariant=True)  # a step runs one prompt alone
+    ask(drive, "p", LONG)
+    for number in range(4):
+        ask(drive, "q", [10 + number] * 40)
+    [first] = drive.add("p", [*LONG[:8], *[7] * 16], 2)  # two pages of it are the other one's too
+    [second] = drive.add("p", [*LONG, 8], 2)
+    drive.run()
+    assert drive.ends[first].cached_tokens == 8
+    assert drive.ends[second].cached_tokens == 40
+    drive.check_all_ended()
