@@ -18,7 +18,16 @@ MakeHTTP = Callable[..., httpx2.AsyncClient]
 
 async def test_a_key_guards_everything_but_health(http_with: MakeHTTP) -> None:
     async with http_with(api_keys=("one", "two")) as http:
-        for path in ("/v1/models", "/v1/models/tiny", "/metrics", "/stats", "/version", "/openapi.json", "/docs", "/x"):
+        for path in (
+            "/v1/models",
+            "/v1/models/tiny",
+            "/metrics",
+            "/stats",
+            "/version",
+            "/openapi.json",
+            "/redoc",
+            "/x",
+        ):
             response = await http.get(path)
             assert response.status_code == 401, path
             assert response.json()["error"]["code"] == "invalid_api_key"

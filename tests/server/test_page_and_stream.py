@@ -42,11 +42,23 @@ async def test_what_the_modules_import_exists() -> None:
                 assert target in FILES, (name, target)
 
 
+async def test_the_document_of_routes_knows_no_status_that_is_never_answered(http: httpx2.AsyncClient) -> None:
+    document = (await http.get("/openapi.json")).json()
+    statuses = {
+        status for methods in document["paths"].values() for route in methods.values() for status in route["responses"]
+    }
+    assert "422" not in statuses
+    assert {"200", "400", "401", "404", "429", "503"} <= statuses
+    assert "HTTPValidationError" not in json.dumps(document)
+    assert (await http.post("/v1/completions", json={"model": "tiny", "prompt": 5})).status_code == 400
+
+
 async def test_the_root_leads_to_the_page_behind_a_prefix_too(engine: FakeEngine, tmp_path: Path) -> None:
-    async with connect(fake_app(engine, tmp_path), root_path="/llm") as http:
-        for path in ("/llm/", "/llm/ui"):
+    async with connect(fake_app(engine, tmp_path, api_keys=("k",)), root_path="/llm") as http:
+        for path, place in (("/llm/", ""), ("/llm/ui", ""), ("/llm/docs", "routes.html")):
             response = await http.get(path)
-            assert (response.status_code, response.headers["location"]) == (307, "/llm/ui/")
+            assert (response.status_code, response.headers["location"]) == (307, f"/llm/ui/{place}")
+        assert "routes.html" in FILES
 
 
 async def test_the_stream_tells_each_step_once_and_ends_with_the_engine(engine: FakeEngine, tmp_path: Path) -> None:

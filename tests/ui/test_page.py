@@ -44,12 +44,12 @@ def browser() -> Iterator[Any]:
 class Page:
     """A page that remembers what went wrong in it."""
 
-    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+    def __init__(self, browser: Any, url: str, path: str = "/ui", **options: Any) -> None:
         self.tab = browser.new_page(**{"viewport": {"width": 1200, "height": 1000}, **options})
         self.troubles: list[str] = []
         self.tab.on("console", lambda message: self._note(message.type, message.text))
         self.tab.on("pageerror", lambda error: self.troubles.append(str(error)))
-        self.tab.goto(f"{url}/ui")
+        self.tab.goto(f"{url}{path}")
 
     def __enter__(self) -> Page:
         return self
@@ -241,3 +241,21 @@ def test_a_server_that_is_gone_is_told_and_found_again(browser: Any, fake: FakeE
             page.status("idle")
             assert not page.tab.evaluate("document.body.classList.contains('stale')")
             fake.failure = ShuttingDownError("it ended")
+
+
+def test_the_page_of_routes_asks_for_the_key_and_shows_every_route_with_its_fields(
+    browser: Any, fake: FakeEngine, tmp_path: Path
+) -> None:
+    app = fake_app(fake, tmp_path, api_keys=("k",))
+    with live_server(app) as url, Page(browser, url, "/docs") as page:
+        page.tab.fill("#key", "k")
+        page.tab.click("#key-form button")
+        page.tab.wait_for_selector("details")
+        assert page.tab.locator("details").count() == sum(map(len, app.openapi()["paths"].values()))
+        chat = page.tab.locator("details", has_text="/v1/chat/completions")
+        chat.locator("summary").click()
+        shown = chat.inner_text()
+        for part in ("messages", "list of object", "required", "temperature", "number", "429"):
+            assert part in shown, part
+        page.keep("routes")
+        assert [trouble for trouble in page.troubles if "401" not in trouble] == []

@@ -31,6 +31,7 @@ from crosspool.server import (
 from crosspool.server.admin_routes import Prepare
 from crosspool.server.catalogue import Catalogue
 from crosspool.server.direct_routes import DirectRoutes, direct_routes
+from crosspool.server.documented_app import DocumentedApp
 from crosspool.server.engine_client import EngineClient
 from crosspool.server.engine_metrics import EngineCollector
 from crosspool.server.errors import APIError, from_engine, from_validation
@@ -55,12 +56,14 @@ def create_app(
     Setting `app.state.draining` makes it refuse new requests.
     """
     config = config or ServerConfig()
-    app = FastAPI(
+    app = DocumentedApp(
         title="CrossPool",
         version=__version__,
         description="Many Mixture-of-Experts models from two memory pools, behind the OpenAI API.",
         middleware=_middleware(config),
         strict_content_type=False,
+        docs_url=None,  # FastAPI's page loads its scripts from elsewhere; ours is at /docs
+        redoc_url=None,
     )
     app.state.engine = engine
     app.state.catalogue = catalogue

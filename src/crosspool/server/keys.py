@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from crosspool.server.errors import APIError
 
-OPEN_PATHS = frozenset({"/", "/ui", "/health", "/health/ready"})
+OPEN_PATHS = frozenset({"/", "/docs", "/ui", "/health", "/health/ready"})
 OPEN_PREFIXES = ("/ui/", "/health/")  # the page holds no data: what it shows comes from guarded routes
 ADMIN_PREFIX = "/admin/"
 

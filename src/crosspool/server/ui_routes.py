@@ -28,6 +28,11 @@ async def root(request: Request) -> Response:
     return RedirectResponse(f"{request.scope.get('root_path', '')}/ui/")
 
 
+@router.get("/docs", include_in_schema=False)
+async def routes_page(request: Request) -> Response:
+    return RedirectResponse(f"{request.scope.get('root_path', '')}/ui/routes.html")
+
+
 @router.get("/ui", include_in_schema=False)
 async def page_without_slash(request: Request) -> Response:
     """Relative addresses in the page need the slash."""
