@@ -174,7 +174,7 @@ def test_ranks_in_another_order_give_another_sum(directories, undivided):
     lanes = scripts(directories, ("mixtral",))
     while not any(isinstance(event, ModelReady) for event in stepped.cluster.poll(0)):
         stepped.turn()
-    placements = stepped.by_rank["kv0"]._loops["kv0"]._placements
+    placements = stepped.by_rank["kv0"]._loops["kv0"]._models._placements
     placements["mixtral"] = replace(placements["mixtral"], weights_ranks=("w0", "w1", "w2"))
     results = play(stepped.cluster, lanes, stepped.turn)
     assert results[0] != undivided("mixtral", 0, 3, lanes[0])

@@ -1,12 +1,11 @@
 """RankCluster: the parent of the ranks. Carries models and steps to them, watches them, tells what happened.
 
 All of it runs in the caller's thread, within `poll` and the other calls; the ranks' work too where a host has no thread
-of its own. Only `wake` may come from another thread. What it knows is kept in four pure parts: `Supervisor` (states of
-ranks), `Roster` (models), `ChannelBook` and `InFlight`.
+of its own. Only `wake` may come from another thread. What it knows is kept in parts: `Supervisor` (states of ranks),
+`Roster` (models), `ChannelBook` and `ClusterSteps`; `HostPost` is how it waits.
 """
 
 import logging
-import select
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -19,23 +18,20 @@ from crosspool.cluster.base import (
     RankFailed,
     RankLost,
     RankReady,
-    StepDone,
-    StepFailed,
-    StepTokens,
 )
 from crosspool.cluster.channel import link_bytes
 from crosspool.cluster.channel_book import ChannelBook
+from crosspool.cluster.checks import check_placement, check_step
+from crosspool.cluster.cluster_steps import ClusterSteps
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell
-from crosspool.cluster.fence import Fence
 from crosspool.cluster.host import Host
-from crosspool.cluster.in_flight import InFlight
+from crosspool.cluster.host_post import HostPost
 from crosspool.cluster.messages import FromRank, ToRank
 from crosspool.cluster.region import Region
 from crosspool.cluster.roster import Roster
 from crosspool.cluster.supervisor import RankState, Supervisor
 from crosspool.cluster.turned import TurnedHost
-from crosspool.core import SampledToken
 from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.kv_pool.host_tier import FrameCopy
@@ -44,7 +40,6 @@ from crosspool.scheduler.step import StepDescriptor
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 3.0
-MAX_WAIT_S = 86_400.0
 NEVER_S = float("inf")
 HANG_FACTOR = 1.5
 """A host that owes work may be silent for this many step deadlines."""
@@ -89,39 +84,20 @@ class RankCluster:
         )
         self._roster = Roster()
         self._channels = ChannelBook(config.num_lanes, config.max_tokens_per_step)
-        self._flights = InFlight()
         self._memory: dict[str, dict[str, int]] = {rank: {} for rank in config.ranks}
         self._backings: dict[str, BackingCounts] = {}
         self._endings: dict[int, str] = {}  # why a host ends, as it told itself
         self._events: list[Event] = []
+        self._steps = ClusterSteps(self._send, self._events.append)
         self._is_woken = False
         self._is_closed = False
         self._watch_s = 0.0  # when to look after the hosts again; 0: at once
-        self._answers = [0] * len(hosts)  # of each host, those that have been read
-        self._fence = Fence()
-        self._poll = select.poll()
-        self._polled: dict[int, int] = {}  # descriptors in `_poll`, with what they are polled for
-        self._poll_fds({doorbell.read_fd: select.POLLIN})
+        self._post = HostPost(hosts, doorbell, board)
         self._launch_due(clock())
 
     def add_model(self, placement: ModelPlacement) -> None:
         """Begin to load the model everywhere. Raises ValueError for a taken name or an unknown rank."""
-        config = self._config
-        pools = (
-            (placement.kv_ranks, config.kv_ranks),
-            (placement.weights_ranks, config.weights_ranks),
-            (placement.prefill_ranks, config.prefill_ranks),
-        )
-        for ranks, pool in pools:
-            for rank in ranks:
-                if rank not in pool:
-                    raise ValueError(
-                        f"model {placement.name} is placed on {rank!r}, which is none of {', '.join(pool) or 'no rank'}"
-                    )
-        if not placement.weights_ranks or len(set(placement.weights_ranks)) < len(placement.weights_ranks):
-            raise ValueError(f"weights ranks of {placement.name} are {placement.weights_ranks}; name each rank once")
-        if len(set(placement.kv_ranks)) < len(placement.kv_ranks):
-            raise ValueError(f"KV ranks of {placement.name} are {placement.kv_ranks}; name each rank once")
+        check_placement(placement, self._config)
         self._roster.add(placement, self._clock())
         self._watch_s = 0.0
         for rank in self._roster.ranks(placement.name):
@@ -153,31 +129,19 @@ class RankCluster:
         placement = self._roster.placement(header.model)
         if not self._roster.is_announced(header.model):
             raise ValueError(f"model {header.model} is not loaded yet; submit after its ModelReady")
-        if header.kv_rank not in placement.homes:
-            homes = ", ".join(placement.homes)
-            raise ValueError(f"step names KV rank {header.kv_rank}, but {header.model} lives on {homes}")
-        if header.num_tokens > self._config.max_tokens_per_step:
-            raise ValueError(
-                f"step has {header.num_tokens} tokens, more than max_tokens_per_step {self._config.max_tokens_per_step}"
-            )
-        prefill_rank = header.prefill_rank
-        if prefill_rank is not None and prefill_rank not in placement.prefill_ranks:
-            names = ", ".join(placement.prefill_ranks) or "no prefill rank"
-            raise ValueError(f"step names prefill rank {prefill_rank}, but {header.model} lies on {names}")
-        ranks = placement.step_ranks(header.kv_rank, prefill_rank)
+        check_step(header, placement, self._config.max_tokens_per_step)
+        ranks = placement.step_ranks(header.kv_rank, header.prefill_rank)
         away = tuple(rank for rank in ranks if self._supervisor.state(rank) is not RankState.READY)
         if away:
             is_final = any(self._supervisor.state(rank) is RankState.FAILED for rank in away)
             error = f"{', '.join(away)} {'could not be brought back' if is_final else 'is away'}"
-            self._fail_step(header.lane, header.step_seq, away, error, is_final)
+            self._steps.fail(header.lane, header.step_seq, away, error, is_final)
             return
         if self._channels.needs_lane(header.lane):
             self._open_missing()
-        if not self._flights:
+        if not self._steps:
             self._watch_s = 0.0
-        behind = self._flights.begin(header, ranks)
-        for rank in reversed(ranks):  # the leading one last
-            self._send(rank, messages.Step(header if rank in placement.weights_ranks else step, behind))
+        self._steps.begin(step, placement, ranks)
 
     def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None:
         """Let the KV rank drop sequences; one that is away has none."""
@@ -200,14 +164,15 @@ class RankCluster:
                 self._receive(range(len(self._hosts)))
             else:
                 may_wait = not (self._events or self._is_woken) and self._watch_s > now_s
-                self._receive(self._wait(max(0.0, min(until_s, self._watch_s) - now_s) if may_wait else 0.0))
+                self._receive(self._post.wait(max(0.0, min(until_s, self._watch_s) - now_s) if may_wait else 0.0))
             now_s = self._clock()
             if now_s >= self._watch_s:
                 self._watch(now_s)
             if self._events or self._is_woken or now_s >= until_s:
                 break
         self._is_woken = False
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def wake(self) -> None:
@@ -248,52 +213,15 @@ class RankCluster:
         if self._supervisor.is_up(rank):
             self._hosts[self._host_of[rank]].send(rank, message)
 
-    def _wait(self, seconds: float) -> set[int]:
-        """Hosts that may have said something, waiting for the first.
-
-        A host says so on the board and rings the doorbell; its descriptor tells of its end, and of room to send in.
-        """
-        fds = {self._doorbell.read_fd: select.POLLIN}
-        for host in self._hosts:
-            if (fd := host.fd()) is not None:
-                fds[fd] = select.POLLOUT if host.flush() else 0
-        if fds != self._polled:
-            self._poll_fds(fds)
-        parent = len(self._hosts)
-        if seconds > 0:
-            self._board.set_asleep(parent, True)
-            self._fence.full()  # see `doorbell.ringer`: marked first, looked at last
-        found = self._answering()
-        told = self._poll.poll(0 if found else 1000 * min(seconds, MAX_WAIT_S))
-        if seconds > 0:
-            self._board.set_asleep(parent, False)
-        if told:
-            fds_told = {fd for fd, _ in told}
-            if self._doorbell.read_fd in fds_told:
-                self._doorbell.drain()
-            found |= self._answering() | {number for number, host in enumerate(self._hosts) if host.fd() in fds_told}
-        return found | {number for number, host in enumerate(self._hosts) if host.fd() is None}
-
-    def _answering(self) -> set[int]:
-        """Hosts that tell on the board of answers which have not been read."""
-        return {number for number, seen in enumerate(self._answers) if self._board.answers(number) != seen}
-
-    def _poll_fds(self, fds: dict[int, int]) -> None:
-        for fd in self._polled.keys() - fds.keys():
-            self._poll.unregister(fd)
-        for fd, events in fds.items():
-            self._poll.register(fd, events)
-        self._polled = fds
-
     def _owing(self) -> list[int]:
         """Hosts that have a step to run or a model to load."""
         ranks = self._host_of.items()
-        return [host for rank, host in ranks if self._flights.is_on(rank) or self._roster.is_loading(rank)]
+        return [host for rank, host in ranks if self._steps.is_on(rank) or self._roster.is_loading(rank)]
 
     def _receive(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             host = self._hosts[number]
-            self._answers[number] = self._board.answers(number)
+            self._post.will_read(number)
             if not self._supervisor.is_up(host.ranks[0]):
                 continue
             try:
@@ -304,14 +232,13 @@ class RankCluster:
 
     def _handle(self, rank: str, message: FromRank) -> None:
         match message:
-            case messages.StepFinished(result, told):
-                self._tell(rank, result.lane, result.step_seq, told)
-                if self._flights.end(result.lane, result.step_seq) is not None:
-                    self._events.append(StepDone(result=result))
+            case messages.StepFinished():
+                self._steps.finished(rank, message)
             case messages.StepTold(lane, step_seq, steps):
-                self._tell(rank, lane, step_seq, steps)
+                self._steps.told(rank, lane, step_seq, steps)
             case messages.StepEnded():
-                self._step_ended(rank, message)
+                for accused in self._steps.ended(rank, message):
+                    self._judge(accused)
             case messages.Hello():
                 self._watch_s = 0.0
                 self._supervisor.said_hello(rank)
@@ -336,11 +263,6 @@ class RankCluster:
                 if self._roster.is_current(model, rank, load_id):
                     self._drop_model(model, f"{rank}: {error}")
 
-    def _tell(self, rank: str, lane: int, step_seq: int, steps: tuple[tuple[SampledToken, ...], ...]) -> None:
-        """Tokens of steps of a run, if it still is the lane's and the rank leads it."""
-        if steps and self._flights.is_led_by(rank, lane, step_seq):
-            self._events += [StepTokens(lane=lane, step_seq=step_seq, sampled=sampled) for sampled in steps]
-
     def _settle_loads(self, ranks: Sequence[str]) -> None:
         """A rank that came (back) up is ready once none of its models is left to load."""
         for rank in ranks:
@@ -351,39 +273,9 @@ class RankCluster:
 
     def _drop_model(self, name: str, error: str) -> None:
         logger.warning("model %s is dropped: %s", name, error)
-        for rank in self._roster.ranks(name):
-            for header in self._flights.on_rank(rank):
-                if header.model == name:
-                    self._doom(header.lane, header.step_seq, (), error, fatal=True)
+        self._steps.drop_model(name, self._roster.ranks(name), error)
         self.remove_model(name)
         self._events.append(ModelFailed(name=name, error=error))
-
-    def _step_ended(self, rank: str, ended: messages.StepEnded) -> None:
-        if not self._flights.is_led_by(rank, ended.lane, ended.step_seq):
-            self._doom(ended.lane, ended.step_seq, ended.waiting_on, ended.error, ended.fatal)
-            return
-        flight = self._flights.end(ended.lane, ended.step_seq)
-        if flight is None:
-            return
-        ranks, noted = flight
-        if noted is not None:
-            self._events.append(noted)
-            return
-        for other in ranks[1:]:
-            self._send(other, messages.AbortStep(ended.lane, ended.step_seq))
-        self._fail_step(ended.lane, ended.step_seq, ended.waiting_on, ended.error, ended.fatal)
-        for accused in ended.waiting_on:
-            self._judge(accused)
-
-    def _fail_step(self, lane: int, step_seq: int, waiting_on: tuple[str, ...], error: str, fatal: bool) -> None:
-        failed = StepFailed(lane=lane, step_seq=step_seq, waiting_on=waiting_on, error=error, fatal=fatal)
-        self._events.append(failed)
-
-    def _doom(self, lane: int, step_seq: int, waiting_on: tuple[str, ...], error: str, fatal: bool) -> None:
-        """Abort a step everywhere; it fails once its KV rank has agreed."""
-        failed = StepFailed(lane=lane, step_seq=step_seq, waiting_on=waiting_on, error=error, fatal=fatal)
-        for rank in self._flights.doom(lane, step_seq, failed):
-            self._send(rank, messages.AbortStep(lane, step_seq))
 
     def _judge(self, rank: str) -> None:
         """A KV rank waited for `rank` in vain: is it hung, or only busy with others' work?"""
@@ -428,20 +320,12 @@ class RankCluster:
             self._channels.rank_lost(rank)
             blamed += self._roster.rank_lost(rank)
             self._events.append(RankLost(rank=rank, reason=reason))
-            self._end_steps_of(rank, f"{rank} is lost: {reason}")
+            self._steps.lose(rank, f"{rank} is lost: {reason}")
             if not will_restart:
                 blamed += self._roster.new_models(rank)
                 self._events.append(RankFailed(rank=rank, error=f"{rank} does not come back: {reason}"))
         for model in dict.fromkeys(blamed):
             self._drop_model(model, f"{', '.join(host.ranks)} was lost while it loaded: {reason}")
-
-    def _end_steps_of(self, rank: str, error: str) -> None:
-        for header in self._flights.on_rank(rank):
-            self._doom(header.lane, header.step_seq, (rank,), error, fatal=False)
-            if rank == header.kv_rank:
-                flight = self._flights.end(header.lane, header.step_seq)
-                if flight is not None and flight[1] is not None:
-                    self._events.append(flight[1])
 
     def _launch_due(self, now_s: float) -> None:
         for number in self._supervisor.due(now_s):
