@@ -234,7 +234,7 @@ def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel
             served = _served_model(model, config, directory, "one")  # replicas: engines without pools do no other
         if config.pools.backend == "cuda" and config.pools.baseline is None and served.kv_split != "one":
             _check_prefill(served, config.scheduling.max_num_batched_tokens)
-        check_slices(served.spec, len(served.weights_ranks))
+        check_slices(served.spec, len(served.weights_ranks), config.pools.weights_shares)
         served = replace(
             served,
             kv_floor_bytes=model.kv_floor_bytes,

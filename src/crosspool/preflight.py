@@ -1,6 +1,7 @@
 """What a deployment asks of this machine and of its models' shapes, looked at before any process starts."""
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from crosspool.config import PoolsConfig
@@ -24,12 +25,13 @@ def check_machine(pools: PoolsConfig, memory_bytes: int | None = None) -> None:
             f"pip install 'crosspool[{pools.backend}]', or use backend numpy"
         )
     have = physical_memory_bytes() if memory_bytes is None else memory_bytes
-    asked = pools.kv_pool_bytes * pools.num_kv_ranks
+    asked = (pools.kv_pool_bytes + pools.host_pool_bytes) * pools.num_kv_ranks
     if pools.backend == "numpy" and have is not None and asked > have:
         ranks = f" on each of {pools.num_kv_ranks} KV ranks" if pools.num_kv_ranks > 1 else ""
+        host = f" and host_pool_bytes {pools.host_pool_bytes / GiB:.1f} GiB" if pools.host_pool_bytes else ""
         raise CrossPoolError(
-            f"kv_pool_bytes is {pools.kv_pool_bytes / GiB:.1f} GiB{ranks}, and this machine has {have / GiB:.1f} GiB "
-            "of memory for that and the weights; set less"
+            f"kv_pool_bytes is {pools.kv_pool_bytes / GiB:.1f} GiB{host}{ranks}, and this machine has "
+            f"{have / GiB:.1f} GiB of memory for that and the weights; set less"
         )
 
 
@@ -40,10 +42,13 @@ def physical_memory_bytes() -> int | None:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_slices(spec: ModelSpec, num_ranks: int) -> None:
-    """Raises ValueError where one of the model's FFNs is too narrow to be cut over so many weights ranks."""
+def check_slices(spec: ModelSpec, num_ranks: int, shares: Sequence[float] = ()) -> None:
+    """Raises ValueError where one of the model's FFNs is too narrow to be cut over so many weights ranks.
+
+    shares: relative widths of the slices; none: equal ones.
+    """
     for width in ffn_widths(spec):
-        intermediate_slices(width, num_ranks)
+        intermediate_slices(width, num_ranks, shares or None)
 
 
 def ffn_widths(spec: ModelSpec) -> set[int]:
