@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks.lanes_at_work import Busy, scheduled_ms  # noqa: E402
+from benchmarks.lanes_at_work import Busy, scheduled_ms
 
 pytestmark = pytest.mark.judge
 
