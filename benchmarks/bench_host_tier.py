@@ -137,7 +137,7 @@ def main() -> int:
     args = parser.parse_args()
     config = {"rounds": args.rounds, "kv_pool_bytes": POOL_BYTES, "host_pool_bytes": HOST_BYTES}
     report = Report("host_tier", hardware="cpu", config=config, seed=SEED)
-    report.summary = "Conversations that take turns in a pool too small for them, with host memory behind it and without."
+    report.summary = "Conversations that take turns in too small a pool, with host memory behind it and without."
     begin_s = time.perf_counter()
     asyncio.run(_run(report, args.rounds))
     print(report.as_markdown())
