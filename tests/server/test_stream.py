@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 
 from crosspool.core import FinishReason
 from crosspool.errors import QueueFullError, ShuttingDownError, WorkerLostError
+from crosspool.server.stream import EventStream
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.live_server import live_server
 from tests.support.server_fixtures import events, fake_app
@@ -202,3 +203,28 @@ async def test_no_task_is_left_after_answers_failures_and_refusals(
         for stream in (False, True):
             await http.post("/v1/completions", json={**PROMPT, "stream": stream, "n": 2, "prompt": ["a", "b"]})
     assert asyncio.all_tasks() == before
+
+
+async def test_events_are_closed_at_once_when_the_client_leaves() -> None:
+    closed_at: list[str] = []
+    left = asyncio.Event()
+
+    async def told() -> AsyncGenerator[bytes, None]:
+        try:
+            yield b"data: 1\n\n"
+        finally:
+            closed_at.append("closed")
+
+    async def receive() -> dict[str, str]:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message.get("body"):
+            left.set()
+            await asyncio.Event().wait()  # it does not take what is sent
+
+    source = told()  # held here, so that nothing but the response can close it
+    async with asyncio.timeout(5):
+        await EventStream(source)({"type": "http"}, receive, send)
+    assert closed_at == ["closed"]
