@@ -68,6 +68,26 @@ FIGURES = (
         "the pool's whole budget",
     ),
     Figure(
+        "Two equal lanes of it through whole steps on two H200s, against one lane",
+        "lanes_h200-x2",
+        ("two_lanes_gain.qwen3-30b-a3b.b1+qwen3-30b-a3b.b1.4k.fused",),
+        "{0:.2f} times the tokens/s",
+        "{limit:.2f}: what the busier pool alone would allow",
+    ),
+    Figure(
+        "One request of GLM-4.7-Flash over two KV GPUs of 24 GiB each; a step of it at 128K and at 895K",
+        "split_kv_h200-x2",
+        (
+            "one_request_tokens.glm-4.7-flash.2+1",
+            "split_kv_decode_ms.glm-4.7-flash.2+1.128k.p50",
+            "split_kv_decode_ms.glm-4.7-flash.2+1.895k.p50",
+            "split_kv_decode_ms.glm-4.7-flash.1+1.128k.p50",
+            "split_kv_decode_ms.glm-4.7-flash.1+1.895k.p50",
+        ),
+        "{0:,.0f} tokens; {1:.1f} ms, {2:.1f} ms",
+        "one KV GPU: {3:.1f} ms (**faster**), {4:.1f} ms",
+    ),
+    Figure(
         "A rank killed or stopped while three full-size models answer over HTTP: service is back after",
         "serve_http_h200-x2",
         tuple(f"recovery_s.{rank}" for rank in RANKS),
