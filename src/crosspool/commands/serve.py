@@ -112,7 +112,8 @@ async def _serve(config: DeploymentConfig, console: Console) -> None:
                 await load_models(engine, models)
             names = ", ".join(model.served.name for model in models)
             console.print(
-                f"serving {names} on {scheme}://{_shown_host(host)}:{port}  (Ctrl-C ends it)",
+                f"serving {names} on {scheme}://{_shown_host(host)}:{port}  (/ui to watch and ask, "
+                "/docs for the routes, Ctrl-C ends it)",
                 highlight=False,
                 soft_wrap=True,
             )

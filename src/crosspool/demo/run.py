@@ -183,7 +183,7 @@ def _free_port(host: str, asked: int | None) -> int:
 
 def _how_to_ask(base_url: str) -> str:
     return (
-        "the server stays up; Ctrl-C ends it. Ask it something:\n"
+        f"the server stays up; Ctrl-C ends it. Watch and ask it at {base_url}/ui, or:\n"
         f"  curl {base_url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         '    -d \'{"model": "austen", "messages": [{"role": "user", "content": "The letter came at noon."}]}\''
     )
