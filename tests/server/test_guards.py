@@ -94,6 +94,8 @@ async def test_unknown_routes_and_methods_have_the_error_shape(http: httpx2.Asyn
     missing, wrong = await http.get("/v1/nope"), await http.get("/v1/completions")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.json()["error"]["message"] == "/v1/completions takes POST, not GET"
+    assert wrong.headers["allow"] == "POST"
 
 
 async def test_a_bug_is_a_500_that_keeps_its_text_to_the_log(

@@ -137,9 +137,11 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for HTTPException"
-    detail = str(error.detail)
+    detail, path = str(error.detail), ascii(request.url.path)[1:-1][:200]
     if error.status_code == 404:
-        detail = f"no route {request.method} {ascii(request.url.path)[1:-1][:200]}; GET /openapi.json lists them"
+        detail = f"no route {request.method} {path}; GET /openapi.json lists them"
+    if error.status_code == 405:
+        detail = f"{path} takes {(error.headers or {}).get('Allow', 'other methods')}, not {request.method}"
     if error.status_code == 400:
         detail = "the body is not JSON in UTF-8, or is nested too deeply"
     code = CODES.get(error.status_code, "invalid_request")
