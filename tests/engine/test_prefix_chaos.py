@@ -141,7 +141,7 @@ def test_with_room_for_all_exactly_what_was_written_before_is_reused(seed, has_t
     """Room in the pool, or in a host tier beside a pool that holds one request at a time."""
     rng = random.Random(seed)
     frames = {"host_budget_bytes": 100_000 * FRAME_BYTES} if has_tier else {}
-    drive = Drive(a_config(24 if has_tier else 100_000, max_num_seqs=4, **frames), MODELS, seed=seed)
+    drive = Drive(a_config(32 if has_tier else 100_000, max_num_seqs=4, **frames), MODELS, seed=seed)
     written: dict[tuple[str, str | None], list[list[int]]] = {}
     for _ in range(12):
         name, salt = rng.choice(sorted(PAGE_TOKENS)), rng.choice([None, "s"])
