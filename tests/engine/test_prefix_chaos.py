@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from crosspool.core import FinishReason
 from crosspool.engine.limit_change import LimitChange
+from crosspool.engine.rank_losses import MAX_LOSSES
 from crosspool.errors import CapacityError, QueueFullError
 from tests.support.core_drive import FRAME_BYTES, Drive, a_config, a_model
 
@@ -66,7 +67,7 @@ class Conversations(RuleBasedStateMachine):
         config = a_config(NUM_FRAMES, admission=admission, max_num_seqs=5, forecast_quantile=0.5, **settings)
         self.drive = Drive(config, MODELS, seed=seed, fail_rate=0.03, is_ahead=is_ahead)
         self.told: dict[str, list[list[int]]] = {model.name: [[]] for model in MODELS}
-        self.has_lost = False
+        self.num_kv_losses = 0
         for name in PAGE_TOKENS:  # a forecast that is often too low
             for length in range(1, 9):
                 for _ in range(5):
@@ -100,6 +101,9 @@ class Conversations(RuleBasedStateMachine):
     @precondition(lambda self: not self.drive.cluster.down)
     @rule(rank=st.sampled_from(["kv0", "w0", "w1"]), for_s=st.floats(0.0, 0.05))
     def lose(self, rank, for_s):
+        self.num_kv_losses += rank == "kv0"
+        if self.num_kv_losses > MAX_LOSSES:
+            return  # a sequence that loses more in a row is given up
         self.drive.cluster.lose(rank, self.drive.now, for_s)
         self.drive.turn()
 

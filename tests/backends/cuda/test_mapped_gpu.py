@@ -85,12 +85,14 @@ async def engine_of(directories, backing, num_frames) -> AsyncIterator[AsyncEngi
             await engine.add_model(model_of(directories, name))
             print(f"{backing}: {name} is ready after {time.monotonic() - begin_s:.1f} s", flush=True)
         yield engine
-        print(f"{backing}: done after {time.monotonic() - begin_s:.1f} s", flush=True)
+        stats = engine.stats()
+        print(f"{backing}: {stats.num_steps} steps after {time.monotonic() - begin_s:.1f} s", flush=True)
+        assert stats.num_replays == 0, f"{stats.num_replays} steps waited past their deadline and were run again"
     finally:
         await engine.close()
 
 
-async def answer(engine, model, number, max_tokens=24):
+async def answer(engine, model, number, max_tokens=12):
     request = GenerationRequest(
         request_id=f"{model}-{number}-{next(ROUND)}",
         model=model,
@@ -105,12 +107,17 @@ async def answer(engine, model, number, max_tokens=24):
 
 async def one_by_one(engine):
     """Alone in their steps, so that tokens do not depend on who else was there."""
-    return [await answer(engine, model, number) for model in "PQRQP" for number in range(4)]
+    begin_s = time.monotonic()
+    found = [await answer(engine, model, number) for model in "PQRQP" for number in range(3)]
+    print(f"  one by one: {len(found)} requests in {time.monotonic() - begin_s:.1f} s", flush=True)
+    return found
 
 
 async def waves(engine):
-    for wave in ("PQR", "P", "Q", "R", "PQ"):
+    for wave in ("PQR", "Q", "PQ"):
+        begin_s = time.monotonic()
         await asyncio.gather(*(answer(engine, model, number) for model in wave for number in range(5)))
+        print(f"  wave {wave}: {time.monotonic() - begin_s:.1f} s", flush=True)
 
 
 def test_frames_that_move_from_model_to_model_give_the_tokens_of_an_arena(directories):
