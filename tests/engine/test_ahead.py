@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from crosspool.cluster.base import RankLost, StepFailed
 from crosspool.core import FinishReason
 from tests.support.core_drive import Drive, a_config, a_model
-from tests.support.simulated_cluster import VOCAB_SIZE, token_at
+from tests.support.scripted_tokens import VOCAB_SIZE, token_at
 
 STEP_S = 0.01
 

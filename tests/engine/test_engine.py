@@ -28,7 +28,7 @@ from crosspool.errors import (
 )
 from tests.support.clocked_cluster import ClockedCluster
 from tests.support.core_drive import a_config, a_model
-from tests.support.simulated_cluster import VOCAB_SIZE, expected_tokens
+from tests.support.scripted_tokens import VOCAB_SIZE, expected_tokens
 from tests.support.word_tokenizer import word_tokenizer
 
 TOKENIZER = word_tokenizer(VOCAB_SIZE)

@@ -238,7 +238,7 @@ def test_a_result_of_a_kv_rank_that_has_been_lost_is_ignored():
     [step] = drive.cluster.running.values()
     tokens = len(drive.tokens[sequence_id])
     drive._take(drive.core.on_event(RankLost(rank="kv0", reason="killed"), drive.now))
-    late = StepDone(result=drive.cluster._result(step))
+    late = StepDone(result=drive.cluster.sequences.result(step))
     drive._take(drive.core.on_event(late, drive.now))
     drive.cluster.fail_now(step.header.lane)
     drive.cluster.known.clear()

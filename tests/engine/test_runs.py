@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from crosspool.core import FinishReason
 from tests.engine.test_ahead import AnyToken
 from tests.support.core_drive import Drive, a_config, a_model
-from tests.support.simulated_cluster import token_at
+from tests.support.scripted_tokens import token_at
 
 STEP_S = 0.01
 

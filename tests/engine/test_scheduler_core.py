@@ -12,7 +12,7 @@ from crosspool.errors import (
     UnknownModelError,
 )
 from tests.support.core_drive import Drive, a_config, a_model
-from tests.support.simulated_cluster import token_at
+from tests.support.scripted_tokens import token_at
 
 
 def test_requests_of_three_models_get_their_tokens():

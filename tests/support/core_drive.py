@@ -14,7 +14,8 @@ from crosspool.engine.served_model import ServedModel
 from crosspool.kv_pool.split import KVSplit
 from crosspool.models.spec import DenseFFNSpec, GQASpec, LayerSpec, ModelSpec, RopeSpec, WeightFormat
 from crosspool.scheduler.step import StepDescriptor
-from tests.support.simulated_cluster import VOCAB_SIZE, SimulatedCluster, expected_tokens
+from tests.support.scripted_tokens import VOCAB_SIZE, expected_tokens
+from tests.support.simulated_cluster import SimulatedCluster
 
 FRAME_BYTES = 4096
 
