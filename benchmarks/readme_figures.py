@@ -61,7 +61,7 @@ FIGURES = (
         "the paper's two mechanisms, switched off and on",
     ),
     Figure(
-        "One request that takes the whole KV pool of 128 GiB, and a step of it (whole model, one KV and one weights GPU)",
+        "One request of Qwen3-30B-A3B over the whole KV pool of 128 GiB, and a step of it (one KV, one weights GPU)",
         "long_request_h200-x2",
         ("one_request_decode_ms.qwen3-30b-a3b.1+1.1368k.p50", "one_request_tokens.qwen3-30b-a3b.1+1"),
         "{1:,.0f} tokens, {0:.1f} ms",
