@@ -29,9 +29,8 @@ from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.lanes import WorkerLanes
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceOutlet, Site
-from crosspool.backends.cuda.passes import PASS_TOKENS, bucket_of
+from crosspool.backends.cuda.passes import BUCKETS, PASS_TOKENS, bucket_of
 from crosspool.backends.cuda.patience import Patience
-from crosspool.backends.cuda.prepare import COMMON_BUCKETS
 from crosspool.backends.cuda.random_slices import draw_share, num_bytes
 from crosspool.backends.cuda.resident_ffn import ResidentFFN
 from crosspool.backends.cuda.streaming import stream_share
@@ -102,7 +101,7 @@ class CudaFFNWorker:
         self._models[name] = FFNModel(spec, tuple(layers), takes_choices)
 
     def _prepare(self, placement: ModelPlacement, progress: Progress) -> None:
-        """Load what chunks need, and capture the model's common passes for every lane that is open."""
+        """Load what chunks need, and capture the model's passes for every lane that is open."""
         name, model = placement.name, self._models[placement.name]
         total = num_bytes(model.layers)
         if is_supported(model.spec):
@@ -111,7 +110,7 @@ class CudaFFNWorker:
                 self._passes.chunks_of(model, number)
             finish(self._site.device)
             warm_up_ffn(self._kernels, model.layers, routers, self._lanes.prefill_streams().all)
-        kinds = tuple(product(COMMON_BUCKETS, (False, True) if self._turns.may_fuse else (False,)))
+        kinds = tuple(product(BUCKETS, (False, True) if self._turns.may_fuse else (False,)))
         # no lane is open where a KV rank beside this one runs the passes
         for number, lane, links in self._lanes.open_to([placement.kv_rank]):
             for bucket, is_fused in kinds:

@@ -1,4 +1,4 @@
-"""Prepares a model that a KV rank has just loaded: what chunks need, and the passes that steps most often take."""
+"""Prepares a model that a KV rank has just loaded: what chunks need, and its passes."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from crosspool.backends.cuda.kv_passes import KVPasses, KVPassKind, KVWay
 from crosspool.backends.cuda.lanes import WorkerLanes
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import Site
-from crosspool.backends.cuda.prepare import COMMON_BUCKETS
+from crosspool.backends.cuda.passes import BUCKETS
 from crosspool.backends.cuda.sm_partition import PrefillStreams
 
 
@@ -25,8 +25,22 @@ def prepare_chunks(kernels: Launcher, site: Site, lanes: WorkerLanes, model: KVM
     model.spans = capture_spans(model.spec, site.device, own.by_share)
 
 
+def kinds_ahead(site: Site, weights_ranks: Sequence[str]) -> tuple[KVPassKind, ...]:
+    """Passes to capture: those of decode, the largest first, whose scratch the others share.
+
+    Beside a weights rank, which may be waiting on this GPU for the pass that is captured, those of short prompts too.
+    """
+    found = [KVPassKind(bucket, samples=True, is_decode=True) for bucket in reversed(BUCKETS)]
+    if any(site.devices[rank] == site.index for rank in weights_ranks):
+        found += [
+            KVPassKind(bucket, samples, is_decode=False) for bucket in reversed(BUCKETS) for samples in (True, False)
+        ]
+    return tuple(found)
+
+
 def prepare_passes(
     found: KVPasses,
+    site: Site,
     lanes: WorkerLanes,
     name: str,
     model: KVModel,
@@ -34,13 +48,13 @@ def prepare_passes(
     joined: JoinedFFN | None,
     tell: Callable[[], None],
 ) -> None:
-    """Capture the model's common passes for every lane that is open. tell: raises where the load was given up."""
+    """Capture the model's passes for every lane that is open. tell: raises where the load was given up."""
     if model.split != "one":
         return  # passes are captured for the shares that take part in them
     if joined is not None:
         await_ffn(joined, name, tell)
     for number, lane, links in lanes.open_to(weights_ranks):
         way = KVWay(name, model, number, lane, links, joined=joined)
-        for bucket in COMMON_BUCKETS:
-            found.find(way, KVPassKind(bucket, True, True))
+        for kind in kinds_ahead(site, () if joined is not None else weights_ranks):
+            found.find(way, kind)
             tell()

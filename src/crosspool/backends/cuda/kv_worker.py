@@ -107,7 +107,7 @@ class CudaAttentionWorker:
         self._models.add_share(placement, spec, weights, num_bytes)
 
     def _prepare(self, placement: ModelPlacement, progress: Progress) -> None:
-        """Load what chunks need, and capture the model's common passes for every lane that is open."""
+        """Load what chunks need, and capture the model's passes for every lane that is open."""
         name, model = placement.name, self._models.led(placement.name)
         prepare_chunks(self._kernels, self._site, self._lanes, model)
         joined = self._joined_by(placement.weights_ranks)
@@ -115,7 +115,7 @@ class CudaAttentionWorker:
         def tell() -> None:
             progress(model.num_bytes, model.num_bytes)  # a load that was given up ends here
 
-        prepare_passes(self._passes, self._lanes, name, model, placement.weights_ranks, joined, tell)
+        prepare_passes(self._passes, self._site, self._lanes, name, model, placement.weights_ranks, joined, tell)
 
     def join(self, rank: str, ffn: JoinedFFN) -> None:
         """Run the whole of models whose only weights rank is `rank`, which shares this process and GPU."""

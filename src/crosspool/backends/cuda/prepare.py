@@ -1,16 +1,16 @@
-"""Captures a new model's common passes while it loads, so that its first steps do not."""
+"""Captures a new model's passes while it loads, so that its steps do not.
+
+A capture may wait for the device. Where a KV rank and a weights rank have one process and GPU, the one may be capturing
+its pass of a step while the other's, which waits for it, holds the device: both then stand still until a deadline.
+"""
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from crosspool.backends.cuda.lane import Links, WorkerLane
-from crosspool.backends.cuda.passes import BUCKETS
 
 logger = logging.getLogger(__name__)
-
-COMMON_BUCKETS = tuple(bucket for bucket in BUCKETS if bucket <= 8)
-"""Decode rows captured before a model is ready; larger passes are captured at their first step."""
 
 PEER_TIMEOUT_S = 3.0
 """How long a load waits for peers to open their ends. Without them, first steps take some milliseconds more."""
