@@ -15,8 +15,8 @@ import typer.main
 from typer.testing import CliRunner
 
 from crosspool import __version__, cli
+from crosspool.commands.help import GROUPS
 from crosspool.commands.serve import deployment, model_entries
-from crosspool.commands.serve_help import GROUPS
 from crosspool.errors import CrossPoolError
 from crosspool.settings import Settings
 
@@ -57,6 +57,15 @@ def test_help_shows_every_option_whole(command: str, width: str) -> None:
     options = [name for parameter in found.params for name in (*parameter.opts, *parameter.secondary_opts)]
     assert len(options) > 5
     assert [name for name in options if name.startswith("--") and not re.search(rf"{name}[\s,]", shown)] == []
+
+
+def test_help_shows_every_summary_whole() -> None:
+    shown = " ".join(CliRunner().invoke(cli.app, ["--help"]).stdout.split())
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    assert {"serve", "chat", "plan", "bench", "load"} <= set(commands)
+    for name, command in commands.items():
+        summary = " ".join((command.help or "").split()).split(". ")[0]
+        assert f"{name} {summary}" in shown
 
 
 def test_help_of_serve_has_every_option_once_and_its_default() -> None:

@@ -6,12 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
+from crosspool import cli_clients, cli_planning
 from crosspool.commands import bench
-from crosspool.commands.serve_help import ServeCommand
+from crosspool.commands.help import Commands, ServeCommand
 from crosspool.errors import CrossPoolError
 
 app = typer.Typer(
     name="crosspool",
+    cls=Commands,
     help="Serve many Mixture-of-Experts models from two memory pools: one for weights, one for KV cache.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -19,16 +21,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(cli_clients.app)
+app.add_typer(cli_planning.app)
 app.add_typer(bench.app, name="bench")
 
-BaseUrl = Annotated[str, typer.Option(help="where the server is", envvar="CROSSPOOL_BASE_URL")]
-ClientKey = Annotated[str | None, typer.Option("--api-key", help="the server's key", envvar="CROSSPOOL_API_KEY")]
-AdminKey = Annotated[
-    str | None,
-    typer.Option("--admin-api-key", "--api-key", help="the server's admin key", envvar="CROSSPOOL_ADMIN_API_KEY"),
-]
 Words = list[str] | None
-LOCAL = "http://localhost:8000"
 
 
 def main() -> None:
@@ -186,193 +183,6 @@ def demo(
     from crosspool.demo.run import run_demo
 
     run_demo(host=host, port=port, keep=keep, as_json=as_json, seed=seed)
-
-
-@app.command()
-def plan(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file with gpus:, models: and their load")],
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the plan here, as JSON")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
-    explained: Annotated[bool, typer.Option("--explain", help="print why each number is what it is")] = False,
-    plot: Annotated[Path | None, typer.Option(help="folder for pictures of demand and contexts")] = None,
-    serve_config: Annotated[Path | None, typer.Option(help="folder for files that crosspool serve reads")] = None,
-) -> None:
-    """Say before you buy what fits: KV budget, placement and context limits of many models on given GPUs."""
-    from rich.console import Console
-
-    from crosspool.commands.plan import run
-
-    run(
-        source,
-        output=output,
-        as_json=as_json,
-        explained=explained,
-        plot_dir=plot,
-        serve_dir=serve_config,
-        console=Console(),
-    )
-
-
-@app.command()
-def simulate(
-    source: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file as for `crosspool plan`")],
-    plan: Annotated[Path | None, typer.Option(help="take this saved plan instead of planning FILE anew")] = None,
-    mode: Annotated[str, typer.Option(help="steps (days) or exact (every put and wait; a minute or so)")] = "steps",
-    layout: Annotated[str, typer.Option(help="crosspool, static or elastic")] = "crosspool",
-    order: Annotated[str, typer.Option(help="priority, ticket, none, or streams (no order, GPUs shared)")] = "priority",
-    seconds: Annotated[float, typer.Option(help="how long requests arrive")] = 60.0,
-    start: Annotated[float, typer.Option(help="second of the workload to start at")] = 0.0,
-    drain: Annotated[bool, typer.Option(help="go on until every request has ended")] = True,
-    max_queue: Annotated[int, typer.Option(help="requests of a model that may wait")] = 64,
-    host_us: Annotated[float, typer.Option(help="engine time between two steps of a lane")] = 0.0,
-    ahead: Annotated[
-        bool, typer.Option(help="hand out a lane's next decode step while one runs, as the server does (mode exact)")
-    ] = False,
-    patience_us: Annotated[
-        float, typer.Option(help="how long a prompt's segment steps aside for decode; on GPUs about 1000  [for ever]")
-    ] = float("inf"),
-    measured: Annotated[
-        list[Path] | None, typer.Option(help="measured stage times: kept results or a JSON table; repeat for more")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="the same seed gives the same run")] = 0,
-    chrome: Annotated[Path | None, typer.Option(help="write a Chrome trace here (mode exact)")] = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="write the report here, as JSON")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
-) -> None:
-    """Say how a deployment will behave: its workload through the real engine on a virtual clock."""
-    from rich.console import Console
-
-    from crosspool.commands.simulate import SimulateFiles, run
-
-    files = SimulateFiles(source=source, plan=plan, measured=tuple(measured or ()), output=output, chrome=chrome)
-    settings: dict[str, object] = {
-        "mode": mode,
-        "layout": layout,
-        "order": order,
-        "duration_s": seconds,
-        "start_s": start,
-        "drain": drain,
-        "max_queue": max_queue,
-        "host_s": host_us * 1e-6,
-        "is_ahead": ahead,
-        "patience_s": patience_us * 1e-6,
-        "seed": seed,
-    }
-    run(files, settings, as_json=as_json, console=Console())
-
-
-@app.command()
-def chat(
-    model: Annotated[str | None, typer.Argument(help="a served name; may be left out where one is served")] = None,
-    quick: Annotated[str | None, typer.Option("--quick", "-q", help="ask this once and leave")] = None,
-    system: Annotated[str | None, typer.Option(help="system message")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="tokens to generate at most")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
-    base_url: BaseUrl = LOCAL,
-    api_key: ClientKey = None,
-) -> None:
-    """Talk to a model of a running server."""
-    from crosspool.commands.chat import run
-    from crosspool.commands.http import ServerClient
-
-    options = {"max_tokens": max_tokens, "temperature": temperature}
-    run(ServerClient(base_url, api_key), model, quick=quick, system=system, options=options)
-
-
-@app.command()
-def ps(
-    base_url: BaseUrl = LOCAL,
-    api_key: ClientKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
-) -> None:
-    """List the models of a running server and what they hold."""
-    from rich.console import Console
-
-    from crosspool.commands.http import ServerClient
-    from crosspool.commands.ps import run
-
-    run(ServerClient(base_url, api_key), as_json=as_json, console=Console())
-
-
-@app.command()
-def load(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="directory or Hugging Face id, or NAME=DIR")],
-    alias: Annotated[Words, typer.Option(help="another name that answers as it; repeat for more")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="context limit: tokens of prompt + output")] = None,
-    chat_template: Annotated[str | None, typer.Option(help="file with a Jinja chat template, on the server")] = None,
-    revision: Annotated[str | None, typer.Option(help="branch, tag or commit of a Hugging Face id")] = None,
-    wait: Annotated[bool, typer.Option(help="until it is ready")] = True,
-    base_url: BaseUrl = LOCAL,
-    api_key: AdminKey = None,
-) -> None:
-    """Load a model into a running server, under the last part of its directory's name. The others answer meanwhile."""
-    from rich.console import Console
-
-    from crosspool.commands import models
-    from crosspool.commands.http import ServerClient
-
-    fields = {
-        "aliases": alias,
-        "max_model_len": max_model_len,
-        "chat_template": chat_template,
-        "revision": revision,
-    }
-    models.load(ServerClient(base_url, api_key), model, fields, waits=wait, console=Console())
-
-
-@app.command()
-def unload(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="a served name")],
-    drain: Annotated[bool, typer.Option(help="let accepted requests end; without, they end with an error")] = True,
-    wait: Annotated[bool, typer.Option(help="until its memory is free")] = True,
-    base_url: BaseUrl = LOCAL,
-    api_key: AdminKey = None,
-) -> None:
-    """Take a model from a running server and give its memory back. New requests for it are refused at once."""
-    from rich.console import Console
-
-    from crosspool.commands import models
-    from crosspool.commands.http import ServerClient
-
-    models.unload(ServerClient(base_url, api_key), model, drains=drain, waits=wait, console=Console())
-
-
-@app.command()
-def limits(
-    model: Annotated[str | None, typer.Argument(help="a served name, for --floor and --ceiling")] = None,
-    floor: Annotated[str | None, typer.Option(help="kept for MODEL whatever others ask for, such as 1GiB")] = None,
-    ceiling: Annotated[str | None, typer.Option(help="the most MODEL may hold, or none")] = None,
-    budget: Annotated[str | None, typer.Option(help="what all models may hold in each KV rank's pool")] = None,
-    base_url: BaseUrl = LOCAL,
-    api_key: AdminKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the same as JSON")] = False,
-) -> None:
-    """Show what models may hold in the KV pool of a running server, or change it. Live requests are not touched."""
-    from rich.console import Console
-
-    from crosspool.commands.http import ServerClient
-    from crosspool.commands.limits import run
-
-    client = ServerClient(base_url, api_key)
-    run(client, model, floor=floor, ceiling=ceiling, budget=budget, as_json=as_json, console=Console())
-
-
-@app.command()
-def top(
-    base_url: BaseUrl = LOCAL,
-    api_key: ClientKey = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="show the present moment and leave")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="the present moment as JSON")] = False,
-) -> None:
-    """Watch both pools, the lanes and the queues of a running server."""
-    from rich.console import Console
-
-    from crosspool.commands.http import ServerClient
-    from crosspool.commands.top import run
-
-    client = ServerClient(base_url, api_key)
-    run(client, interval_s=interval, once=once, as_json=as_json, console=Console())
 
 
 @app.command("collect-env")

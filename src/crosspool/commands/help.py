@@ -1,9 +1,9 @@
-"""The help of `crosspool serve`: its many options by what they are about."""
+"""How help is written: summaries of commands whole, and the options of `crosspool serve` by what they are about."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 GROUPS: Mapping[str, str] = {
     "Models": "config plan plan_group served_model_name max_model_len chat_template dtype weights download_dir",
@@ -31,3 +31,12 @@ class ServeCommand(TyperCommand):
             records = [parameters[name].get_help_record(ctx) for name in names.split()]
             with formatter.section(heading):
                 formatter.write_dl([record for record in records if record is not None], col_max=36)
+
+
+class Commands(TyperGroup):
+    """Writes each command's summary whole, on as many lines as it takes."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(1000)) for name, each in commands if each is not None])
