@@ -63,10 +63,6 @@ def measure(report: Report, kernels: DeviceKernels, name: str, context: int, bat
     metric = f"attention_half_us.{name}.{context // 1024}k.b{batch}"
     report.samples(metric, times, limit=floor, note=f"weights and cache at {tb_per_s:.2f} TB/s")
     median = sorted(times)[len(times) // 2]
-    if (context, batch) == (4096, 1):
-        warm = warm_us(half, partial)
-        report.metric(f"{metric}.weights_in_l2", warm, note="weights prefetched to L2 before, as during a wait")
-        print(f"{metric}: {warm:.2f} us with its weights in L2", flush=True)
     goal = f" target {TARGETS[name]}" if (context, batch) == (4096, 1) else ""
     print(f"{metric}: {median:.2f} us, floor {floor:.2f}{goal}", flush=True)
 
@@ -130,23 +126,6 @@ def measure_parts(report: Report, kernels: DeviceKernels, name: str) -> None:
             f"attention_half_part_us.{name}.{place}_{kernel}", part, note="the chain less the chain without it"
         )
         print(f"{name} {place} {kernel}: {part:.2f} of {whole:.2f} us", flush=True)
-
-
-def warm_us(half: AttentionHalf, partial: torch.Tensor) -> float:
-    """Median of (prefetch, then half) less median of prefetch alone."""
-
-    def both() -> None:
-        for layer in range(NUM_LAYERS):
-            half.prefetch(layer, overlap=False)
-            half.add(layer, [partial])
-            half.attend(layer)
-
-    def alone() -> None:
-        for layer in range(NUM_LAYERS):
-            half.prefetch(layer, overlap=False)
-
-    medians = [sorted(replay_us(work, units=NUM_LAYERS))[30] for work in (both, alone)]
-    return medians[0] - medians[1]
 
 
 def main() -> None:

@@ -176,7 +176,6 @@ inline u32 warp_max_u32(u32 v) {
 inline int first_lane(bool v) {
   return emulator::exchange(v, [](auto get) { int lane = 0; while (!get(lane)) ++lane; return lane; });
 }
-inline void prefetch_l2(const void*) {}
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float exp_full(float x) { return expf(x); }
 inline float log2_full(float x) { return log2f(x); }

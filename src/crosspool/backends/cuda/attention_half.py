@@ -23,7 +23,6 @@ from crosspool.backends.cuda.head_exchange import HeadHome
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.norm import residual_norm
 from crosspool.backends.cuda.params import GqaInput, MlaInput
-from crosspool.backends.cuda.prefetch import prefetch
 from crosspool.backends.cuda.rope import RopeTable, gqa_input, mla_input
 from crosspool.backends.cuda.weights import AttentionWeights
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
@@ -128,17 +127,6 @@ class AttentionHalf:
         """The next layer's, or the head's."""
         layers = self._weights.layers
         return layers[layer + 1].input_norm if layer + 1 < len(layers) else self._weights.final_norm
-
-    def prefetch(self, layer: int, *, overlap: bool = True) -> None:
-        """Bring the layer's attention weights into L2, as while the FFN of the layer before runs elsewhere."""
-        attention = self._weights.layers[layer].attention
-        if isinstance(attention, GQAWeights):
-            matrices = [attention.qkv, attention.o]
-        else:
-            matrices = [attention.down, attention.key_up, attention.value_up, attention.o]
-            if attention.q_b is not None:
-                matrices.insert(1, attention.q_b)
-        prefetch(self._kernels, matrices, overlap=overlap)
 
     def logits(self) -> torch.Tensor:
         """(tokens, vocabulary) fp32, after the last `add`."""

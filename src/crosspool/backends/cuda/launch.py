@@ -19,7 +19,6 @@ SOURCES = (
     "moe_fused",
     "ffn_server",
     "ffn_client",
-    "prefetch",
     "transport",
     "exchange",
     "lane_steps",

@@ -8,7 +8,6 @@ from crosspool.backends.cuda.transport_params import MAX_PEERS, Meeting
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong, ctypes.c_float
 MAX_PARTIALS = 8
-MAX_REGIONS = 16
 
 
 class GemvParams(ctypes.Structure):
@@ -150,10 +149,6 @@ class FusedParams(ctypes.Structure):
         ("rows", _I),
         ("work_bytes", _I),
     ]
-
-
-class PrefetchParams(ctypes.Structure):
-    _fields_ = [("regions", _P * MAX_REGIONS), ("bytes", _L * MAX_REGIONS), ("num_regions", _I)]
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

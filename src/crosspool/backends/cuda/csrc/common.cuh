@@ -70,7 +70,6 @@ DEVICE float4 load_float4_l2(const float* p) { return __ldcg(reinterpret_cast<co
 DEVICE u32 warp_max_u32(u32 v) { return __reduce_max_sync(~0u, v); }
 // The lowest lane where `v` is true, which it is for at least one.
 DEVICE int first_lane(bool v) { return __ffs(__ballot_sync(~0u, v)) - 1; }
-DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float exp_full(float x) { return expf(x); }
