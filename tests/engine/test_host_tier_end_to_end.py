@@ -78,11 +78,20 @@ async def test_every_turn_finds_all_of_the_turns_before_although_others_took_the
         await deployment.until_free()
 
 
-async def test_conversations_at_once_in_a_tier_that_is_too_small_too(directories, undivided):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"admission": "forecast"},
+        {"decode_steps": 4},
+        {"prefill_ranks": ("p0",)},
+        {"batch_invariant": True, "max_num_batched_tokens": 16},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+async def test_conversations_at_once_in_a_tier_that_is_too_small_too(directories, undivided, options):
     rng = random.Random(4)
-    async with Deployment(
-        directories, "inprocess", admission="forecast", host_budget_bytes=30 * FRAME_BYTES, **SMALL
-    ) as deployment:
+    sizes = {**SMALL, "host_budget_bytes": 30 * FRAME_BYTES}
+    async with Deployment(directories, "inprocess", **sizes, **options) as deployment:
 
         async def talk(name: str) -> int:
             own = Talk(name, undivided[name], random.Random(rng.randrange(10**6)))

@@ -36,6 +36,7 @@ def test_a10_a34_a36_bad_requests_are_refused_by_name(field, value, message):
         ("max_queue", 0, "max_queue is 0"),
         ("num_decode_lanes", 0, "num_decode_lanes is 0"),
         ("kv_budget_bytes", 2**20, "less than two frames of 2097152 bytes; set it to 4194304"),
+        ("host_budget_bytes", 2**20, "less than two frames of 2097152 bytes; set it to 4194304 or more, or to 0"),
         ("forecast_quantile", 1.5, "forecast_quantile is 1.5"),
         ("recovery_timeout_s", -1.0, "recovery_timeout_s is -1.0"),
     ],
@@ -43,6 +44,13 @@ def test_a10_a34_a36_bad_requests_are_refused_by_name(field, value, message):
 def test_bad_configurations_are_refused_by_name(field, value, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig(**{field: value})
+
+
+def test_a_prefill_rank_has_one_lane() -> None:
+    """Its models have one cache for the chunk that it computes."""
+    with pytest.raises(ValueError, match=r"num_prefill_lanes is 2 for 1 prefill ranks.*set it to 1 or less"):
+        EngineConfig(prefill_ranks=("p0",), num_prefill_lanes=2)
+    EngineConfig(prefill_ranks=("p0", "p1"), num_prefill_lanes=2)
 
 
 def test_seeds_of_a_request_differ_and_stay_in_range():

@@ -20,7 +20,7 @@ class EngineConfig:
     host_budget_bytes: int = 0  # host memory of each KV rank for cached pages that have to go; 0: they are dropped
     frame_bytes: int = 2 * MiB
     kv_ranks: tuple[str, ...] = ("kv0",)  # in the order in which their frames are numbered, as the cluster has them
-    prefill_ranks: tuple[str, ...] = ()  # that compute prompts beside the pools; prefill lanes take them in turn
+    prefill_ranks: tuple[str, ...] = ()  # that compute prompts beside the pools, a prefill lane each
     num_decode_lanes: int = 2
     num_prefill_lanes: int = 1
     decode_steps: int = 1  # that a batch may take by itself before the engine hands out more
@@ -53,6 +53,11 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.rerun_tokens < 0:
             raise ValueError(f"rerun_tokens is {self.rerun_tokens}; it must not be negative")
+        if self.prefill_ranks and self.num_prefill_lanes > len(self.prefill_ranks):
+            raise ValueError(
+                f"num_prefill_lanes is {self.num_prefill_lanes} for {len(self.prefill_ranks)} prefill ranks, each of "
+                f"which runs one chunk at a time; set it to {len(self.prefill_ranks)} or less"
+            )
         if self.max_queue_per_key is not None and self.max_queue_per_key < 1:
             raise ValueError(f"max_queue_per_key is {self.max_queue_per_key}; it must be at least 1, or left out")
         if self.num_frames < 2:
