@@ -174,8 +174,8 @@ def test_kept_results_of_the_benchmarks_are_read(tmp_path):
     batch = "decode_us_a_layer.glm-4.7-flash.1+1.b{}.{}k.graphs.{}"
     newer = {batch.format(1, 4, "ffn"): 40.0, batch.format(8, 4, "ffn"): 150.0, batch.format(8, 1, "ffn"): 140.0}
     newer |= {batch.format(1, 4, "rest"): -3.0, batch.format(8, 4, "rest"): 6.0, batch.format(1, 4, "tail"): 2.0}
-    newer |= {"pipeline_efficiency.glm-4.7-flash.b4+glm-4.7-flash.b4.4k.graphs": 0.9}
-    newer |= {"pipeline_efficiency.glm-4.7-flash.b4+qwen3-30b-a3b.b4.4k.graphs": 0.5}
+    newer |= {"pipeline_efficiency.glm-4.7-flash.b4+glm-4.7-flash.b4.4k.fused": 0.9}
+    newer |= {"pipeline_efficiency.glm-4.7-flash.b4+qwen3-30b-a3b.b4.4k.fused": 0.5}
     steps.write_text(json.dumps({"metrics": newer}))
     cost = with_measurements(pooled("glm-4.7-flash"), read_measured([ffn, attention, steps]), "glm-4.7-flash")
     one, eight = (cost.times(decode_work(rows, 4096)) for rows in (1, 8))

@@ -33,7 +33,7 @@ _IN_STEP = re.compile(
 )
 _LANES = re.compile(
     r"pipeline_efficiency\.(?P<model>[^+]+)\.b(?P<batch>\d+)"
-    r"(\+(?P=model)\.b(?P=batch)\.\d+k\.graphs|\.pause\d+\.words)"
+    r"(\+(?P=model)\.b(?P=batch)\.\d+k\.fused|\.pause\d+\.words)"
 )
 _PREFILL = re.compile(r"ttft_ms\.(?P<model>.+)\.1\+1\.(?P<context>\d+)k")
 LEAST_CROSSING_US = 0.05
