@@ -17,6 +17,7 @@ from benchmarks.report import RESULTS, ROOT
 BEGIN = "<!-- figures: made by python -m benchmarks.readme_figures -->"
 END = "<!-- end of figures -->"
 STEP = "decode_ms.qwen3-30b-a3b.1+1.b1.4k"
+LAYOUTS = ("crosspool-1+1", "static-2", "elastic-2")
 RANKS = ("w0.sigkill", "kv0.sigkill", "w0.sigstop", "kv0.sigstop")
 
 
@@ -34,14 +35,14 @@ class Figure:
 FIGURES = (
     Figure(
         "A token of Qwen3-30B-A3B at batch 1, context 4,096: one KV GPU, one weights GPU (H200), step graphs",
-        "decode_step_h200-x2",
-        (f"{STEP}.graphs.p50",),
+        "decode_ways_h200-x2",
+        (f"{STEP}.graphs.fused.p50",),
         "{0:.2f} ms",
         "{limit:.2f} ms: its bytes, read once at copy bandwidth",
     ),
     Figure(
         "The same with `--control resident`",
-        "ffn_server_h200-x2",
+        "ffn_server_routes_h200-x2",
         (f"{STEP}.resident.p50",),
         "{0:.2f} ms",
         "2.6 ms was asked for",
@@ -68,7 +69,7 @@ FIGURES = (
         "{limit:.1f} ms: its bytes; same tokens as a float32 model",
     ),
     Figure(
-        "Two equal lanes of it through whole steps on two H200s, against one lane",
+        "Two equal lanes of Qwen3-30B-A3B through whole steps on two H200s, against one lane",
         "lanes_h200-x2",
         ("two_lanes_gain.qwen3-30b-a3b.b1+qwen3-30b-a3b.b1.4k.fused",),
         "{0:.2f} times the tokens/s",
@@ -95,18 +96,25 @@ FIGURES = (
         "{limit:.0f} s was asked for",
     ),
     Figure(
+        "First token of three models under load over HTTP, two H200s: P50 and P99",
+        "layouts_h200-x2",
+        tuple(f"ttft_ms.{layout}.all.0.8.{level}" for layout in LAYOUTS for level in ("p50", "p99")),
+        "{0:.0f}, {1:,.0f} ms",
+        "our engine without pools: static {2:.0f}, {3:,.0f} ms; elastic {4:.0f}, {5:,.0f} ms",
+    ),
+    Figure(
+        "**Slower:** between Qwen3's tokens in the same load: P50 and P99",
+        "layouts_h200-x2",
+        tuple(f"tbt_ms.{layout}.qwen3-30b-a3b.0.8.{level}" for layout in LAYOUTS for level in ("p50", "p99")),
+        "{0:.1f}, {1:.1f} ms",
+        "static {2:.1f}, {3:.1f} ms; elastic {4:.1f}, {5:.1f} ms",
+    ),
+    Figure(
         "**Slower:** P50 between Qwen3's tokens under load, both pools on *one* H200",
         "layouts_h200",
         ("tbt_ms.crosspool-1.qwen3-30b-a3b.0.8.p50", "tbt_ms.static-1.qwen3-30b-a3b.0.8.p50"),
         "{0:.1f} ms",
         "{1:.1f} ms with whole models side by side",
-    ),
-    Figure(
-        "**Slower:** P50 between Qwen3's tokens under load of three models, one KV and one weights H200",
-        "layouts_h200-x2",
-        ("tbt_ms.crosspool-1+1.qwen3-30b-a3b.0.8.p50",),
-        "{0:.1f} ms",
-        "22 ms was asked for",
     ),
     Figure(
         "HTTP server on one core: tokens streamed a second, and what it adds to a first token at P99",
