@@ -1,9 +1,10 @@
 """How long does decode attention alone take (QK norms, rotation, cache write, split pass, merge) on one GPU?
 
-    python -m benchmarks.bench_attention [--out DIRECTORY] [--contexts 4096,...] [--warpgroups]
+    python -m benchmarks.bench_attention [--out DIRECTORY] [--contexts 4096,...] [--page-tokens 256]
 
 Layers rotate through a cache of seeded values several times the size of L2; lengths beyond the model's are allowed.
---warpgroups: attention over latents by products of four warps beside the kernels that serve, under names of its own.
+Each layer starts when the one before has ended; `overlapped`: while it runs, as in a step. Attention over latents runs
+on products of warpgroups where pages hold whole tiles of 64 slots.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ KINDS = {"gqa": "qwen3-30b-a3b", "mla": "glm-4.7-flash", "mla16": "deepseek-v2-l
 TARGET_4K = {"gqa": 6.0, "mla": 7.0, "mla16": 7.0}
 ROTATE_BYTES = 400 * MiB
 MAX_CACHE_BYTES = 40 << 30
-PAGE_TOKENS = 256
 SEED = 7
 
 
@@ -40,7 +40,8 @@ def measure(
     context: int,
     batch: int,
     tb_per_s: float,
-    by_warpgroups: bool = False,
+    page_tokens: int,
+    overlap: bool = False,
 ) -> None:
     spec = full_spec(KINDS[kind]).layers[-1].attention
     layer_bytes = batch * context * spec.kv_elements_per_token * 2
@@ -51,7 +52,7 @@ def measure(
         num_layers=layers,
         elements_per_token_layer=spec.kv_elements_per_token,
         element_bytes=2,
-        page_tokens=PAGE_TOKENS,
+        page_tokens=page_tokens,
         frame_bytes=2 * MiB,
     )
     cache = seeded_cache(geometry, batch, context, SEED)
@@ -81,13 +82,13 @@ def measure(
                 scratch,
                 splits=splits,
                 one_row_per_sequence=True,
-                by_warpgroups=by_warpgroups,
-                overlap=False,
+                overlap=overlap,
             )
 
-    times = replay_us(work, units=units, replays=30)
+    times = replay_us(work, units=units, replays=30, warm_up_s=0.05, budget_s=0.1)
     floor = layer_bytes / tb_per_s / 1e6
-    name = f"attention_us.{kind}.{context // 1024}k.b{batch}" + (".warpgroups" if by_warpgroups else "")
+    name = f"attention_us.{kind}.{context // 1024}k.b{batch}"
+    name += ".overlapped" if overlap else ""
     report.samples(name, times, limit=floor, note=f"cache bytes at {tb_per_s:.2f} TB/s; {splits} splits")
     median = sorted(times)[len(times) // 2]
     print(f"{name}: {median:.2f} us, floor {floor:.2f}, {median / floor:.2f}x", flush=True)
@@ -114,27 +115,35 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--contexts", default="1024,4096,32768,131072,1048576")
     parser.add_argument("--batches", default="1,2,4,8")
-    parser.add_argument("--warpgroups", action="store_true")
+    parser.add_argument("--page-tokens", type=int, default=256)
     options = parser.parse_args()
     kernels = DeviceKernels(torch.device("cuda"))
     failures: dict[str, str] = {}
     tb_per_s = copy_tb_per_s()
-    report = Report("attention", hardware="h200", config={"page_tokens": PAGE_TOKENS, "dtype": "bf16"}, seed=SEED)
+    report = Report(
+        "attention", hardware="h200", config={"page_tokens": options.page_tokens, "dtype": "bf16"}, seed=SEED
+    )
     report.summary = "Decode attention alone (split pass and merge). Targets at 4K, batch 1: 6 us GQA, 7 us MLA."
     report.metric("copy_tb_per_s", tb_per_s)
-    ways = [False, True] if options.warpgroups else [False]
-    for kind, by_warpgroups in [(kind, way) for kind in KINDS for way in ways if kind != "gqa" or not way]:
+    for kind in KINDS:
         for context in map(int, options.contexts.split(",")):
             for batch in map(int, options.batches.split(",")):
                 guarded(
                     f"{kind} {context} b{batch}",
-                    lambda kind=kind, context=context, batch=batch, way=by_warpgroups: measure(  # type: ignore[misc]
-                        report, kernels, kind, context, batch, tb_per_s, way
+                    lambda kind=kind, context=context, batch=batch: measure(  # type: ignore[misc]
+                        report, kernels, kind, context, batch, tb_per_s, options.page_tokens
                     ),
                     failures,
                 )
                 torch.cuda.empty_cache()
-    report.write(options.out)
+        guarded(
+            f"{kind} overlapped",
+            lambda kind=kind: measure(  # type: ignore[misc]
+                report, kernels, kind, 4096, 1, tb_per_s, options.page_tokens, overlap=True
+            ),
+            failures,
+        )
+        report.write(options.out)  # a run that is cut keeps what it had
     write_failures(failures, options.out)
 
 

@@ -58,7 +58,7 @@ def measure(report: Report, kernels: DeviceKernels, name: str, context: int, bat
             half.attend(layer)
             half.add(layer, [partial])
 
-    times = replay_us(work, units=NUM_LAYERS)
+    times = replay_us(work, units=NUM_LAYERS, warm_up_s=0.05)
     floor = attention_bytes(spec, context, batch) / tb_per_s / 1e6
     metric = f"attention_half_us.{name}.{context // 1024}k.b{batch}"
     report.samples(metric, times, limit=floor, note=f"weights and cache at {tb_per_s:.2f} TB/s")
@@ -112,7 +112,7 @@ def measure_parts(report: Report, kernels: DeviceKernels, name: str) -> None:
             half.add(layer, [partial])
 
     def median_us() -> float:
-        return sorted(replay_us(work, units=NUM_LAYERS, replays=20))[10]
+        return sorted(replay_us(work, units=NUM_LAYERS, replays=20, warm_up_s=0.02))[10]
 
     launcher.names.clear()
     work()
@@ -158,7 +158,7 @@ def main() -> None:
                 )
                 guarded(f"{name} {context} b{batch}", work, failures)
                 torch.cuda.empty_cache()
-    report.write(options.out)
+        report.write(options.out)  # a run that is cut keeps what it had
     write_failures(failures, options.out)
 
 

@@ -16,10 +16,13 @@ from crosspool.kv_pool.geometry import PageGeometry
 COPY_BYTES = 4 << 30
 
 
-def replay_us(work: Callable[[], None], *, units: int, replays: int = 60, warm_up_s: float = 0.2) -> list[float]:
+def replay_us(
+    work: Callable[[], None], *, units: int, replays: int = 60, warm_up_s: float = 0.2, budget_s: float | None = None
+) -> list[float]:
     """Microseconds a unit took in each of `replays` replays of a graph of `work`, which does `units` of them.
 
-    The caller rotates buffers, so that a unit's data has left L2 before it is used again.
+    The caller rotates buffers, so that a unit's data has left L2 before it is used again. budget_s: what replays may
+    take; long ones are fewer then, eight at least.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -30,7 +33,9 @@ def replay_us(work: Callable[[], None], *, units: int, replays: int = 60, warm_u
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         work()
-    _warm_up(graph, warm_up_s)
+    if budget_s is not None:
+        replays = min(replays, max(8, int(budget_s / _once_s(graph))))
+    _warm_up(graph, warm_up_s, min(20, replays))
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
     for begin, end in events:
         begin.record()
@@ -40,10 +45,19 @@ def replay_us(work: Callable[[], None], *, units: int, replays: int = 60, warm_u
     return [begin.elapsed_time(end) * 1e3 / units for begin, end in events]
 
 
-def _warm_up(graph: torch.cuda.CUDAGraph, seconds: float) -> None:
+def _once_s(graph: torch.cuda.CUDAGraph) -> float:
+    """Of one replay, launch included."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    graph.replay()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def _warm_up(graph: torch.cuda.CUDAGraph, seconds: float, replays: int) -> None:
     """Bring the clocks up, then the graph's own pace."""
     keep_busy(seconds)
-    for _ in range(20):
+    for _ in range(replays):
         graph.replay()
     torch.cuda.synchronize()
     for _ in range(3):

@@ -165,6 +165,7 @@ template <typename T>
 inline T load_as(const void* p) { check_aligned(p, sizeof(T)); T v; memcpy(&v, p, sizeof(T)); return v; }
 inline uint4 load_stream(const void* p) { return load_as<uint4>(p); }
 inline uint4 load16(const void* p) { return load_as<uint4>(p); }
+inline uint4 load16_now(const void* p) { return load16(p); }
 inline uint2 load8(const void* p) { return load_as<uint2>(p); }
 inline float4 load_float4(const float* p) { return load_as<float4>(p); }
 inline float load_float_l2(const float* p) { return *p; }

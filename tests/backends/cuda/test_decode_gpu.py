@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from crosspool.backends.cuda.launch import DeviceKernels  # noqa: E402
 from crosspool.backends.numpy.monolithic import MonolithicModel  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
-from tests.backends.cuda.decoding import assert_close, build_decoder, decode_prompts  # noqa: E402
+from tests.backends.cuda.decoding import assert_decoded, build_decoder, decode_prompts  # noqa: E402
 from tests.support.tiny_models import CONFIGS, write_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -27,9 +27,4 @@ def test_decode_equals_the_numpy_backend(family, tmp_path, kernels):
     prompts = np.random.default_rng(1).integers(1, directory.spec.vocab_size, size=(4, 40)).tolist()
     decoder = build_decoder(kernels, directory, 4, 40, kernels.device, page_tokens=8)
     hidden, logits = decode_prompts(decoder, prompts)
-    reference = MonolithicModel.load(directory)
-    for row, prompt in enumerate(prompts):
-        layers, expected = reference.trace(prompt)
-        assert_close([step[row] for step in logits], expected)
-        for layer, values in enumerate(layers):
-            assert_close([step[layer][row] for step in hidden], values)
+    assert_decoded(MonolithicModel.load(directory), prompts, hidden, logits)

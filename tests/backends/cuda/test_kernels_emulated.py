@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from crosspool.backends.cuda.attention import AttentionScratch, attention_decode  # noqa: E402
 from crosspool.backends.cuda.attention_variants import choose_variant, key_value_dims, num_splits  # noqa: E402
 from crosspool.backends.cuda.ffn_weights import pack_ffn  # noqa: E402
-from crosspool.backends.cuda.gemv import gemv  # noqa: E402
+from crosspool.backends.cuda.gemv import gemv, variant  # noqa: E402
 from crosspool.backends.cuda.moe import ffn  # noqa: E402
 from crosspool.backends.cuda.moe_params import FFNScratch  # noqa: E402
 from crosspool.backends.cuda.rope import RopeTable, gqa_input, mla_input  # noqa: E402
@@ -43,7 +43,15 @@ def nan(*shape, dtype=torch.float32):
 
 @pytest.mark.parametrize(
     ("rows", "k", "tokens", "shape"),
-    [(40, 256, 3, None), (33, 72, 1, None), (20, 520, 12, (4, 2)), (16, 2048, 2, None), (48, 1280, 32, (8, 4))],
+    [
+        (40, 256, 3, None),
+        (33, 72, 1, None),
+        (20, 520, 12, (4, 2, 0)),
+        (16, 2048, 2, None),
+        (48, 1280, 32, (8, 4, 0)),
+        (40, 1992, 9, (4, 4, 12)),
+        (20, 4096, 3, (16, 2, 6)),
+    ],
 )
 def test_gemv_equals_the_product(rows, k, tokens, shape):
     weight, x, y = draw(rows, k), draw(tokens, k, seed=1), nan(tokens, rows)
@@ -58,6 +66,15 @@ def test_gemv_norms_its_input_and_adds_bias_and_residual():
     expected = normed @ weight.double().T + bias.double() + residual.double()
     gemv(EmulatedKernels(), weight, x, residual, norm_weight=norm, norm_eps=1e-6, bias=bias, residual=residual)
     assert relative_error(residual, expected) < ROUNDED
+
+
+@pytest.mark.parametrize("k", [64, 192, 768, 1536, 2048, 3072, 4096, 5120])
+@pytest.mark.parametrize("rows", [16, 5120, 150000])
+def test_chosen_gemvs_hold_a_row_or_take_it_in_passes(rows, k):
+    """With chunks in shared memory there is one pass; with a norm there are none."""
+    for norms in (False, True):
+        warps, chunks, held = variant(rows, k, norms=norms)
+        assert not held or (warps * (chunks + held) * 32 >= k and not norms)
 
 
 def test_grouped_gemv_leaves_what_lies_between_its_outputs_alone():
@@ -116,18 +133,17 @@ def test_attention_equals_softmax_over_the_cache(name, how):
     check_attention(ATTENTIONS[name], how, EmulatedKernels(), page_tokens=48)
 
 
-@pytest.mark.parametrize("page_tokens", [64, 48])
 @pytest.mark.parametrize("name", ["mla_16_heads", "mla_20_heads"])
-def test_warpgroups_attend_over_latents(name, page_tokens):
-    """Whole tiles come by the copy engine where pages hold whole tiles, else by all threads."""
+def test_warpgroups_attend_over_latents_where_pages_hold_whole_tiles(name):
     kernels = EmulatedKernels()
-    check_attention(ATTENTIONS[name], "one_row_per_sequence", kernels, page_tokens=page_tokens, by_warpgroups=True)
+    check_attention(ATTENTIONS[name], "one_row_per_sequence", kernels, page_tokens=64)
     assert [kernel for kernel, _, _ in kernels.launches if kernel.endswith("_wide")]
 
 
-def test_without_warpgroups_latents_take_the_other_kernels():
-    kernels = EmulatedKernels(is_hopper=False)
-    check_attention(ATTENTIONS["mla_16_heads"], "one_row_per_sequence", kernels, page_tokens=64, by_warpgroups=True)
+@pytest.mark.parametrize(("is_hopper", "page_tokens"), [(False, 64), (True, 48)])
+def test_other_pages_and_gpus_without_warpgroups_take_the_other_kernels(is_hopper, page_tokens):
+    kernels = EmulatedKernels(is_hopper=is_hopper)
+    check_attention(ATTENTIONS["mla_16_heads"], "one_row_per_sequence", kernels, page_tokens=page_tokens)
     assert not [kernel for kernel, _, _ in kernels.launches if kernel.endswith("_wide")]
 
 
@@ -139,7 +155,7 @@ def test_what_lanes_cannot_turn_is_made_ready_before():
     assert "attention_gqa_d64_h8_ready" in ran
 
 
-def check_attention(spec, how, kernels, *, page_tokens, by_warpgroups=False):
+def check_attention(spec, how, kernels, *, page_tokens):
     geometry = PageGeometry(
         num_layers=3,
         elements_per_token_layer=spec.kv_elements_per_token,
@@ -178,7 +194,6 @@ def check_attention(spec, how, kernels, *, page_tokens, by_warpgroups=False):
         sinks=sinks,
         one_row_per_sequence=how == "one_row_per_sequence",
         any_shape=how == "any_shape",
-        by_warpgroups=by_warpgroups,
     )
     expected = torch.stack([reference(spec, queries[i], rows[i, :length], sinks) for i, length in enumerate(lengths)])
     assert relative_error(out, expected) < 2 * ROUNDED

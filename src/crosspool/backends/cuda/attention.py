@@ -89,7 +89,6 @@ def attention_decode(
     sinks: torch.Tensor | None = None,
     one_row_per_sequence: bool = False,
     any_shape: bool = False,
-    by_warpgroups: bool = False,
     overlap: bool = True,
 ) -> None:
     """out = softmax(scale q k^T) v over each token's first `lengths` slots (the last `sliding_window` of them).
@@ -100,8 +99,6 @@ def attention_decode(
     one_row_per_sequence: no token attends to another token of the step (decode, not a chunk of a prompt): then one
     kernel norms, rotates, writes the cache and attends. NOTE: it reads lengths, frame table and earlier slots before it
     waits for the kernel before it, so nothing may write them within the same chain of overlapping kernels.
-    by_warpgroups: attention over latents by products of four warps and tiles that the copy engine brings, on GPUs that
-    have them (compute capability 9.0): faster from long contexts on, slower at short ones (decision 7).
     """
     tokens, heads = len(lengths), spec.num_heads
     key_dim, value_dim = key_value_dims(spec)
@@ -115,8 +112,8 @@ def attention_decode(
     variant = None if any_shape else choose_variant(spec)
     q = scratch.q[: tokens * heads * key_dim].view(tokens, heads, key_dim)
     is_ready = variant is None or not one_row_per_sequence or not variant.makes_own(spec)
-    if variant is not None and not is_ready and by_warpgroups and kernels.has_warpgroups:
-        variant = widened(variant)
+    if variant is not None and not is_ready and kernels.has_warpgroups:
+        variant = widened(variant, cache.geometry.page_tokens)
     if is_ready:
         rope_cache(kernels, spec, inputs, cache, layer, positions, q)
     ready = address(q if is_ready else None)

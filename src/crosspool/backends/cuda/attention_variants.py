@@ -24,23 +24,14 @@ class Variant:
     is_wide: bool = False  # products of warpgroups
 
     @property
-    def tiles_bytes(self) -> int:
-        """Of the tiles on their way: the template's OFF_Q."""
-        v_row = self.value * 2 + 16 if self.separate else 0
-        return self.stages * self.tile * (self._k_row + v_row)
-
-    @property
-    def _k_row(self) -> int:
-        return self.key * 2 + (0 if self.is_wide else 16)
-
-    @property
     def smem_bytes(self) -> int:
-        """The template's SMEM."""
+        """The template's SMEM; panels of warpgroups take less."""
         parts = self.warps // (self.tile // 16)
-        scores = parts * self.heads * (self.tile + 4) * 4 + self.heads * (self.tile * 2 + (0 if self.is_wide else 16))
+        key_row, value_row = self.key * 2 + 16, self.value * 2 + 16 if self.separate else 0
+        tiles = self.stages * self.tile * (key_row + value_row)
+        scores = parts * self.heads * (self.tile + 4) * 4 + self.heads * (self.tile * 2 + 16)
         newest = (self.key + (self.value if self.separate else 0)) * 2
-        arrivals = self.stages * 8 if self.is_wide else 0
-        return self.tiles_bytes + self.heads * (self._k_row + 4) + scores + newest + arrivals
+        return tiles + self.heads * (key_row + 4) + scores + newest
 
     @property
     def ready_name(self) -> str:
@@ -87,9 +78,14 @@ def choose_variant(spec: GQASpec | MLASpec) -> Variant | None:
     return min(variants, key=lambda variant: (ceil_div(group, variant.heads), variant.heads))
 
 
-def widened(variant: Variant) -> Variant:
-    """The same with products of warpgroups (compute capability 9.0), where it has them: attention over latents."""
-    return variant if variant.separate else replace(variant, name=f"{variant.name}_wide", is_wide=True)
+def widened(variant: Variant, page_tokens: int) -> Variant:
+    """The same with products of warpgroups (compute capability 9.0) where it has them: attention over latents.
+
+    Their tiles come by the copy engine, so pages must hold whole ones.
+    """
+    if variant.separate or page_tokens % variant.tile:
+        return variant
+    return replace(variant, name=f"{variant.name}_wide", is_wide=True)
 
 
 def num_kv_heads(spec: GQASpec | MLASpec) -> int:

@@ -8,17 +8,24 @@ from crosspool.units import ceil_div
 
 MAX_TOKENS = 32
 _VARIANTS = ((4, 2), (4, 4), (4, 6), (8, 4), (16, 4), (8, 8), (16, 8), (16, 10))
-_RED_FLOATS = 160
+_RED_FLOATS, _TILE_COLS = 160, 8
+_HELD_BYTES = 2 * 32 * 16
+"""Of a warp's chunk: 16 bytes of two rows a lane."""
 
 
-def variant(rows: int, k: int) -> tuple[int, int]:
-    """(warps, chunks of 32 elements of k a warp): the block that takes k in one pass, by measurement on an H200."""
-    if 1024 < k <= 2048:  # many rows: smaller blocks that take k in passes; few: fewer, longer warps
-        return (8, 4) if rows > 32768 else (4, 4) if rows > 4500 else (8, 8)
+def variant(rows: int, k: int, *, norms: bool = False) -> tuple[int, int, int]:
+    """(warps, chunks of 32 elements of k a warp holds in registers, and in shared memory), by measurement on an H200.
+
+    What shared memory holds is on its way before the wait for the kernel before too; with a norm it holds nothing.
+    """
+    if 1024 < k <= 2048:  # many rows: smaller blocks; few: fewer, longer warps
+        return (8, 4, 0) if rows > 32768 else (8, 8, 0) if rows <= 4500 else (4, 4, 0 if norms else 12)
+    if 2048 < k <= 4096 and rows <= 4500 and not norms:
+        return 16, 2, 6
     for warps, chunks in _VARIANTS:
         if warps * chunks * 32 >= k:
-            return warps, chunks
-    return 16, 8
+            return warps, chunks, 0
+    return 16, 8, 0
 
 
 def gemv(
@@ -32,15 +39,15 @@ def gemv(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     overlap: bool = True,
-    shape: tuple[int, int] | None = None,
+    shape: tuple[int, int, int] | None = None,
 ) -> None:
     """y[t, (g,) r] = sum_k weight[(g,) r, k] x[t, (g,) k]  (+ bias[r])  (+ residual[t, r]).
 
     weight: (rows, k) or (groups, rows, k) bf16, contiguous, k a multiple of 8, 16-byte aligned.
-    x: (tokens, k) or (tokens, groups, k), last dimension contiguous, bf16 (fp32 with `norm_weight`); tokens <= 32.
+    x: (tokens, k) or (tokens, groups, k), last dimension contiguous, bf16; tokens <= 32.
     y: (tokens, rows) or (tokens, groups, rows), last dimension contiguous, bf16 or fp32; written whole.
     norm_weight: (k) bf16: x is RMS-normalised with `norm_eps` first. residual: (tokens, rows) fp32, may be y.
-    shape: (warps, chunks) of one compiled variant, for tuning.
+    shape: as from `variant`, for tuning; with chunks in shared memory k must fit one pass, and there is no norm.
     """
     grouped = weight.dim() == 3
     groups, rows, k = weight.shape if grouped else (1, *weight.shape)
@@ -56,9 +63,13 @@ def gemv(
         )
     if weight.dtype != torch.bfloat16 or not weight.is_contiguous() or x.stride(-1) != 1 or y.stride(-1) != 1:
         raise ValueError("weight must be contiguous bfloat16, rows of x and y contiguous")
-    if x.dtype == torch.float32 and norm_weight is None:
-        raise ValueError("x is float32; without a norm it must be bfloat16")
-    warps, chunks = shape or variant(rows, k)
+    if x.dtype != torch.bfloat16:
+        raise ValueError(f"x is {x.dtype}; it must be bfloat16")
+    warps, chunks, held = shape or variant(rows, k, norms=norm_weight is not None)
+    if held and (warps * (chunks + held) * 32 < k or norm_weight is not None):
+        raise ValueError(
+            f"shape {shape} does not take k {k} in one pass, or has no norm; give it more chunks or none held"
+        )
     params = GemvParams(
         weight=address(weight),
         x=address(x),
@@ -74,17 +85,16 @@ def gemv(
         rows=rows,
         k=k,
         tokens=tokens,
-        x_is_float=x.dtype == torch.float32,
         y_is_float=y.dtype == torch.float32,
         norm_eps=norm_eps,
     )
-    staged_bytes = tokens * (k + 8) * 2 if norm_weight is not None else 0
+    suffix = f"_s{held}" if held else "_norm" if norm_weight is not None else ""
     kernels.launch(
         "gemv",
-        f"gemv_w{warps}_c{chunks}",
+        f"gemv_w{warps}_c{chunks}{suffix}",
         grid=(ceil_div(rows, 16), groups, 1),
         threads=warps * 32,
-        smem_bytes=(warps * _RED_FLOATS + 32) * 4 + staged_bytes,
+        smem_bytes=warps * (_RED_FLOATS + _TILE_COLS) * 4 + held * warps * _HELD_BYTES,
         params=params,
         overlap=overlap,
     )

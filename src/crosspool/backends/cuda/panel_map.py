@@ -11,12 +11,8 @@ _BITS_16, _PLAIN, _EXCHANGED_128, _PROMOTE_256, _NO_FILL = 1, 0, 3, 3, 0  # the 
 
 
 def wide_params(params: AttentionParams, cache: PagedCache, layer: int, tile: int) -> WideAttentionParams:
-    """params, and the map of `layer`'s slots where a tile of so many slots never crosses a page."""
-    has_map = cache.geometry.page_tokens % tile == 0
-    wide = WideAttentionParams(attention=params, has_map=has_map)
-    if has_map:
-        wide.map = panel_map(cache, layer, tile)
-    return wide
+    """params, and the map of `layer`'s slots, of which pages hold whole tiles of so many."""
+    return WideAttentionParams(map=panel_map(cache, layer, tile), attention=params)
 
 
 def panel_map(cache: PagedCache, layer: int, tile: int) -> "ctypes.Array[ctypes.c_longlong]":

@@ -14,7 +14,7 @@ class GemvParams(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("weight", "x", "norm_weight", "bias", "residual", "y")),
         *((name, _L) for name in ("weight_group_stride", "x_group_stride", "y_group_stride", "x_stride", "y_stride")),
-        *((name, _I) for name in ("rows", "k", "tokens", "x_is_float", "y_is_float")),
+        *((name, _I) for name in ("rows", "k", "tokens", "y_is_float")),
         ("norm_eps", _F),
     ]
 
@@ -96,8 +96,8 @@ class AttentionParams(ctypes.Structure):
 
 
 class WideAttentionParams(ctypes.Structure):
-    _fields_ = [("map", _L * 16), ("attention", AttentionParams), ("has_map", _I)]
-    _fields_ += [("padding", ctypes.c_ubyte * (-(ctypes.sizeof(AttentionParams) + 8) % 64))]
+    _fields_ = [("map", _L * 16), ("attention", AttentionParams)]
+    _fields_ += [("padding", ctypes.c_ubyte * (-ctypes.sizeof(AttentionParams) % 64))]
 
 
 class CombineParams(ctypes.Structure):

@@ -4,7 +4,6 @@
 struct WideAttentionParams {
   PanelMap map;
   AttentionParams attention;
-  int has_map;  // a tile lies within a page
 };
 
 template <class Block>
@@ -30,12 +29,17 @@ ATTENTION(attention_gqa_d128_h16, 128, 2, 128, 128, true, 2, 64, 2, 4)
 ATTENTION(attention_gqa_d256_h8, 128, 1, 256, 256, true, 1, 64, 3, 4)
 ATTENTION(attention_mla_l512_r64_h16, 256, 1, 576, 512, false, 2, 64, 2, 8)
 ATTENTION(attention_mla_l512_r64_h24, 256, 1, 576, 512, false, 3, 64, 2, 8)
-KERNEL(attention_mla_l512_r64_h16_wide, WideAttentionParams, 256, 1) {
-  attend_split<Attention<576, 512, false, 2, 64, 2, 8, false, true>>(p.attention, p.has_map ? &p.map : nullptr);
+
+// Products of warpgroups where splits have several tiles. Those of one tile take the other products, whose code is shorter:
+// that counts where it runs once. A matter of the token's length alone, as splits are.
+template <int NT>
+DEVICE void attend_wide(const WideAttentionParams& p) {
+  const AttentionParams& a = p.attention;
+  if (Splits::of(a, a.lengths[blockIdx.z], 64).per_split == 1) attend_split<Attention<576, 512, false, NT, 64, 2, 8, false>>(a);
+  else attend_split<Attention<576, 512, false, NT, 64, 2, 8, false, true>>(a, &p.map);
 }
-KERNEL(attention_mla_l512_r64_h24_wide, WideAttentionParams, 256, 1) {
-  attend_split<Attention<576, 512, false, 3, 64, 2, 8, false, true>>(p.attention, p.has_map ? &p.map : nullptr);
-}
+KERNEL(attention_mla_l512_r64_h16_wide, WideAttentionParams, 256, 1) { attend_wide<2>(p); }
+KERNEL(attention_mla_l512_r64_h24_wide, WideAttentionParams, 256, 1) { attend_wide<3>(p); }
 
 // Any shape, on plain arithmetic: one warp a (token, head, block). Slow; small models and checks use it.
 DEVICE void attend_any(const AttentionParams& p, const Splits& splits, int split) {

@@ -60,6 +60,12 @@ DEVICE uint4 load_stream(const void* p) {
   return v;
 }
 DEVICE uint4 load16(const void* p) { return *reinterpret_cast<const uint4*>(p); }
+// Not put off until its value is used.
+DEVICE uint4 load16_now(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
 DEVICE uint2 load8(const void* p) { return *reinterpret_cast<const uint2*>(p); }
 DEVICE float4 load_float4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 // Data another block wrote during this kernel: past L1.

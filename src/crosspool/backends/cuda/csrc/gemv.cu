@@ -1,82 +1,82 @@
 // Skinny matrix products: one block per 16 rows, the warps of a block share k. Weights do not depend on the kernel
-// before, so the first loads are issued before waiting for it.
+// before, so all that registers and shared memory hold of them is on its way before waiting for it.
 #include "gemv.cuh"
 
-DEVICE float input_value(const GemvParams& p, i64 at) {
-  return p.x_is_float ? static_cast<const float*>(p.x)[at] : bf16_value(static_cast<const u16*>(p.x)[at]);
+// y = (W (x * norm)) / RMS(x): the scale is a token's own, so it comes last, and no block reads x twice.
+template <int WARPS>
+DEVICE float norm_scale(const GemvParams& p, const float* squares, int column) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) sum += squares[w * TILE_COLS + column];
+  return rsqrt_full(sum / static_cast<float>(p.k) + p.norm_eps);
 }
 
-// Normalised rows of x to shared memory, (tokens, k + 8) bf16: the padding spreads rows over the banks.
-template <int THREADS>
-DEVICE void stage_normalised(const GemvParams& p, i64 x_group, u16* staged, float* scratch) {
-  for (int t = 0; t < p.tokens; ++t) {
-    const i64 row = t * p.x_stride + x_group;
-    float squares = 0.0f;
-    for (int i = threadIdx.x; i < p.k; i += THREADS) {
-      const float v = input_value(p, row + i);
-      squares += v * v;
-    }
-    const float scale = rsqrt_full(block_sum(squares, scratch, THREADS) / static_cast<float>(p.k) + p.norm_eps);
-    for (int i = threadIdx.x; i < p.k; i += THREADS)
-      staged[t * (p.k + 8) + i] = bf16_bits(input_value(p, row + i) * scale * bf16_value(p.norm_weight[i]));
-  }
-  block_sync();
-}
-
-template <int WARPS, int CHUNKS>
+// HELD: chunks of a warp that wait in shared memory, each thread's own pieces beside each other's; then k fits one pass.
+template <int WARPS, int CHUNKS, int HELD, bool NORMS>
 DEVICE void gemv_body(const GemvParams& p) {
-  constexpr int THREADS = WARPS * 32;
+  constexpr int THREADS = WARPS * 32, PASS = WARPS * (CHUNKS + HELD) * 32;
   float* red = reinterpret_cast<float*>(dynamic_smem());            // WARPS * RED_FLOATS
-  float* scratch = red + WARPS * RED_FLOATS;                        // 32
-  u16* staged = reinterpret_cast<u16*>(scratch + 32);               // tokens * (k + 8), with a norm only
+  float* squares = red + WARPS * RED_FLOATS;                        // WARPS * TILE_COLS
+  u8* held = reinterpret_cast<u8*>(squares + WARPS * TILE_COLS);    // HELD * 2 * THREADS * 16
   const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
   const int row0 = blockIdx.x * TILE_ROWS;
   const i64 group = blockIdx.y;
   const u16* weight = p.weight + group * p.weight_group_stride;
   const u16* low_row = weight + static_cast<i64>(min_int(row0 + g, p.rows - 1)) * p.k;
   const u16* high_row = weight + static_cast<i64>(min_int(row0 + g + 8, p.rows - 1)) * p.k;
-  const i64 x_group = group * p.x_group_stride;
-  constexpr int PASS = WARPS * CHUNKS * 32;
+  const int warp_begin = warp * (CHUNKS + HELD) * 32, held_begin = warp_begin + CHUNKS * 32;
 
-  TileWeights<CHUNKS> tile;
-  tile.load(low_row, high_row, warp * CHUNKS * 32, p.k);
+  TileWeights<CHUNKS, NORMS> tile;
+  tile.load(low_row, high_row, p.norm_weight, warp_begin, p.k);
+  const HeldWeights<HELD, THREADS> rest{held + threadIdx.x * 16};
+  rest.load(low_row, high_row, held_begin, p.k);
   grid_launch_dependents();
   grid_wait();
-  if (p.norm_weight != nullptr) stage_normalised<THREADS>(p, x_group, staged, scratch);
 
   for (int t0 = 0; t0 < p.tokens; t0 += TILE_COLS) {
-    float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    const u16* column = nullptr;
-    if (t0 + g < p.tokens)
-      column = p.norm_weight != nullptr ? staged + (t0 + g) * (p.k + 8)
-                                        : static_cast<const u16*>(p.x) + (t0 + g) * p.x_stride + x_group;
+    TileSums acc;
+    TileColumn<NORMS> column{p.x + min_int(t0 + g, p.tokens - 1) * p.x_stride + group * p.x_group_stride, 0.0f};
     for (int pass = 0; pass * PASS < p.k; ++pass) {
-      const int k_begin = pass * PASS + warp * CHUNKS * 32;
-      if (pass > 0 || (t0 > 0 && PASS < p.k)) tile.load(low_row, high_row, k_begin, p.k);
+      const int k_begin = pass * PASS + warp_begin;
+      if (pass > 0 || (t0 > 0 && PASS < p.k)) tile.load(low_row, high_row, p.norm_weight, k_begin, p.k);
       tile.multiply(acc, column, k_begin, p.k);
     }
-    store_tile(red + warp * RED_FLOATS, acc);
+    if constexpr (HELD > 0) {
+      rest.wait();
+      rest.multiply(acc, column, held_begin, p.k);
+    }
+    acc.store(red + warp * RED_FLOATS);
+    if (NORMS) column.leave_squares(squares + warp * TILE_COLS);
     block_sync();
     for (int i = threadIdx.x; i < TILE_ROWS * TILE_COLS; i += THREADS) {
       const int t = t0 + i / TILE_ROWS, row = row0 + i % TILE_ROWS;
       if (t >= p.tokens || row >= p.rows) continue;
       float v = sum_tile<WARPS>(red, i / TILE_ROWS, i % TILE_ROWS);
+      if (NORMS) v *= norm_scale<WARPS>(p, squares, i / TILE_ROWS);
       if (p.bias != nullptr) v += bf16_value(p.bias[row]);
       if (p.residual != nullptr) v += p.residual[static_cast<i64>(t) * p.rows + row];
-      const i64 at = t * p.y_stride + group * p.y_group_stride + row;
-      if (p.y_is_float) static_cast<float*>(p.y)[at] = v;
-      else static_cast<u16*>(p.y)[at] = bf16_bits(v);
+      const i64 to = t * p.y_stride + group * p.y_group_stride + row;
+      if (p.y_is_float) static_cast<float*>(p.y)[to] = v;
+      else static_cast<u16*>(p.y)[to] = bf16_bits(v);
     }
     block_sync();
   }
 }
 
-// Names say warps and chunks of 32 elements a warp takes of k in one pass.
-KERNEL(gemv_w4_c2, GemvParams, 128, 1) { gemv_body<4, 2>(p); }
-KERNEL(gemv_w4_c4, GemvParams, 128, 1) { gemv_body<4, 4>(p); }
-KERNEL(gemv_w4_c6, GemvParams, 128, 1) { gemv_body<4, 6>(p); }
-KERNEL(gemv_w8_c4, GemvParams, 256, 1) { gemv_body<8, 4>(p); }
-KERNEL(gemv_w8_c8, GemvParams, 256, 2) { gemv_body<8, 8>(p); }
-KERNEL(gemv_w16_c4, GemvParams, 512, 2) { gemv_body<16, 4>(p); }
-KERNEL(gemv_w16_c8, GemvParams, 512, 1) { gemv_body<16, 8>(p); }
-KERNEL(gemv_w16_c10, GemvParams, 512, 1) { gemv_body<16, 10>(p); }
+// Names say warps, and chunks of 32 elements a warp takes of k in one pass: in registers, then in shared memory.
+#define GEMV(warps, chunks, min_blocks)                                                                      \
+  KERNEL(gemv_w##warps##_c##chunks, GemvParams, warps * 32, min_blocks) { gemv_body<warps, chunks, 0, false>(p); } \
+  KERNEL(gemv_w##warps##_c##chunks##_norm, GemvParams, warps * 32, min_blocks) { gemv_body<warps, chunks, 0, true>(p); }
+#define HELD_GEMV(warps, chunks, held, min_blocks) \
+  KERNEL(gemv_w##warps##_c##chunks##_s##held, GemvParams, warps * 32, min_blocks) { gemv_body<warps, chunks, held, false>(p); }
+
+GEMV(4, 2, 1)
+GEMV(4, 4, 1)
+GEMV(4, 6, 4)
+GEMV(8, 4, 1)
+GEMV(8, 8, 2)
+GEMV(16, 4, 2)
+GEMV(16, 8, 1)
+GEMV(16, 10, 1)
+HELD_GEMV(4, 4, 12, 5)
+HELD_GEMV(16, 2, 6, 2)
