@@ -158,13 +158,12 @@ def test_a_look_around_finds_what_comes_meanwhile_without_a_sleep():
 
 def test_a_host_whose_ranks_wait_for_devices_naps_and_does_not_look_all_the_time(rig, monkeypatch):
     naps = []
-    monkeypatch.setattr("crosspool.cluster.host_loop.time.sleep", naps.append)
-    monkeypatch.setattr("crosspool.cluster.host_loop.time.monotonic", lambda: 7.0)
+    monkeypatch.setattr("select.select", lambda fds, _, __, seconds: (naps.append(seconds), ([], [], []))[1])
     (loop,) = rig.loops
     loop.is_busy, loop.nap = True, 5e-4
     for _ in range(3):
         assert rig.host.turn()
-    assert naps == [pytest.approx(5e-4)] * 3
+    assert naps == [5e-4] * 3
     loop.num_ready = 1
     rig.host.turn()
     assert (loop.num_ready, len(naps)) == (0, 3)
@@ -177,6 +176,17 @@ def test_a_nap_is_as_long_as_asked_and_no_longer_than_a_beat_may_take(rig):
         loop.nap, begun_s = nap, time.monotonic()
         assert rig.host.turn()
         assert least_s <= time.monotonic() - begun_s < most_s
+
+
+def test_naps_are_short_where_descriptors_are_too_many_to_tell_of_messages(rig, monkeypatch):
+    naps = []
+    monkeypatch.setattr("crosspool.cluster.host_loop.SELECT_FDS", 0)
+    monkeypatch.setattr("crosspool.cluster.host_loop.time.sleep", naps.append)
+    (loop,) = rig.loops
+    loop.is_busy = True
+    for loop.nap in (5e-4, 1.0):
+        assert rig.host.turn()
+    assert naps == [5e-4, 0.005]
 
 
 def test_a_message_ends_a_nap(rig):

@@ -16,6 +16,11 @@ LOOK_TURNS = 256
 
 BUSY_NAP_S = 0.05
 """Longest sleep while something is in flight, so that the host's beat goes on and no lost ring costs more."""
+BLIND_NAP_S = 0.005
+"""The same where descriptors cannot tell of messages meanwhile."""
+
+SELECT_FDS = 1024
+"""`select` knows descriptors below this."""
 
 _yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 """Lets another process of this core run: a look around must not keep the very peer from working that it waits for."""
@@ -58,7 +63,8 @@ class HostLoop:
         self._beat = board.beat(host)
         self._has_slept = True
         self._poll = select.poll()
-        for fd in (doorbell.read_fd, *inbox.fds):
+        self._fds = sorted((doorbell.read_fd, *inbox.fds))
+        for fd in self._fds:
             self._poll.register(fd, select.POLLIN)
 
     def run(self) -> None:
@@ -129,14 +135,15 @@ class HostLoop:
             self._doorbell.drain()
 
     def _nap(self, seconds: float) -> None:
-        """Rest for so long, or until a message comes; descriptors are waited for in whole milliseconds."""
-        until_s = time.monotonic() + seconds
-        if (whole_ms := int(1000 * seconds)) and (readable := self._poll.poll(whole_ms)):
-            self._has_slept = True
-            if any(fd == self._doorbell.read_fd for fd, _ in readable):
-                self._doorbell.drain()
-            return
-        time.sleep(max(0.0, until_s - time.monotonic()))
+        """Rest for so long, or until a message comes."""
+        if self._fds[-1] < SELECT_FDS:  # microseconds count, and `poll` knows whole milliseconds only
+            readable, _, _ = select.select(self._fds, (), (), seconds)
+        else:
+            time.sleep(min(seconds, BLIND_NAP_S))
+            readable = []
+        self._has_slept |= bool(readable)
+        if self._doorbell.read_fd in readable:
+            self._doorbell.drain()
 
     def _look_around(self) -> bool:
         """Whether work comes within the time of a spin. What there is to look at stays the same meanwhile."""
