@@ -64,7 +64,7 @@ def test_tokens_of_quick_steps_are_told_together_and_none_late(make_rig):
     rig = make_rig()
     rig.worker.num_layers = 6
     first, second, third, last = [(SampledToken(7, token),) for token in range(4)]
-    rig.worker.told = {1: (first,), 2: (second, third), 5: (last,)}
+    rig.worker.told = {1: (first,), 2: (second,), 3: (third,), 5: (last,)}
     rig.step()
     for layer in range(6):
         rig.spin()
@@ -74,6 +74,17 @@ def test_tokens_of_quick_steps_are_told_together_and_none_late(make_rig):
     rig.spin()
     (finished,) = rig.said[1:]
     assert finished.told == (last,)
+
+
+def test_steps_that_were_read_together_are_told_at_once(make_rig):
+    rig = make_rig()
+    first, second = [(SampledToken(7, token),) for token in range(2)]
+    rig.worker.told = {1: (first, second)}
+    rig.step()
+    rig.spin()
+    rig.answer(0, 0)
+    rig.spin()
+    assert rig.said == [messages.StepTold(0, 1, (first, second))]
 
 
 def test_a_rank_may_nap_only_while_all_its_steps_wait_for_devices(make_rig):

@@ -95,12 +95,15 @@ class LaneRun:
         self.untold += self._wait.told
 
     def is_to_tell(self, now_s: float) -> bool:
-        """Whether there is something to tell and enough time has passed since the last time. See TELL_EVERY_S.
+        """Whether there is something to tell, and enough time has passed since the last time (TELL_EVERY_S).
 
-        Not where the next segment comes at once: it may be the last one, with whose tokens these are told then.
+        At once, where a wait tells of several steps, whose tokens were read together. Not where the next segment comes
+        at once: it may be the last one, with whose tokens these are told then.
         """
-        waits = self._wait is not None and bool(self._wait.inlets)
-        return waits and bool(self.untold) and now_s - self._told_s >= TELL_EVERY_S
+        wait = self._wait
+        if wait is None or not wait.inlets or not self.untold:
+            return False
+        return len(wait.told) > 1 or now_s - self._told_s >= TELL_EVERY_S
 
     def take_untold(self, now_s: float) -> tuple[tuple[SampledToken, ...], ...]:
         """Tokens of each of a run's steps that have ended since the last call; they are told now."""
