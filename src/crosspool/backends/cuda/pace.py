@@ -2,7 +2,7 @@
 
 from crosspool.units import ceil_div
 
-TELL_S = 0.01
+TELL_S = 0.012
 """How much of a run is read and told at once: so late a token may come."""
 
 EARLY = 0.01
