@@ -12,24 +12,28 @@ NAP_S = 5e-5
 def run(pace: Pace, step_s: float, num_steps: int = 8, late_s: float = 2e-5) -> tuple[float, int]:
     """One run as a host without rows reads it: how late it saw the end, and how many looks that took."""
     now, num_looks = 100.0, 0
+    pace._clock = lambda: now
     pace.begin(now)
     for wanted in (num_steps // 2, num_steps):
-        now = max(now, pace.look_s(wanted)) + late_s
-        num_looks += 1
+        look_s = pace.look_s(wanted)
+        assert pace.arrived(0), "a rank looks once before it rests"
+        now = max(now, look_s) + late_s
+        num_looks += pace.arrived(0)
         while now < 100.0 + wanted * step_s:
             now += NAP_S + late_s
-            num_looks += 1
+            num_looks += pace.arrived(0)
         num_ended = int((now - 100.0) / step_s + 1e-9)
         if num_ended < num_steps:
             pace.goes_on(now, num_ended)
         else:
-            pace.ends(now, num_steps, NAP_S)
+            pace.ends(now, num_steps)
     return now - 100.0 - num_steps * step_s, num_looks
 
 
-def test_a_pace_is_learned_in_one_run_and_then_costs_few_looks():
+def test_a_pace_is_learned_in_few_runs_and_then_costs_few_looks():
     pace = Pace()
-    run(pace, 2.5e-3)
+    for _ in range(4):
+        run(pace, 2.5e-3)
     for _ in range(20):
         late_s, num_looks = run(pace, 2.5e-3)
         assert late_s < 2 * NAP_S
@@ -41,9 +45,18 @@ def test_a_pace_is_learned_in_one_run_and_then_costs_few_looks():
 def test_a_pace_follows_when_a_neighbour_comes_or_goes(step_s):
     pace = Pace()
     run(pace, 2.5e-3)
-    late = [run(pace, step_s)[0] for _ in range(12)]
+    late = [run(pace, step_s)[0] for _ in range(14)]
     assert pace.step_s == pytest.approx(step_s, rel=0.06)
     assert late[-1] < 0.06 * 8 * step_s
+
+
+@pytest.mark.parametrize("late_s", [1e-4, 3e-4])
+def test_a_host_whose_rests_are_long_does_not_take_them_for_steps(late_s):
+    """A first look that is late by more than a nap says nothing of when the run was over."""
+    pace = Pace()
+    run(pace, 5e-3, late_s=late_s)
+    late = [run(pace, 2.5e-3, late_s=late_s)[0] for _ in range(25)]
+    assert max(late[-5:]) < 2 * (NAP_S + late_s) + 2e-4
 
 
 def test_a_host_that_came_late_once_does_not_stay_late():
@@ -51,6 +64,7 @@ def test_a_host_that_came_late_once_does_not_stay_late():
     run(pace, 2.5e-3)
     run(pace, 2.5e-3, late_s=4e-3)
     late = [run(pace, 2.5e-3)[0] for _ in range(12)]
+    assert late[0] < 0.11 * 8 * 2.5e-3
     assert late[-1] < 2 * NAP_S
 
 

@@ -93,7 +93,7 @@ def read_run(
         wanted = num_read + pace.num_at_once(num_steps - num_read)
         memory.nears_end = wanted == num_steps
         nap_s = LAST_NAP_S if memory.nears_end else NAP_S
-        yield Wait(inlets, first_base + wanted * num_layers, tuple(told), nap_s, pace.look_s(wanted))
+        yield Wait((pace, *inlets), first_base + wanted * num_layers, tuple(told), nap_s, pace.look_s(wanted))
         num_ended = min(num_steps, max(wanted, (memory.done_epoch - first_base) // num_layers))
         told = []
         for idx in range(num_read, num_ended):
@@ -116,7 +116,7 @@ def read_run(
         if num_ended < num_steps:
             pace.goes_on(time.monotonic(), num_ended)
         elif len(ended) < num_rows:
-            pace.ends(time.monotonic(), num_steps, LAST_NAP_S)
+            pace.ends(time.monotonic(), num_steps)
     if num_read < num_steps:
         batch.end_run(num_steps - 1)
     if len(told) > 1:
@@ -131,11 +131,11 @@ def read_end(memory: LaneMemory, header: StepHeader, num_layers: int, inlet: Dev
     pace.begin(time.monotonic())
     memory.nears_end = False
     half = num_steps // 2
-    yield Wait((inlet,), first_base + half * num_layers, (), NAP_S, pace.look_s(half))
+    yield Wait((pace, inlet), first_base + half * num_layers, (), NAP_S, pace.look_s(half))
     num_ended = max(0, (memory.done_epoch - first_base) // num_layers)
     if num_ended < num_steps:
         pace.goes_on(time.monotonic(), num_ended)
     memory.nears_end = True
-    yield Wait((inlet,), first_base + num_steps * num_layers, (), LAST_NAP_S, pace.look_s(num_steps))
+    yield Wait((pace, inlet), first_base + num_steps * num_layers, (), LAST_NAP_S, pace.look_s(num_steps))
     if memory.done_epoch < over:
-        pace.ends(time.monotonic(), num_steps, LAST_NAP_S)
+        pace.ends(time.monotonic(), num_steps)

@@ -1,4 +1,8 @@
-"""Pace: how long the steps of a lane's runs take, learned from what its host found whenever it looked. Pure."""
+"""Pace: how long the steps of a lane's runs take, learned from what its host found whenever it looked."""
+
+import time
+from collections.abc import Callable
+from typing import Any
 
 from crosspool.units import ceil_div
 
@@ -8,24 +12,40 @@ TELL_S = 0.012
 EARLY = 0.01
 """Part of a run's usual time by which the first look for its end comes early."""
 
-FASTER = 0.95
-"""Where the first look finds that the run is over already: how much sooner the next one's comes."""
+FASTER, SLOWER = 0.95, 1.1
+"""Where the first look finds that the run is over already: how much sooner the next one's comes. And how much later at
+most, however long a run took: a host that was kept from its core must not take that for steps."""
 
 
 class Pace:
-    """Times are seconds on the caller's clock. step_s: 0 as long as nothing is known."""
+    """Times are seconds on `clock`. step_s: 0 as long as nothing is known.
 
-    def __init__(self) -> None:
+    It goes into a wait before its inlets, as one that has always arrived, and so learns of every look.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.step_s = 0.0
-        self._begun_s = 0.0
+        self._clock = clock
+        self._begun_s = self._look_s = 0.0
+        self._num_looks = 0  # since it was time for the first one
+
+    def arrived(self, epoch: int) -> bool:
+        """Somebody looks."""
+        self._num_looks += self._clock() >= self._look_s
+        return True
+
+    def take(self, layer: int, num_tokens: int, width: int) -> Any:
+        raise TypeError("it carries no rows")
 
     def begin(self, now_s: float) -> None:
         """A run's first step begins."""
         self._begun_s = now_s
 
     def look_s(self, num_ended: int) -> float:
-        """When to look first for the end of so many steps of the run: just before it is usual."""
-        return self._begun_s + (1 - EARLY) * num_ended * self.step_s
+        """When to look first for the end of so many steps of the run. Looks count from then on."""
+        self._num_looks = 0
+        self._look_s = self._begun_s + (1 - EARLY) * num_ended * self.step_s
+        return self._look_s
 
     def num_at_once(self, num_left: int) -> int:
         """How many of the steps left to read together: parts as equal as can be, none longer than TELL_S."""
@@ -39,8 +59,11 @@ class Pace:
         if num_ended:
             self.step_s = min(self.step_s, elapsed_s / num_ended)
 
-    def ends(self, now_s: float, num_steps: int, nap_s: float) -> None:
-        """The run is over, for no longer than `nap_s` unless this was the first look."""
+    def ends(self, now_s: float, num_steps: int) -> None:
+        """The run is over: since the last look, or for a longer time if this was the first one."""
         elapsed_s = now_s - self._begun_s
-        was_awaited = now_s > self.look_s(num_steps) + nap_s
-        self.step_s = elapsed_s / num_steps if was_awaited else min(FASTER * self.step_s, elapsed_s / num_steps)
+        longest_s = elapsed_s / num_steps
+        if self._num_looks > 1:
+            self.step_s = min(SLOWER * self.step_s, longest_s) if self.step_s else longest_s
+        else:
+            self.step_s = min(FASTER * self.step_s, longest_s)
