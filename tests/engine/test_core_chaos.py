@@ -42,14 +42,15 @@ def chaos(
     seed: int, *, admission: str, fail_rate: float, num_losses: int, timeout_s: float, num_frames: int, is_ahead: bool
 ) -> Drive:
     rng, rules = random.Random(seed), random.Random(seed + 1)
+    num_prefill_lanes, num_prefill_ranks = rng.randint(1, 2), rng.randint(0, 2)
     config = a_config(
         num_frames,
         admission=admission,
         max_queue=6,
         max_num_seqs=rng.randint(1, 6),
         num_decode_lanes=rng.randint(1, 3),
-        num_prefill_lanes=rng.randint(1, 2),
-        prefill_ranks=("p0", "p1")[: rng.randint(0, 2)],
+        num_prefill_lanes=min(num_prefill_lanes, num_prefill_ranks or num_prefill_lanes),
+        prefill_ranks=("p0", "p1")[:num_prefill_ranks],
         ageing_s=rng.choice((0.0, 0.05, 2.0)),
         bypass_window=rng.choice((0, 3)),
         recovery_timeout_s=timeout_s,
