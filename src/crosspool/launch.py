@@ -190,18 +190,19 @@ def _each_apart(ranks: Sequence[str], slots: Mapping[str, int]) -> tuple[str, ..
     return tuple(own_rank(rank, slot) for rank in ranks for slot in range(slots[rank]))
 
 
-def _start_cluster(config: DeploymentConfig) -> Cluster:
-    cluster = start_cluster(cluster_config(config))
-    return ApartCluster(cluster, num_slots(config)) if are_apart(config) else cluster
+def _start_cluster(cluster: ClusterConfig, config: DeploymentConfig) -> Cluster:
+    started = start_cluster(cluster)
+    return ApartCluster(started, num_slots(config)) if are_apart(config) else started
 
 
 def start_engine(config: DeploymentConfig) -> AsyncEngine:
     """The two pools and the engine, running, with no models yet. The caller closes it.
 
-    Raises CrossPoolError for what this machine cannot give.
+    Raises CrossPoolError for what no machine could serve, then for what this one cannot give.
     """
+    cluster = cluster_config(config)
     check_machine(config.pools)
-    return AsyncEngine(Engine(engine_config(config), _start_cluster(config)).start())
+    return AsyncEngine(Engine(engine_config(config), _start_cluster(cluster, config)).start())
 
 
 async def load_models(
