@@ -14,17 +14,15 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from itertools import count
 from pathlib import Path
 
+from benchmarks.engine_drive import engine_of, greedy_outputs
 from benchmarks.report import Report
 from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig
-from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
-from crosspool.engine.request import GenerationRequest
-from crosspool.launch import DEMO_MODELS, demo_models, load_models, prepare_models, start_engine
+from crosspool.launch import DEMO_MODELS, demo_models
 from crosspool.models.directory import read_model_dir
 from crosspool.units import KiB, MiB
 
@@ -40,32 +38,18 @@ UNIQUE_TOKENS = 700
 _number = count()
 
 
-@asynccontextmanager
-async def _engine(host_bytes: int) -> AsyncIterator[AsyncEngine]:
-    config = DeploymentConfig(
-        models=tuple(ModelConfig(source=model.source, page_tokens=64) for model in demo_models()),
-        pools=PoolsConfig(kv_pool_bytes=POOL_BYTES, host_pool_bytes=host_bytes, frame_bytes=FRAME_BYTES),
+def _engine(host_bytes: int) -> AbstractAsyncContextManager[AsyncEngine]:
+    return engine_of(
+        DeploymentConfig(
+            models=tuple(ModelConfig(source=model.source, page_tokens=64) for model in demo_models()),
+            pools=PoolsConfig(kv_pool_bytes=POOL_BYTES, host_pool_bytes=host_bytes, frame_bytes=FRAME_BYTES),
+        )
     )
-    engine = start_engine(config)
-    try:
-        await load_models(engine, prepare_models(config))
-        yield engine
-    finally:
-        await engine.close()
 
 
 async def _ask(engine: AsyncEngine, name: str, prompt: list[int]) -> tuple[list[int], float, int]:
     """The answer, milliseconds to its first token, and tokens of the prompt that were found."""
-    request = GenerationRequest(
-        request_id=f"r{next(_number)}",
-        model=name,
-        prompt_token_ids=tuple(prompt),
-        sampling=SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True),
-        seed=0,
-    )
-    outputs = [output async for output in engine.generate(request)]
-    if outputs[-1].error is not None:
-        raise outputs[-1].error
+    outputs = await greedy_outputs(engine, name, prompt, ANSWER_TOKENS, f"r{next(_number)}")
     ttft_s, usage = outputs[-1].timings.ttft_s, outputs[-1].usage
     assert ttft_s is not None
     assert usage is not None

@@ -13,10 +13,11 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from benchmarks.engine_drive import engine_of, greedy_outputs
 from benchmarks.report import Report
 from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
 from crosspool.core import Request, SamplingParams
@@ -24,13 +25,12 @@ from crosspool.engine.admission import PageBudget
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.prefix_pages import PrefixPages
-from crosspool.engine.request import GenerationRequest
 from crosspool.engine.sequence import Sequence as EngineSequence
 from crosspool.engine.serve_directory import served_model
 from crosspool.engine.served_model import ServedModel
 from crosspool.kv_pool.block_table import BlockTable
 from crosspool.kv_pool.pool import KVPool
-from crosspool.launch import DEMO_MODELS, demo_models, load_models, prepare_models, start_engine
+from crosspool.launch import DEMO_MODELS, demo_models
 from crosspool.models.directory import read_model_dir
 from crosspool.units import KiB, MiB
 
@@ -61,20 +61,15 @@ def main() -> int:
     return 0
 
 
-@asynccontextmanager
-async def _engine(*, caches: bool) -> AsyncIterator[AsyncEngine]:
+def _engine(*, caches: bool) -> AbstractAsyncContextManager[AsyncEngine]:
     """The demo models on two processes, in frames that suit their size."""
-    config = DeploymentConfig(
-        models=tuple(ModelConfig(source=model.source, page_tokens=64) for model in demo_models()),
-        pools=PoolsConfig(kv_pool_bytes=POOL_BYTES, frame_bytes=FRAME_BYTES),
-        scheduling=SchedulingConfig(enable_prefix_caching=caches),
+    return engine_of(
+        DeploymentConfig(
+            models=tuple(ModelConfig(source=model.source, page_tokens=64) for model in demo_models()),
+            pools=PoolsConfig(kv_pool_bytes=POOL_BYTES, frame_bytes=FRAME_BYTES),
+            scheduling=SchedulingConfig(enable_prefix_caching=caches),
+        )
     )
-    engine = start_engine(config)
-    try:
-        await load_models(engine, prepare_models(config))
-        yield engine
-    finally:
-        await engine.close()
 
 
 async def _served(report: Report, rounds: int) -> None:
@@ -120,17 +115,7 @@ _number = iter(range(1 << 60))
 
 
 async def _ask(engine: AsyncEngine, name: str, prompt: Sequence[int], max_tokens: int) -> list[RequestOutput]:
-    request = GenerationRequest(
-        request_id=f"r{next(_number)}",
-        model=name,
-        prompt_token_ids=tuple(prompt),
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-        seed=0,
-    )
-    outputs = [output async for output in engine.generate(request)]
-    if outputs[-1].error is not None:
-        raise outputs[-1].error
-    return outputs
+    return await greedy_outputs(engine, name, prompt, max_tokens, f"r{next(_number)}")
 
 
 async def _ttft_ms(engine: AsyncEngine, name: str, prompt: Sequence[int]) -> float:

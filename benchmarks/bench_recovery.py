@@ -28,10 +28,11 @@ import numpy as np
 
 from benchmarks.full_models import CONFIGS, write_model_dir
 from benchmarks.report import RESULTS, Report
+from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.rank_cluster import RankCluster
 from crosspool.cluster.start import start_cluster
 from crosspool.cluster.supervisor import RankState
-from crosspool.config import PREFILL_TOKENS, DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
+from crosspool.config import PREFILL_TOKENS, DeploymentConfig, ModelConfig, PoolsConfig, Prefill, SchedulingConfig
 from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.engine import Engine
@@ -218,15 +219,15 @@ def tell(name: str, verdict: Verdict, report: Report) -> None:
     report.metric(f"{name}_same_but_ties", verdict.same + verdict.ties, limit=verdict.num, note=f"{TIE_NATS} nats")
 
 
-async def run(options: argparse.Namespace) -> None:
-    names = options.models.split(",")
-    config = DeploymentConfig(
-        models=tuple(ModelConfig(source=str(path)) for path in model_dirs(names, options)),
+def deployment(options: argparse.Namespace, prefill: Prefill = "inline") -> DeploymentConfig:
+    """The models of the command line in two pools, without a prefix cache, which would hide repeated prompts."""
+    return DeploymentConfig(
+        models=tuple(ModelConfig(source=str(path)) for path in model_dirs(options.models.split(","), options)),
         pools=PoolsConfig(
             backend=options.backend,
             weights="random" if options.parent is None else "checkpoint",
             kv_pool_bytes=int(options.kv_gib * GiB),
-            prefill=options.prefill,
+            prefill=prefill,
         ),
         scheduling=SchedulingConfig(
             max_num_batched_tokens=PREFILL_TOKENS[options.backend],
@@ -234,9 +235,18 @@ async def run(options: argparse.Namespace) -> None:
             batch_invariant=options.batch_invariant,
         ),
     )
-    clustered = cluster_config(config)
-    if options.gpus == 1:
-        clustered = replace(clustered, devices=tuple((rank, 0) for rank in clustered.ranks))
+
+
+def on_gpus(config: DeploymentConfig, num_gpus: int) -> ClusterConfig:
+    """Its cluster, all ranks in processes of their own on one GPU where there is only that."""
+    cluster = cluster_config(config)
+    return replace(cluster, devices=tuple((rank, 0) for rank in cluster.ranks)) if num_gpus == 1 else cluster
+
+
+async def run(options: argparse.Namespace) -> None:
+    names = options.models.split(",")
+    config = deployment(options, options.prefill)
+    clustered = on_gpus(config, options.gpus)
     layout = "one GPU for both pools" if options.gpus == 1 else "one GPU for each pool"
     hardware = "h200" if options.gpus == 1 else f"h200-x{options.gpus}"
     if options.backend == "numpy":

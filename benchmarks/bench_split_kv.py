@@ -12,16 +12,16 @@ import argparse
 import asyncio
 import random
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
+from benchmarks.engine_drive import engine_of
 from benchmarks.report import Report
 from crosspool.config import DeploymentConfig, PoolsConfig
 from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.request import GenerationRequest
-from crosspool.launch import DEMO_MODELS, demo_models, load_models, prepare_models, start_engine
+from crosspool.launch import DEMO_MODELS, demo_models
 from crosspool.models.directory import read_model_dir
 from crosspool.units import KiB, MiB
 
@@ -71,21 +71,12 @@ async def _measure(report: Report, rounds: int) -> None:
         report.samples(key, times[key])
 
 
-@asynccontextmanager
-async def _engine(num_kv: int, kv_pool_bytes: int) -> AsyncIterator[AsyncEngine]:
+def _engine(num_kv: int, kv_pool_bytes: int) -> AbstractAsyncContextManager[AsyncEngine]:
     """The demo models, a process for each rank."""
-    config = DeploymentConfig(
-        models=demo_models(),
-        pools=PoolsConfig(
-            kv_pool_bytes=kv_pool_bytes, frame_bytes=FRAME_BYTES, num_kv_ranks=num_kv, num_weights_ranks=NUM_WEIGHTS
-        ),
+    pools = PoolsConfig(
+        kv_pool_bytes=kv_pool_bytes, frame_bytes=FRAME_BYTES, num_kv_ranks=num_kv, num_weights_ranks=NUM_WEIGHTS
     )
-    engine = start_engine(config)
-    try:
-        await load_models(engine, prepare_models(config))
-        yield engine
-    finally:
-        await engine.close()
+    return engine_of(DeploymentConfig(models=demo_models(), pools=pools))
 
 
 async def _fill(report: Report, engine: AsyncEngine, name: str, num_kv: int) -> None:

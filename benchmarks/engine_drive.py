@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from crosspool.config import DeploymentConfig, Layout, ModelConfig, PoolsConfig, SchedulingConfig
 from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
+from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.launch import load_models, prepare_models, start_engine
 from crosspool.units import KiB, MiB
@@ -24,22 +25,45 @@ class Job:
     num_tokens: int
 
 
-@asynccontextmanager
-async def running_engine(
+def running_engine(
     directories: Sequence[Path], layout: Layout, scheduling: SchedulingConfig = SchedulingConfig()
-) -> AsyncIterator[AsyncEngine]:
+) -> AbstractAsyncContextManager[AsyncEngine]:
     """An engine with the directories' models loaded, in threads or processes."""
-    config = DeploymentConfig(
-        models=tuple(ModelConfig(source=str(path)) for path in directories),
-        pools=PoolsConfig(layout=layout, kv_pool_bytes=64 * MiB, frame_bytes=64 * KiB),
-        scheduling=scheduling,
+    return engine_of(
+        DeploymentConfig(
+            models=tuple(ModelConfig(source=str(path)) for path in directories),
+            pools=PoolsConfig(layout=layout, kv_pool_bytes=64 * MiB, frame_bytes=64 * KiB),
+            scheduling=scheduling,
+        )
     )
+
+
+@asynccontextmanager
+async def engine_of(config: DeploymentConfig) -> AsyncIterator[AsyncEngine]:
+    """A deployment's engine with its models loaded, until the end of the block."""
     engine = start_engine(config)
     try:
         await load_models(engine, prepare_models(config))
         yield engine
     finally:
         await engine.close()
+
+
+async def greedy_outputs(
+    engine: AsyncEngine, model: str, prompt: Sequence[int], num_tokens: int, request_id: str
+) -> list[RequestOutput]:
+    """Everything that one greedy request of known length gives. Raises the error that it ends with."""
+    request = GenerationRequest(
+        request_id=request_id,
+        model=model,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True),
+        seed=0,
+    )
+    outputs = [output async for output in engine.generate(request)]
+    if outputs[-1].error is not None:
+        raise outputs[-1].error
+    return outputs
 
 
 async def run_jobs(engine: AsyncEngine, jobs: Sequence[Job], tag: str) -> tuple[list[list[int]], float]:
@@ -50,13 +74,5 @@ async def run_jobs(engine: AsyncEngine, jobs: Sequence[Job], tag: str) -> tuple[
 
 
 async def _run(engine: AsyncEngine, job: Job, request_id: str) -> list[int]:
-    sampling = SamplingParams(max_tokens=job.num_tokens, temperature=0.0, ignore_eos=True)
-    request = GenerationRequest(
-        request_id=request_id, model=job.model, prompt_token_ids=job.prompt, sampling=sampling, seed=0
-    )
-    token_ids: list[int] = []
-    async for output in engine.generate(request):
-        if output.error is not None:
-            raise output.error
-        token_ids += output.token_ids
-    return token_ids
+    outputs = await greedy_outputs(engine, job.model, job.prompt, job.num_tokens, request_id)
+    return [token for output in outputs for token in output.token_ids]

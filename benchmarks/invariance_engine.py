@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.bench_recovery import Answer, Plan, Traffic, model_dirs
+from benchmarks.bench_recovery import Answer, Plan, Traffic, deployment, on_gpus
 from benchmarks.report import Report
 from crosspool.cluster.start import start_cluster
-from crosspool.config import PREFILL_TOKENS, DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.engine import Engine
-from crosspool.launch import cluster_config, engine_config, load_models, prepare_models
-from crosspool.units import GiB
+from crosspool.launch import engine_config, load_models, prepare_models
 
 BATCHES = (2, 4, 8)
 
@@ -28,23 +25,8 @@ def place_of_difference(expected: Answer, found: Answer) -> int:
 
 async def answers(report: Report, options: argparse.Namespace) -> None:
     names = options.models.split(",")
-    config = DeploymentConfig(
-        models=tuple(ModelConfig(source=str(path)) for path in model_dirs(names, options)),
-        pools=PoolsConfig(
-            backend=options.backend,
-            weights="random" if options.parent is None else "checkpoint",
-            kv_pool_bytes=int(options.kv_gib * GiB),
-        ),
-        scheduling=SchedulingConfig(
-            max_num_batched_tokens=PREFILL_TOKENS[options.backend],
-            enable_prefix_caching=False,
-            batch_invariant=options.batch_invariant,
-        ),
-    )
-    clustered = cluster_config(config)
-    if options.gpus == 1:
-        clustered = replace(clustered, devices=tuple((rank, 0) for rank in clustered.ranks))
-    running = AsyncEngine(Engine(engine_config(config), start_cluster(clustered)).start())
+    config = deployment(options)
+    running = AsyncEngine(Engine(engine_config(config), start_cluster(on_gpus(config, options.gpus))).start())
     try:
         await load_models(running, prepare_models(config))
         traffic = Traffic(running)

@@ -26,12 +26,11 @@ MAX_RETRY_AFTER_S = 60.0
 ADMISSION_TIMES_KEPT = 16
 
 
-def _place(sequence: Sequence) -> tuple[bool, float, int]:
-    """Sort key: sequences that have been admitted before (and lost their KV) first, then by arrival and priority."""
+def _place(sequence: Sequence) -> tuple[float, int]:
+    """Sort key of a line: by arrival and priority."""
     request = sequence.request
-    fresh = sequence.scheduled_s is None
     credit_s = max(-MAX_PRIORITY_S, min(MAX_PRIORITY_S, PRIORITY_STEP_S * request.priority))
-    return (fresh, request.arrival_s + credit_s, sequence.sequence_id)
+    return (request.arrival_s + credit_s, sequence.sequence_id)
 
 
 class ModelQueue:

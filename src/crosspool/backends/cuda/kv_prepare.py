@@ -1,4 +1,8 @@
-"""Prepares a model that a KV rank has just loaded: what chunks need, and its passes."""
+"""Prepares a model that a KV rank has just loaded: what chunks need, and its passes.
+
+A capture may wait for the device. Where a KV rank and a weights rank have one process and GPU, the one may be capturing
+its pass of a step while the other's, which waits for it, holds the device: both then stand still until a deadline.
+"""
 
 from collections.abc import Callable, Sequence
 

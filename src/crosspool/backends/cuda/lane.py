@@ -16,7 +16,7 @@ from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import DeviceInlet, DeviceLink, DeviceOutlet, Link, Site
 from crosspool.backends.cuda.loop_graph import LoopGraph, Repeatable, capture_loop
 from crosspool.backends.cuda.segments import SegmentGraphs, capture_segments
-from crosspool.backends.cuda.sm_partition import DECODE_PRIORITY, PrefillStreams
+from crosspool.backends.cuda.sm_partition import DECODE_STREAM_PRIORITY, PrefillStreams
 
 Links = tuple[Link, ...]
 
@@ -41,8 +41,8 @@ class WorkerLane:
         self._is_host_driven, self.goes_ahead = is_host_driven, goes_ahead
         is_cuda = site.device.type == "cuda"
         # Graphs keep the priority of the stream that they were captured on; chunks of prompts begin on lower ones.
-        self.stream: Any = torch.cuda.Stream(site.device, priority=DECODE_PRIORITY) if is_cuda else None
-        self._capture_stream: Any = torch.cuda.Stream(site.device, priority=DECODE_PRIORITY) if is_cuda else None
+        self.stream: Any = torch.cuda.Stream(site.device, priority=DECODE_STREAM_PRIORITY) if is_cuda else None
+        self._capture_stream: Any = torch.cuda.Stream(site.device, priority=DECODE_STREAM_PRIORITY) if is_cuda else None
         # Made now, since making a stream may wait for the device, where a lane of a later step may be waiting.
         self._prefill_streams = PrefillStreams(site.driver, site.device, site.partition) if is_cuda else None
         self._replayed_s = -math.inf

@@ -1,13 +1,19 @@
 """The lanes of one worker, by number."""
 
+import logging
+import time
 from collections.abc import Iterator, Sequence
 
 from crosspool.backends.cuda.lane import Links, WorkerLane
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import Site
-from crosspool.backends.cuda.prepare import open_lanes
 from crosspool.backends.cuda.sm_partition import PrefillStreams
+
+logger = logging.getLogger(__name__)
+
+PEER_TIMEOUT_S = 3.0
+"""How long a load waits for a lane's peers to open their ends; without them, passes are captured at first steps."""
 
 
 class WorkerLanes:
@@ -39,10 +45,18 @@ class WorkerLanes:
         return tuple(self._lanes)
 
     def open_to(self, peers: Sequence[str]) -> Iterator[tuple[int, WorkerLane, Links]]:
-        """In order of their numbers, those whose links with all of `peers` open in time (`prepare.py`)."""
+        """In order of their numbers, those whose links with all of `peers` open in time."""
         for number, lane in sorted(self._lanes.items()):
-            for _, links in open_lanes([lane], peers):
+            until_s = time.monotonic() + PEER_TIMEOUT_S
+            links = tuple(lane.links[peer] for peer in peers if peer in lane.links)
+            if len(links) < len(peers):
+                continue
+            while not (is_open := all(link.is_open() for link in links)) and time.monotonic() <= until_s:
+                time.sleep(0.01)
+            if is_open:
                 yield number, lane, links
+            else:
+                logger.warning("%s: %s did not open channels yet; passes are captured later", lane.site.rank, peers)
 
     def prefill_streams(self) -> PrefillStreams:
         """The streams on which chunks most likely run: those of the last lane, since prefill lanes come last."""

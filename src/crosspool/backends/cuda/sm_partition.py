@@ -15,7 +15,7 @@ from crosspool.backends.cuda.launch import CudaError
 
 logger = logging.getLogger(__name__)
 
-DECODE_PRIORITY = -1
+DECODE_STREAM_PRIORITY = -1
 """Of streams that passes run on; prompts have 0, which is lower."""
 
 
@@ -63,10 +63,10 @@ class PrefillStreams:
     def __init__(self, driver: Driver, device: torch.device, partition: SmPartition | None) -> None:
         self._whole = torch.cuda.Stream(device)
         if partition is None:
-            self._part, self._urgent = self._whole, torch.cuda.Stream(device, priority=DECODE_PRIORITY)
+            self._part, self._urgent = self._whole, torch.cuda.Stream(device, priority=DECODE_STREAM_PRIORITY)
         else:
             self._part = partition.stream(driver, device, 0)
-            self._urgent = partition.stream(driver, device, DECODE_PRIORITY)
+            self._urgent = partition.stream(driver, device, DECODE_STREAM_PRIORITY)
         self.current = self._whole
         self.is_shared = False
         """Whether the current stream is one of the partition."""
