@@ -4,9 +4,9 @@
         [--layouts 1+1,1+2] [--batches 1,2] [--contexts 4096] [--ways graphs,resident] [--lanes 1,2,4]
 
 Full-size models with seeded random weights (near-uniform routing) and a seeded cache. A layout `1+1s25` puts 25 % of
-every FFN on the KV GPU beside attention. Steps are enqueued ahead and feed each other their tokens on the device.
-`attention` and `ffn` are each side's busy time: the same kernels without waits. Split logits are compared with those of
-one GPU that runs the same slices.
+every FFN on the KV GPU beside attention, where layers are never fused. Steps are enqueued ahead and feed each other
+their tokens on the device. `attention` and `ffn` are each side's busy time: the same kernels without waits. Logits of
+split models are compared with those of one GPU that runs the same slices.
 """
 
 from __future__ import annotations
@@ -75,11 +75,14 @@ class Steps:
             self.report.metric(f"{metric}.attention", busy.attention * us, limit=floor.attention * us, note="bytes")
             self.report.metric(f"{metric}.tail", busy.tail * us, note="head and sampling, part of attention")
             self.report.metric(f"{metric}.ffn", busy.ffn * us, limit=floor.ffn * us, note="bytes")
-            rest = medians[way] - busy.attention - busy.ffn
+            if busy.beside:
+                self.report.metric(f"{metric}.beside", busy.beside * us, note="the FFN's share on attention's GPU")
+            rest = medians[way] - busy.attention - max(busy.ffn, busy.beside)
             self.report.metric(f"{metric}.rest", rest * us, limit=2 * 2.75, note="two bare hops")
             print(
                 f"  {way}, us a layer: attention {busy.attention * us:.1f} (bytes {floor.attention * us:.1f}; tail "
-                f"{busy.tail * us:.1f} of it), ffn {busy.ffn * us:.1f} ({floor.ffn * us:.1f}), rest {rest * us:.1f}",
+                f"{busy.tail * us:.1f} of it), ffn {busy.ffn * us:.1f} ({floor.ffn * us:.1f}), beside attention "
+                f"{busy.beside * us:.1f}, rest {rest * us:.1f}",
                 flush=True,
             )
 
@@ -161,11 +164,11 @@ def main() -> None:
                     failures,
                 )
                 torch.cuda.empty_cache()
-            for context in options.lane_contexts if options.lanes and layout == "1+1" else ():
+            for context in options.lane_contexts if options.lanes and layout.startswith("1+1") else ():
                 for batch in options.lanes:
                     guarded(
-                        f"two lanes {name} b{batch} {context}",
-                        lambda d=drawn, b=batch, c=context: lanes.equal(d, b, c),  # type: ignore[misc]
+                        f"two lanes {name} {layout} b{batch} {context}",
+                        lambda d=drawn, y=layout, b=batch, c=context: lanes.equal(d, y, b, c),  # type: ignore[misc]
                         failures,
                     )
                     torch.cuda.empty_cache()

@@ -103,7 +103,7 @@ def measure(
         with layout_server(layout.partition(".")[0], directories, args.port, flags, log, GPU_LAYOUTS) as url:
             runs.get(f"memory_{layout}", lambda: held_memory(url))
             print(f"{layout}: ready after {time.monotonic() - begin:.1f} s", flush=True)
-            for name in names:
+            for name in names if not args.loads_only else ():
                 runs.get(f"answers_{layout}_{name}", partial(_answers, url, name))
                 gaps = runs.get(f"alone_{layout}_{name}", partial(_alone, url, name))["gaps_ms"]
                 print(f"{layout}: {name} alone {sorted(gaps)[len(gaps) // 2]:.2f} ms", flush=True)
@@ -139,6 +139,7 @@ def main() -> int:
     )
     parser.add_argument("--commit", help="that was measured, where the checkout does not tell")
     parser.add_argument("--note", default="", help="what the report says first")
+    parser.add_argument("--loads-only", action="store_true", help="no request alone, and no answers to compare")
     parser.add_argument("--measure-only", action="store_true", help="leave the report to a later call without loads")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()

@@ -64,31 +64,36 @@ def _mean_ms(moments: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Busy:
-    """Milliseconds of one step: what attention and FFN side take without waits, and the tail that is in `attention`."""
+    """Milliseconds of one step: what attention and FFN side take without waits, and the tail that is in `attention`.
+
+    beside: of the weights rank on attention's GPU, if there is one; ffn: of the slowest of the others.
+    """
 
     attention: float
     ffn: float
     tail: float
     layers: int
+    beside: float = 0.0
 
     @property
     def bottleneck(self) -> float:
-        return max(self.attention, self.ffn)
+        return max(self.attention + self.beside, self.ffn)
 
     def stages(self, lone_ms: float) -> StageTimes:
         """For a schedule. lone_ms: of a step with no other lane, which tells what a crossing takes."""
-        crossing_ms = max(0.0, lone_ms - self.attention - self.ffn) / (2 * self.layers)
+        crossing_ms = max(0.0, lone_ms - self.attention - max(self.ffn, self.beside)) / (2 * self.layers)
         return StageTimes(
             num_layers=self.layers,
             attention_s=(self.attention - self.tail) / self.layers / 1e3,
             ffn_s=self.ffn / self.layers / 1e3,
             crossing_s=crossing_ms / 1e3,
             tail_s=self.tail / 1e3,
+            beside_s=self.beside / self.layers / 1e3,
         )
 
 
 def busy_times(model: SplitModel) -> Busy:
-    """Of a model made with NO_WAITS; of the slowest weights rank."""
+    """Of a model made with NO_WAITS."""
     layers, ids = model.spec.num_layers, [5 + row for row in range(model.batch)]
     model.enqueue(ids)
     model.synchronize()
@@ -96,10 +101,12 @@ def busy_times(model: SplitModel) -> Busy:
     for number in range(8):
         kv.lane.push(1024 * (10 + number), layers, model.batch, ids, [model.position] * model.batch)
         attention.append(_graph_ms(kv.stream, model.graph))
-    return Busy(_median(attention), _ffn_ms(model), _tail_ms(model), layers)
+    ffn, beside = _ffn_ms(model)
+    return Busy(_median(attention), ffn, _tail_ms(model), layers, beside)
 
 
-def _ffn_ms(model: SplitModel) -> float:
+def _ffn_ms(model: SplitModel) -> tuple[float, float]:
+    """(of the slowest weights rank with a GPU of its own, of the one beside attention)."""
     if isinstance(model, ResidentModel):
         passes, first = 12, 100
         model.stop()
@@ -111,15 +118,18 @@ def _ffn_ms(model: SplitModel) -> float:
             model.enqueue_ffn(1024 * (first + number))
         while not all(side.lane.is_drained for side in model.weights):
             time.sleep(0)
-        return (time.perf_counter() - begin) * 1e3 / passes
-    slowest = 0.0
+        return (time.perf_counter() - begin) * 1e3 / passes, 0.0
+    slowest, beside = 0.0, 0.0
     for side, graph in zip(model.weights, model.ffn_graphs, strict=True):
         times = []
         for number in range(8):
             side.lane.push(1024 * (100 + number), model.spec.num_layers)
             times.append(_graph_ms(side.stream, graph))
-        slowest = max(slowest, _median(times))
-    return slowest
+        if side.kernels is model.kv.kernels:
+            beside = _median(times)
+        else:
+            slowest = max(slowest, _median(times))
+    return slowest, beside
 
 
 def _tail_ms(model: SplitModel) -> float:

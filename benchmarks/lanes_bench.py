@@ -11,7 +11,7 @@ import torch
 from benchmarks.lanes_at_work import NO_WAITS, Busy, busy_times, scheduled_ms, step_ms_together
 from benchmarks.report import Report
 from benchmarks.split_model import Gpus, SplitModel
-from benchmarks.ways import Drawn, split_model
+from benchmarks.ways import WAYS, Drawn, split_model
 from crosspool.planner.roofline import StageTimes
 
 TARGET = 0.95
@@ -24,10 +24,12 @@ class Case:
     drawn: Drawn
     batch: int
     context: int
+    layout: str = "1+1"
 
     @property
     def name(self) -> str:
-        return f"{self.drawn.name}.b{self.batch}"
+        layout = "" if self.layout == "1+1" else f".{self.layout}"
+        return f"{self.drawn.name}{layout}.b{self.batch}"
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,13 @@ class LanesBench:
 
     def __init__(self, gpus: Gpus, report: Report, ways: Sequence[str], seconds: float, seed: int) -> None:
         self.gpus, self.report, self.ways, self.seconds, self.seed = gpus, report, ways, seconds, seed
-        self._lone: dict[tuple[str, int, int, str], Lone] = {}
+        self._lone: dict[tuple[str, int, str], Lone] = {}
 
-    def equal(self, drawn: Drawn, batch: int, context: int) -> None:
+    def equal(self, drawn: Drawn, layout: str, batch: int, context: int) -> None:
         """Two lanes of one model. A gain of 2 is the most that two lanes can have."""
-        case = Case(drawn, batch, context)
-        for way in self.ways:
+        case = Case(drawn, batch, context, layout)
+        is_shared = any(gpu == 0 for gpu, _ in drawn.slices)
+        for way in (way for way in self.ways if WAYS[way].shares_a_gpu or not is_shared):
             lone, together = self._lone_of(case, way), self._together((case, case), way)
             gain = sum(lone.step / step for step in together)
             bound = min(2.0, lone.step / lone.busy.bottleneck)
@@ -60,8 +63,12 @@ class LanesBench:
             self._busy(f"{case.name}.{context // 1024}k.{way}", lone)
             self.report.metric(f"two_lanes_gain.{pair}", gain, limit=bound, note="(a + f + 2x) / max(a, f), at most 2")
             self.report.metric(f"pipeline_efficiency.{pair}", gain / bound, limit=TARGET, note="the target")
+            self.report.metric(f"lane_ms.{pair}.two", sum(together) / 2, limit=2 * lone.busy.bottleneck)
             ideal = scheduled_ms([lone.stages, lone.stages])
-            busy = f"attention {lone.busy.attention:.3f}, tail {lone.busy.tail:.3f} of it, ffn {lone.busy.ffn:.3f}"
+            busy = (
+                f"attention {lone.busy.attention:.3f}, tail {lone.busy.tail:.3f} of it, ffn {lone.busy.ffn:.3f}, "
+                f"{lone.busy.beside:.3f} beside attention"
+            )
             print(
                 f"{pair}: gain {gain:.3f} of {bound:.3f} ({gain / bound:.1%}); a step {lone.step:.3f} alone "
                 f"({busy}), together {together[0]:.3f} and {together[1]:.3f}, scheduled {ideal[0]:.3f} ms",
@@ -94,7 +101,7 @@ class LanesBench:
             self.report.metric(f"lane_ms.{name}.{label}", value)
 
     def _lone_of(self, case: Case, way: str) -> Lone:
-        key = (case.drawn.name, case.batch, case.context, way)
+        key = (case.name, case.context, way)
         if key not in self._lone:
             model = self._model(case, way)
             (step,) = step_ms_together([model], [case.context], self.seconds / 2)

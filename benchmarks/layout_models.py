@@ -73,13 +73,15 @@ def simulated(
     layout: Layout,
     measured: MeasuredTable,
     models: Sequence[str] = (),
+    beside_share: float = 0.0,
 ) -> GroupResult:
     """The run's requests in the simulator, stage times as measured.
 
-    models: as served, in turn over a baseline's GPUs; none: as the planner would place them.
+    models: as served, in turn over a baseline's GPUs; none: as the planner would place them. beside_share: of every
+    FFN, on the KV GPU.
     """
     planned_run = _planned(result, gpus, {}, QUANTILE)
-    return _simulated(*planned_run, layout, max(result["start_times"]) + 1.0, measured, models)
+    return _simulated(*planned_run, layout, max(result["start_times"]) + 1.0, measured, models, beside_share)
 
 
 def outlook(
@@ -99,6 +101,7 @@ def _simulated(
     duration_s: float,
     measured: MeasuredTable,
     models: Sequence[str],
+    beside_share: float = 0.0,
 ) -> GroupResult:
     """Two pools on two GPUs as the server runs them: steps handed out ahead, prompts behind decode for a while.
 
@@ -106,7 +109,12 @@ def _simulated(
     """
     if layout == "crosspool" and plan_input.gpus.count > 1:
         settings = SimulationSettings(
-            layout=layout, duration_s=duration_s, mode="exact", is_ahead=True, patience_s=PIECE_S
+            layout=layout,
+            duration_s=duration_s,
+            mode="exact",
+            is_ahead=True,
+            patience_s=PIECE_S,
+            beside_share=beside_share,
         )
     else:
         count = plan_input.gpus.count

@@ -13,7 +13,7 @@ from benchmarks.layout_memory import kv_room, tokens_in
 from benchmarks.layout_models import kv_demand, kv_held, outlook, simulated, stage_times
 from benchmarks.layout_peers import add_peers
 from benchmarks.layout_runs import Runs
-from benchmarks.layout_server import GPU_LAYOUTS, VARIANTS, num_gpus
+from benchmarks.layout_server import GPU_LAYOUTS, VARIANTS, beside_share, num_gpus
 from benchmarks.layout_targets import SIMULATED_PERCENT, mark_targets, targets, verdict
 from benchmarks.report import Report
 from crosspool.simulator.group import Layout
@@ -133,11 +133,11 @@ def add_models_words(report: Report, layout: str, rate: str, result: Mapping[str
     demand, held = kv_demand(result, gpus), kv_held(result)
     interval = f"planned {demand.value / MiB:.0f}, between {demand.low / MiB:.0f} and {demand.high / MiB:.0f}"
     report.metric(f"k_pool_mib.{layout}.{rate}.p99", held / MiB, note=f"{interval}; whole pages, over the run's time")
-    kind, _, rest = layout.partition("-")
-    if "s" in rest or "." in rest:
-        return  # the simulator has no weights on KV ranks, and no variants
-    group = simulated(result, gpus, cast(Layout, kind), stage_times(), models)
-    by_bytes = simulated(result, gpus, cast(Layout, kind), {}, models)
+    kind, share = layout.partition("-")[0], beside_share(layout)
+    if "." in layout and not share:
+        return  # of variants the simulator has those that set shares
+    group = simulated(result, gpus, cast(Layout, kind), stage_times(), models, share)
+    by_bytes = simulated(result, gpus, cast(Layout, kind), {}, models, share)
     for model, figures in result["models"].items():
         if model in group.models:
             for level, share in (("p50", 0.5), ("p99", 0.99)):

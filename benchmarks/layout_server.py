@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "elastic-4": ("--baseline", "elastic", "--kv-ranks", "1", "--weights-ranks", "3"),
 }
 """The number behind a baseline is that of its places; the two pools of the same flags have as many ranks.
-1+1s: a second weights rank, with a quarter of every FFN, lies beside the KV rank."""
+1+1s: a second weights rank, with a quarter of every FFN, lies beside the KV rank (`beside_share`)."""
 
 
 def num_gpus(layout: str) -> int:
@@ -48,8 +49,20 @@ GPU_LAYOUTS: dict[str, tuple[str, ...]] = {
 VARIANTS: dict[str, tuple[str, ...]] = {
     "resident": ("--control", "resident"),
     "chunk2k": ("--max-num-batched-tokens", "2048"),
+    "3lanes": ("--decode-lanes", "3"),
+    "2to1": ("--weights-shares", "2,1"),
+    "5to3": ("--weights-shares", "5,3"),
 }
 """What a layout may be set beside."""
+
+
+def beside_share(layout: str) -> float:
+    """Of every FFN, on the KV rank's GPU: the last of the layout's weights shares, or of its variant's; 0 for none."""
+    name, _, variant = layout.partition(".")
+    flags = (*GPU_LAYOUTS[name], *(VARIANTS[variant] if variant else ()))
+    given = [after for flag, after in pairwise(flags) if flag == "--weights-shares"]
+    shares = [float(part) for part in given[-1].split(",")] if given and name.endswith("s") else []
+    return shares[-1] / sum(shares) if shares else 0.0
 
 
 @dataclass(frozen=True, slots=True)

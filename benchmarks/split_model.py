@@ -109,7 +109,10 @@ class SplitModel:
         fused: bool = False,
         seed: int = 0,
     ) -> None:
-        """`slices`: (GPU, weights) of each weights rank in order; attention runs on GPU 0."""
+        """`slices`: (GPU, weights) of each weights rank in order; attention runs on GPU 0.
+
+        fused: as the server does it, on GPUs that a weights rank has for itself.
+        """
         rule = rule or WaitRule(deadline_s=0.3)
         self.spec, self.batch, self.position = spec, batch, context - 1
         self.kv = Side.on(gpus.kernels[0], rule)
@@ -135,7 +138,7 @@ class SplitModel:
         for (gpu, layers), link in zip(slices, links, strict=True):
             side = Side.on(gpus.kernels[gpu], rule)
             with torch.cuda.device(gpus.devices[gpu]):
-                half = FFNHalf(side.kernels, layers, batch, fused=fused)
+                half = FFNHalf(side.kernels, layers, batch, fused=fused and gpu != 0)
                 mirrored = LinkMap(link.outbox, link.inbox)
                 own = FFNCrossing(side.kernels, side.lane, mirrored)
                 own_pass = FFNPass(

@@ -25,8 +25,8 @@ class Way:
 
     @property
     def shares_a_gpu(self) -> bool:
-        """Whether a weights rank may lie beside attention: none of its kernels waits for the whole GPU, or holds it."""
-        return not self.is_resident and not self.options.get("fused") and self.options.get("rule") is not EARLY
+        """Whether a weights rank may lie beside attention, where its layers are never fused."""
+        return not self.is_resident and self.options.get("rule") is not EARLY
 
 
 WAYS = {

@@ -51,6 +51,9 @@ def simulate(
     patience_us: Annotated[
         float, typer.Option(help="how long a prompt's segment steps aside for decode; on GPUs about 1000  [for ever]")
     ] = float("inf"),
+    beside_share: Annotated[
+        float, typer.Option(help="share of every FFN that a weights rank on the KV GPU holds, such as 0.25")
+    ] = 0.0,
     measured: Annotated[
         list[Path] | None, typer.Option(help="measured stage times: kept results or a JSON table; repeat for more")
     ] = None,
@@ -76,6 +79,7 @@ def simulate(
         "host_s": host_us * 1e-6,
         "is_ahead": ahead,
         "patience_s": patience_us * 1e-6,
+        "beside_share": beside_share,
         "seed": seed,
     }
     run(files, settings, as_json=as_json, console=Console())

@@ -29,6 +29,13 @@ def test_two_equal_lanes_keep_the_busier_pool_at_work_but_for_the_tail():
     assert 2 * DEEP.ffn <= alike[0] <= 2 * (DEEP.ffn + DEEP.tail)
 
 
+def test_a_share_beside_attention_is_part_of_that_gpus_work():
+    shared = Busy(attention=1.3, ffn=1.5, tail=0.1, layers=48, beside=0.6)
+    assert shared.bottleneck == pytest.approx(1.9)
+    assert scheduled_ms([shared.stages(3.0)]) == pytest.approx([3.0])
+    assert 2 * 1.9 - 1e-9 <= scheduled_ms([shared.stages(3.0)] * 2)[0] <= 2 * 2.0
+
+
 def test_a_shallow_model_beside_a_deep_one_keeps_its_own_pace():
     deep, shallow = scheduled_ms([DEEP.stages(3.0), SHALLOW.stages(2.2)])
     assert shallow < 0.7 * deep

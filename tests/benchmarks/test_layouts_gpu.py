@@ -13,7 +13,7 @@ from benchmarks.layout_memory import FRAME_BYTES, RESERVE_BYTES, kv_room, tokens
 from benchmarks.layout_models import kv_demand, kv_held, simulated, stage_times
 from benchmarks.layout_report import add_outlook, layouts_report
 from benchmarks.layout_runs import Runs
-from benchmarks.layout_server import GPU_LAYOUTS
+from benchmarks.layout_server import GPU_LAYOUTS, beside_share
 from benchmarks.report import Report
 from crosspool.units import GiB
 
@@ -36,6 +36,13 @@ def test_every_layout_names_its_gpus():
     assert gpus["crosspool-1+1"] == gpus["crosspool-1+1s"] == gpus["static-2"] == gpus["elastic-2"] == "2"
     assert gpus["crosspool-1+3"] == gpus["static-4"] == "4"
     assert gpus["crosspool-1"] == gpus["static-1"] == gpus["elastic-1"] == "1"
+
+
+def test_a_share_beside_attention_is_read_from_the_flags():
+    assert beside_share("crosspool-1+1") == beside_share("crosspool-1+1.5to3") == beside_share("static-2") == 0
+    assert beside_share("crosspool-1+1s") == 0.25
+    assert beside_share("crosspool-1+1s.3lanes") == 0.25
+    assert beside_share("crosspool-1+1s.5to3") == 0.375
 
 
 def test_a_layout_that_fails_does_not_stop_the_others_and_the_report_may_wait(tmp_path, monkeypatch, capsys):

@@ -55,6 +55,18 @@ def test_more_ranks_take_less_and_cross_more():
     assert pooled(num_kv=2).times(decode_work(1, 0)).attention_s > one.times(decode_work(1, 0)).attention_s  # the merge
 
 
+def test_a_share_beside_attention_takes_its_part_of_the_width():
+    facts, fixed = catalogue_facts("qwen3-30b-a3b"), H200.segment_s
+    whole, half = pooled().times(decode_work(4, 0)), pooled(num_weights=2).times(decode_work(4, 0))
+    cut = PooledCost(facts, H200, num_kv=1, num_weights=1, beside_share=0.25).times(decode_work(4, 0))
+    assert cut.ffn_s - fixed == pytest.approx(0.75 * (whole.ffn_s - fixed))
+    assert cut.beside_s - fixed == pytest.approx(0.25 * (whole.ffn_s - fixed))
+    assert (cut.attention_s, whole.beside_s) == (whole.attention_s, 0.0)
+    third = PooledCost(facts, H200, num_kv=1, num_weights=2, beside_share=1 / 3).times(decode_work(4, 0))
+    assert third.ffn_s == pytest.approx(third.beside_s)
+    assert third.ffn_s - fixed == pytest.approx(2 / 3 * (half.ffn_s - fixed))
+
+
 def test_long_chunks_are_bound_by_arithmetic():
     short, long = pooled().times(chunk(512, 0)), pooled().times(chunk(512, 30_000))
     assert long.attention_s > 5 * short.attention_s
@@ -122,6 +134,9 @@ def test_measured_points_replace_the_roofline(tmp_path):
     assert times.crossing_s == pytest.approx(2.9e-6)
     assert times.tail_s == pytest.approx(170e-6)
     bound = pooled(num_weights=2)
+    shared = PooledCost(catalogue_facts("qwen3-30b-a3b"), H200, num_kv=1, num_weights=2, beside_share=0.2)
+    parts = with_measurements(shared, table, "qwen3-30b-a3b").times(decode_work(8, 8000))
+    assert (parts.ffn_s, parts.beside_s) == (pytest.approx(73.2e-6), pytest.approx(39.6e-6))  # of 84 us of width
     ratio = 90e-6 / bound.times(decode_work(8, 0)).ffn_s
     assert cost.times(chunk()).ffn_s == pytest.approx(ratio * bound.times(chunk()).ffn_s)
 

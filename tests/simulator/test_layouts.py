@@ -64,6 +64,24 @@ def test_one_request_sees_what_the_planner_says(paper):
         assert 0.93 <= share <= 1.0, (layout, model, share)  # frames of a page are filled to 94 % for MLA of 47 layers
 
 
+def test_a_share_of_the_ffns_beside_attention_takes_kv_and_quickens_decode():
+    two = planned(PAPER.replace("a100-40gb, count: 5", "h200, count: 2"))
+    whole, cut = group(two, "crosspool"), group(two, "crosspool", beside_share=0.25)
+    taken = whole.config.kv_budget_bytes - cut.config.kv_budget_bytes
+    ffn_bytes = sum(model.facts.ffn_bytes for model in two[0].groups[0].models)
+    assert taken == pytest.approx(0.25 * ffn_bytes, rel=1e-4)
+    requests = [SimulatedRequest(0.001 * n, model, 300, 60, 60) for n in range(4) for model in whole.by_name]
+    requests.sort(key=lambda request: request.arrival_s)
+    ours, theirs = (simulate_exact(given, requests).total.tbt.mean for given in (cut, whole))
+    assert 0.7 * theirs < ours < 0.9 * theirs
+    with pytest.raises(CapacityError, match=r"0.99 of the FFNs takes .* GiB of the KV GPU"):
+        group(two, "crosspool", beside_share=0.99)
+    models = [{"model": "deepseek-v2-lite", "rate": 0.2, "lengths": {"prompt": 300, "output": 100}}]
+    single = planned(yaml.safe_dump({"gpus": {"kind": "h200", "count": 1}, "precision": 0.2, "models": models}))
+    with pytest.raises(ValueError, match=r"on 1 GPU\(s\) cannot be simulated"):
+        group(single, "crosspool", beside_share=0.25)
+
+
 def test_every_layout_serves_the_same_requests(paper):
     deployment, plan_input = paper
     results = {
@@ -168,6 +186,8 @@ def test_two_pools_on_one_gpu_overlap_nothing():
         ({"layout": "dense"}, "layout 'dense' is unknown"),
         ({"duration_s": 0.0}, "duration is 0.0 s"),
         ({"start_s": -1.0}, "must not be negative"),
+        ({"beside_share": 1.0}, "beside_share is 1.0 with layout crosspool; give at least 0 and below 1"),
+        ({"beside_share": 0.25, "layout": "static"}, "beside_share is 0.25 with layout static"),
     ],
 )
 def test_wrong_settings_are_refused(change, message):

@@ -26,6 +26,13 @@ def test_two_equal_lanes_slow_each_other_as_the_bound_says():
     assert overlap().slowdowns([RunningStep(times, POOLS)] * 2) == pytest.approx([expected] * 2, rel=0.03)
 
 
+def test_a_share_beside_attention_is_told_apart_from_none():
+    known, times = overlap(), stages(20, 40, 3, beside=30)
+    expected = 2 * (20 + 30) / (20 + 40 + 6)
+    assert known.slowdowns([RunningStep(times, POOLS)] * 2) == pytest.approx([expected] * 2, rel=0.03)
+    assert known.slowdowns([RunningStep(stages(20, 40, 3), POOLS)] * 2) < [0.9 * expected] * 2
+
+
 def test_what_a_slowdown_says_is_what_the_pipeline_does():
     first, second = stages(20, 30, 3, tail=150, layers=48), stages(12, 45, 3, tail=100, layers=27)
     pipeline = OrderedPipeline(2, 2, ORDER_POLICIES["ticket"])

@@ -36,6 +36,24 @@ def test_a_lane_alone_takes_its_step_time(pipeline):
     assert per_step_s(pipeline, times, 1) == pytest.approx(times.step_s)
 
 
+@pytest.mark.parametrize("beside", [8, 40])
+@pytest.mark.parametrize("make", [lambda: ordered(1), lambda: StreamPipeline(2, 1)], ids=["ordered", "streams"])
+def test_a_layer_goes_on_once_both_parts_of_its_ffn_are_done(make, beside):
+    times = stages(20, 25, 3, tail=150, beside=beside)
+    assert times.step_s == pytest.approx((48 * (20 + max(25, beside) + 6) + 150) * 1e-6)
+    assert per_step_s(make(), times, 1) == pytest.approx(times.step_s)
+
+
+@pytest.mark.parametrize(("ffn", "beside"), [(60, 20), (40, 30)])
+def test_a_part_beside_attention_takes_its_gpus_time(ffn, beside):
+    times = stages(20, ffn, 3, beside=beside)
+    spans: list[Span] = []
+    pipeline = ordered(2, spans=spans)
+    each = per_step_s(pipeline, times, 2) / 48
+    assert each == pytest.approx(max(20 + beside, ffn) * 1e-6, rel=0.02)
+    assert {round(span.duration_s * 1e6) for span in spans if span.station == 0} == {0, 20, beside}
+
+
 @pytest.mark.parametrize("policy", ["none", "ticket", "priority"])
 @pytest.mark.parametrize(("attention", "ffn", "crossing"), [(20, 25, 3), (30, 10, 3), (10, 40, 5), (25, 25, 0.5)])
 def test_two_equal_lanes_reach_the_bound(policy, attention, ffn, crossing):

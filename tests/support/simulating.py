@@ -13,7 +13,7 @@ from crosspool.simulator.pipeline import Route
 from tests.support.core_drive import a_config, a_model
 
 
-def stages(attention=20.0, ffn=25.0, crossing=3.0, tail=0.0, layers=48) -> StageTimes:
+def stages(attention=20.0, ffn=25.0, crossing=3.0, tail=0.0, layers=48, beside=0.0) -> StageTimes:
     """Stage times from microseconds."""
     return StageTimes(
         num_layers=layers,
@@ -21,6 +21,7 @@ def stages(attention=20.0, ffn=25.0, crossing=3.0, tail=0.0, layers=48) -> Stage
         ffn_s=ffn * 1e-6,
         crossing_s=crossing * 1e-6,
         tail_s=tail * 1e-6,
+        beside_s=beside * 1e-6,
     )
 
 

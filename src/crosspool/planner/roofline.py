@@ -15,18 +15,22 @@ from crosspool.planner.gpus import GPUKind
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """Mean seconds of one decode step's segments. crossing_s: one direction; it occupies neither pool."""
+    """Mean seconds of one decode step's segments. crossing_s: one direction; it occupies neither pool.
+
+    beside_s: the part of the FFN that a weights rank on the KV GPU computes while the others compute theirs.
+    """
 
     num_layers: int
     attention_s: float
     ffn_s: float
     crossing_s: float
     tail_s: float
+    beside_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         """One step alone: all layers and the tail."""
-        return self.num_layers * (self.attention_s + self.ffn_s + 2 * self.crossing_s) + self.tail_s
+        return self.num_layers * (self.attention_s + max(self.ffn_s, self.beside_s) + 2 * self.crossing_s) + self.tail_s
 
     def slower(self, factor: float) -> "StageTimes":
         """Every segment takes `factor` times as long."""
@@ -36,11 +40,12 @@ class StageTimes:
             ffn_s=self.ffn_s * factor,
             crossing_s=self.crossing_s * factor,
             tail_s=self.tail_s * factor,
+            beside_s=self.beside_s * factor,
         )
 
     @property
     def kv_busy_s(self) -> float:
-        return self.num_layers * self.attention_s + self.tail_s
+        return self.num_layers * (self.attention_s + self.beside_s) + self.tail_s
 
     @property
     def weights_busy_s(self) -> float:

@@ -2,7 +2,7 @@
 
 Bytes come from `planner/roofline.py`. Prefill chunks are also bound by arithmetic; hidden rows leave the KV pool once
 for every weights rank; several KV ranks merge partial attention, one more crossing a layer. Measured points replace
-stage times where there are any (`measured.py`).
+stage times where there are any (`measured.py`). A share of every FFN may lie beside attention, on the KV GPU.
 """
 
 from collections.abc import Iterable
@@ -74,11 +74,16 @@ class StepCost(Protocol):
 
 
 class PooledCost:
-    """The roofline of one model whose attention has `num_kv` GPUs and whose FFN has `num_weights` others."""
+    """The roofline of one model whose attention has `num_kv` GPUs and whose FFN has `num_weights` others.
 
-    def __init__(self, facts: ModelFacts, kind: GPUKind, *, num_kv: int, num_weights: int) -> None:
+    beside_share: of the FFN's width, on the KV GPU.
+    """
+
+    def __init__(
+        self, facts: ModelFacts, kind: GPUKind, *, num_kv: int, num_weights: int, beside_share: float = 0.0
+    ) -> None:
         self.facts, self.kind = facts, kind
-        self.num_kv, self.num_weights = num_kv, num_weights
+        self.num_kv, self.num_weights, self.beside_share = num_kv, num_weights, beside_share
         base, longer = (self._stages(1, context) for context in (0.0, 1e6))
         self._attention_s = base.attention_s + (kind.crossing_s if num_kv > 1 else 0.0)
         self._kv_token_s = (longer.attention_s - base.attention_s) / 1e6
@@ -102,10 +107,19 @@ class PooledCost:
             ffn_s=ffn.ffn_s,
             crossing_s=ffn.crossing_s,
             tail_s=self._tail_s if work.num_sampled else self.kind.segment_s,
+            beside_s=ffn.beside_s,
         )
 
     def beside_others(self, work: StepWork) -> float:
         return 1.0
+
+    def ffn_parts(self, whole_s: float) -> tuple[float, float]:
+        """(on the weights GPUs, on the KV GPU) of a layer's FFN that would take so long were none of it there."""
+        share, fixed_s = self.beside_share, self.kind.segment_s
+        if not share:
+            return whole_s, 0.0
+        width_s = max(0.0, whole_s - fixed_s)
+        return fixed_s + (1 - share) * width_s, fixed_s + share * self.num_weights * width_s
 
     def _stages(self, num_tokens: int, context: float) -> StageTimes:
         return stage_times(
@@ -121,10 +135,9 @@ class PooledCost:
         """FFN and crossing for so many rows; the KV pool's link carries them once for each weights rank."""
         stages = self._stages(num_tokens, 0.0)
         row_s = num_tokens * self.facts.spec.hidden_size * self.facts.element_bytes / (self.kind.link_gb_per_s * 1e9)
+        ffn_s, beside_s = self.ffn_parts(max(stages.ffn_s, self.kind.segment_s + num_tokens * self._expert_s))
         return replace(
-            stages,
-            ffn_s=max(stages.ffn_s, self.kind.segment_s + num_tokens * self._expert_s),
-            crossing_s=self.kind.crossing_s + self.num_weights * row_s,
+            stages, ffn_s=ffn_s, beside_s=beside_s, crossing_s=self.kind.crossing_s + self.num_weights * row_s
         )
 
 

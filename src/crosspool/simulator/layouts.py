@@ -28,7 +28,7 @@ from crosspool.simulator.group import Layout, SimulatedGroup, SimulatedModel
 from crosspool.simulator.measured import MeasuredTable, whole_with_measurements, with_measurements
 from crosspool.simulator.pipeline import Route
 from crosspool.simulator.replicas import ReplicatedPages
-from crosspool.units import ceil_div
+from crosspool.units import ceil_div, format_bytes
 
 
 def simulated_group(
@@ -45,16 +45,18 @@ def simulated_group(
     max_queue: int = 64,
     measured: MeasuredTable | None = None,
     hosting: Hosting | None = None,
+    beside_share: float = 0.0,
 ) -> SimulatedGroup:
     """The models of one planned group in a layout, on the GPUs of its split.
 
     measured: tables that replace the roofline, of two pools and of models that lie whole on one GPU. hosting: where
-    models of a monolithic layout lie, in place of what the planner would choose.
+    models of a monolithic layout lie, in place of what the planner would choose. beside_share: of every FFN, on the KV
+    GPU, in place of as much KV.
 
-    Raises CapacityError where a monolithic layout cannot hold the weights.
+    Raises CapacityError where a monolithic layout, or the KV GPU beside its share, cannot hold the weights.
     """
     if layout == "crosspool":
-        group = _pools(models, split, plan_input, measured, max_queue)
+        group = _pools(models, split, plan_input, measured, max_queue, beside_share)
     else:
         group = _monolithic(models, split, plan_input, layout, measured, max_queue, hosting)
     return replace(group, name=name, order=order, host_s=host_s, is_ahead=is_ahead, patience_s=patience_s)
@@ -96,6 +98,7 @@ def _pools(
     plan_input: PlanInput,
     measured: MeasuredTable | None,
     max_queue: int,
+    beside_share: float,
 ) -> SimulatedGroup:
     kind = gpu_kind(plan_input.gpus.kind)
     num_kv, num_weights = len(split.kv_ranks), len(split.weights_ranks)
@@ -109,11 +112,15 @@ def _pools(
         )
     num_pools, frames = (num_kv, split.kv_frames) if apart else (1, split.usable_frames + 1)
     shares_gpu = len(split.gpus) == 1
+    if beside_share:
+        frames -= _frames_beside(planned, split, beside_share)
     stations = ("gpu",) if shares_gpu else (*(split.kv_ranks if apart else ("kv",)), "weights")
     models = []
     for index, model in enumerate(planned):
         pool = index % num_pools
-        bound = PooledCost(model.facts, kind, num_kv=num_kv // num_pools, num_weights=num_weights)
+        bound = PooledCost(
+            model.facts, kind, num_kv=num_kv // num_pools, num_weights=num_weights, beside_share=beside_share
+        )
         cost: StepCost = bound if measured is None else with_measurements(bound, measured, model.entry.model)
         rank = split.kv_ranks[pool] if apart else "kv"
         models.append(
@@ -131,6 +138,22 @@ def _pools(
         config=_config(plan_input, frames, max_queue, engine.decode_lanes, engine.prefill_lanes),
         stations=stations,
     )
+
+
+def _frames_beside(planned: Sequence[PlannedModel], split: Split, share: float) -> int:
+    """Frames whose memory the FFNs' share on the KV GPU takes."""
+    if len(split.kv_ranks) > 1 or len(split.gpus) == 1:
+        raise ValueError(
+            f"a share of the FFNs beside {len(split.kv_ranks)} KV rank(s) on {len(split.gpus)} GPU(s) cannot be "
+            "simulated; use one KV GPU beside others, or leave beside_share out"
+        )
+    num_bytes = int(share * sum(model.facts.ffn_bytes for model in planned))
+    if num_bytes >= split.budget_bytes:
+        raise CapacityError(
+            f"{share:g} of the FFNs takes {format_bytes(num_bytes)} of the KV GPU, which has "
+            f"{format_bytes(split.budget_bytes)} for KV; use a smaller share"
+        )
+    return ceil_div(num_bytes, split.frame_bytes)
 
 
 def _monolithic(

@@ -49,6 +49,9 @@ class MeasuredCost:
             nearest = min(measured.ffn_s, key=lambda ranks: (abs(ranks - roofline.num_weights), ranks))
             self._points = measured.ffn_s[nearest]
             self._ffn_roofline = PooledCost(roofline.facts, roofline.kind, num_kv=1, num_weights=nearest)
+        self._undivided = PooledCost(
+            roofline.facts, roofline.kind, num_kv=roofline.num_kv, num_weights=roofline.num_weights
+        )
         one = PooledCost(roofline.facts, roofline.kind, num_kv=1, num_weights=1)
         base_s = one.times(decode_work(1, 0.0)).attention_s
         self._attention_excess_s = (measured.attention_base_s or base_s) - base_s
@@ -73,10 +76,14 @@ class MeasuredCost:
         crossing_s = bound.crossing_s
         if measured.crossing_s and is_decode:
             crossing_s = _between(measured.crossing_s, work.num_tokens)
+        ffn_s, beside_s = bound.ffn_s, bound.beside_s
+        if self._points:
+            ffn_s, beside_s = self._roofline.ffn_parts(self._ffn_s(work.num_tokens))
         return StageTimes(
             num_layers=bound.num_layers,
             attention_s=attention_s,
-            ffn_s=self._ffn_s(work.num_tokens, bound.ffn_s) if self._points else bound.ffn_s,
+            ffn_s=ffn_s,
+            beside_s=beside_s,
             crossing_s=0.0 if self._is_whole else crossing_s,
             tail_s=bound.tail_s if measured.tail_s is None or not work.num_sampled else measured.tail_s,
         )
@@ -85,10 +92,12 @@ class MeasuredCost:
         points = () if self._is_whole else self._measured.lanes_efficiency
         return 1.0 / _between(points, work.num_tokens) if points else 1.0
 
-    def _ffn_s(self, num_tokens: int, bound_s: float) -> float:
+    def _ffn_s(self, num_tokens: int) -> float:
+        """Were none of it on the KV GPU."""
         measured_s = self._measured_ffn_s(num_tokens)
         if self._ffn_roofline.num_weights == self._roofline.num_weights:
             return measured_s
+        bound_s = self._undivided.times(decode_work(num_tokens, 0.0)).ffn_s
         return bound_s + max(0.0, measured_s - self._ffn_roofline.times(decode_work(num_tokens, 0.0)).ffn_s)
 
     def _measured_ffn_s(self, num_tokens: int) -> float:

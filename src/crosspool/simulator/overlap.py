@@ -14,6 +14,8 @@ from crosspool.simulator.pipeline import Pipeline, Route
 
 GRID, COARSE_GRID = 24, 8
 """Grid points per factor e: stage times are rounded by at most 2.1 %, crossings and tails by 6.5 %."""
+BESIDE_GRID = 64
+"""Parts of the FFN's time by which its share beside attention is counted."""
 
 WARM_STEPS, MEASURED_STEPS = 1, 2
 MAX_EVENTS = 3000
@@ -106,6 +108,7 @@ def _cell(step: RunningStep) -> tuple[int, ...]:
         route.kv,
         route.weights,
         route.priority,
+        round(BESIDE_GRID * times.beside_s / times.ffn_s) if times.ffn_s else 0,
     )
 
 
@@ -116,4 +119,7 @@ def _index(seconds: float, grid: int = GRID) -> int:
 
 def _times(cell: tuple[int, ...]) -> StageTimes:
     attention, ffn, crossing, tail = (exp(index / GRID) for index in cell[:4])
-    return StageTimes(num_layers=cell[4], attention_s=attention, ffn_s=ffn, crossing_s=crossing, tail_s=tail)
+    beside = cell[8] * ffn / BESIDE_GRID
+    return StageTimes(
+        num_layers=cell[4], attention_s=attention, ffn_s=ffn, crossing_s=crossing, tail_s=tail, beside_s=beside
+    )

@@ -1,8 +1,9 @@
 """The layer-exact pipeline: lanes go round between stations, put by put and wait by wait, on a virtual clock.
 
 A station is a set of GPUs that work in lockstep on one segment at a time: the KV ranks of a model, or its weights
-ranks. A step is attention, crossing, FFN, crossing for every layer, then the tail. Which of the segments that wait at
-a station runs next is asked of the same order policies as the workers use (`scheduler/order.py`).
+ranks. A step is attention, crossing, FFN, crossing for every layer, then the tail. A share of the FFN may lie beside
+attention: it is a segment of the KV station, and the layer goes on once both parts have arrived. Which of the segments
+that wait at a station runs next is asked of the same order policies as the workers use (`scheduler/order.py`).
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from crosspool.cluster.lane_run import STARVING_PRIORITY
 from crosspool.planner.roofline import StageTimes
 from crosspool.scheduler.order import OrderPolicy, Segment
 
-ARRIVES_AT_WEIGHTS, FFN_ENDS, ARRIVES_AT_KV, ATTENTION_ENDS = range(4)
+ARRIVES_AT_WEIGHTS, FFN_ENDS, ARRIVES_AT_KV, ATTENTION_ENDS, ARRIVES_BESIDE, BESIDE_ENDS = range(6)
+"""What happens, in the low bits of a code; the lane is above them."""
+BITS, KIND = 3, 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +80,20 @@ class OrderedPipeline:
         self._is_busy = [False] * num_stations
         self._waiting: list[list[int]] = [[] for _ in range(num_stations)]  # codes, in order of readiness
         self._attention_s, self._ffn_s, self._crossing_s, self._tail_s = ([0.0] * num_lanes for _ in range(4))
+        self._beside_s = [0.0] * num_lanes
+        self._is_half_done = [False] * num_lanes  # one of the FFN's two parts has ended
         self._kv, self._weights, self._priority, self._left, self._layers = ([0] * num_lanes for _ in range(5))
-        self._ready_s = [0.0] * num_lanes
+        self._ready_s = [0.0] * (num_lanes << BITS)  # by code
 
     def start(self, lane: int, times: StageTimes, route: Route, now_s: float, done: float = 0.0) -> None:
         assert self._left[lane] == 0, f"lane {lane} already runs a step"
         self._attention_s[lane], self._ffn_s[lane] = times.attention_s, times.ffn_s
         self._crossing_s[lane], self._tail_s[lane] = times.crossing_s, times.tail_s
+        self._beside_s[lane] = times.beside_s
         self._kv[lane], self._weights[lane], self._priority[lane] = route.kv, route.weights, route.priority
         self._layers[lane] = times.num_layers + 1  # segments at the KV station
         self._left[lane] = _segments_left(times, done)
-        heappush(self._heap, (now_s, lane << 2 | ARRIVES_AT_KV))
+        heappush(self._heap, (now_s, lane << BITS | ARRIVES_AT_KV))
 
     def progress(self, lane: int) -> float:
         """Share of the lane's step that has been run, by segments at the KV station."""
@@ -97,6 +103,7 @@ class OrderedPipeline:
         """Run to the next end of a step and return its lane, with `now_s` that moment; None at `until_s`."""
         heap, left = self._heap, self._left
         crossing, ffn, attention, tail = self._crossing_s, self._ffn_s, self._attention_s, self._tail_s
+        beside, is_half_done = self._beside_s, self._is_half_done
         kv, weights, is_busy, waiting, busy_s = self._kv, self._weights, self._is_busy, self._waiting, self.busy_s
         ready_s, spans = self._ready_s, self.spans
         count = 0
@@ -107,28 +114,39 @@ class OrderedPipeline:
                 break
             code = heappop(heap)[1]
             count += 1
-            kind, lane = code & 3, code >> 2
+            kind, lane = code & KIND, code >> BITS
             if kind == ARRIVES_AT_WEIGHTS:
                 station, duration, code = weights[lane], ffn[lane], code + 1
             elif kind == ARRIVES_AT_KV:
                 station, code = kv[lane], code + 1
                 duration = attention[lane] if left[lane] > 1 else tail[lane]
+            elif kind == ARRIVES_BESIDE:
+                station, duration, code = kv[lane], beside[lane], code + 1
             else:
-                if kind == FFN_ENDS:
-                    station = weights[lane]
-                    heappush(heap, (now + crossing[lane], code + 1))
-                else:
+                if kind == ATTENTION_ENDS:
                     station = kv[lane]
                     left[lane] -= 1
                     if left[lane]:
                         heappush(heap, (now + crossing[lane], code - 3))
+                        if beside[lane]:
+                            heappush(heap, (now + crossing[lane], code + 1))
                     else:
                         ended = lane
+                else:
+                    station = weights[lane] if kind == FFN_ENDS else kv[lane]
+                    if beside[lane] and not is_half_done[lane]:
+                        is_half_done[lane] = True
+                    else:
+                        is_half_done[lane] = False
+                        heappush(heap, (now + crossing[lane], lane << BITS | ARRIVES_AT_KV))
                 queue = waiting[station]
                 if queue:
                     code = queue.pop(0) if len(queue) == 1 else self._pick(queue, now)
-                    lane = code >> 2
-                    duration = ffn[lane] if code & 3 == FFN_ENDS else attention[lane] if left[lane] > 1 else tail[lane]
+                    kind, lane = code & KIND, code >> BITS
+                    if kind == ATTENTION_ENDS:
+                        duration = attention[lane] if left[lane] > 1 else tail[lane]
+                    else:
+                        duration = ffn[lane] if kind == FFN_ENDS else beside[lane]
                     busy_s[station] += duration
                     heappush(heap, (now + duration, code))
                     if spans is not None:
@@ -142,7 +160,7 @@ class OrderedPipeline:
                 continue
             if is_busy[station]:
                 waiting[station].append(code)
-                ready_s[lane] = now
+                ready_s[code] = now
             else:
                 is_busy[station] = True
                 busy_s[station] += duration
@@ -158,8 +176,8 @@ class OrderedPipeline:
         late = now - self._patience_s
         segments = [
             Segment(
-                code >> 2,
-                STARVING_PRIORITY if self._ready_s[code >> 2] < late else self._priority[code >> 2],
+                code >> BITS,
+                STARVING_PRIORITY if self._ready_s[code] < late else self._priority[code >> BITS],
                 ticket,
             )
             for ticket, code in enumerate(queue)
@@ -182,11 +200,12 @@ class StreamPipeline:
         self._times: list[StageTimes | None] = [None] * num_lanes
         self._routes = [Route(kv=0, weights=0)] * num_lanes
         self._left = [0] * num_lanes
+        self._is_half_done = [False] * num_lanes
 
     def start(self, lane: int, times: StageTimes, route: Route, now_s: float, done: float = 0.0) -> None:
         assert self._left[lane] == 0, f"lane {lane} already runs a step"
         self._times[lane], self._routes[lane], self._left[lane] = times, route, _segments_left(times, done)
-        heappush(self._heap, (now_s, lane << 2 | ARRIVES_AT_KV))
+        heappush(self._heap, (now_s, lane << BITS | ARRIVES_AT_KV))
 
     def progress(self, lane: int) -> float:
         times = self._times[lane]
@@ -234,26 +253,33 @@ class StreamPipeline:
         self.now_s = now
 
     def _arrive(self, code: int) -> None:
-        lane = code >> 2
+        lane, kind = code >> BITS, code & KIND
         times, route = self._times[lane], self._routes[lane]
         assert times is not None
-        if code & 3 == ARRIVES_AT_WEIGHTS:
+        if kind == ARRIVES_AT_WEIGHTS:
             self._running[route.weights][code + 1] = times.ffn_s
+        elif kind == ARRIVES_BESIDE:
+            self._running[route.kv][code + 1] = times.beside_s
         else:
             self._running[route.kv][code + 1] = times.attention_s if self._left[lane] > 1 else times.tail_s
 
     def _end(self, station: int, code: int) -> int | None:
         del self._running[station][code]
-        lane = code >> 2
+        lane = code >> BITS
         times = self._times[lane]
         assert times is not None
-        if code & 3 == FFN_ENDS:
-            heappush(self._heap, (self.now_s + times.crossing_s, code + 1))
+        arrival_s = self.now_s + times.crossing_s
+        if code & KIND != ATTENTION_ENDS:
+            self._is_half_done[lane] = times.beside_s > 0 and not self._is_half_done[lane]
+            if not self._is_half_done[lane]:
+                heappush(self._heap, (arrival_s, lane << BITS | ARRIVES_AT_KV))
             return None
         self._left[lane] -= 1
         if self._left[lane] == 0:
             return lane
-        heappush(self._heap, (self.now_s + times.crossing_s, code - 3))
+        heappush(self._heap, (arrival_s, code - 3))
+        if times.beside_s:
+            heappush(self._heap, (arrival_s, code + 1))
         return None
 
 

@@ -25,7 +25,8 @@ class SimulationSettings:
 
     drain: go on until all have ended; otherwise stop when the time is up. is_ahead: a lane's next decode step is handed
     out while the present one runs. patience_s: how long a prompt's segment steps aside for decode. Raises ValueError
-    for bad bounds. hosting: names of the models of each GPU, in a monolithic layout; none: as planned.
+    for bad bounds. hosting: names of the models of each GPU, in a monolithic layout; none: as planned. beside_share: of
+    every FFN, on a weights rank that lies on the KV GPU (two pools, one KV GPU).
     """
 
     mode: Mode = "steps"
@@ -40,6 +41,7 @@ class SimulationSettings:
     patience_s: float = float("inf")
     max_queue: int = 64
     hosting: Hosting | None = None
+    beside_share: float = 0.0
 
     def __post_init__(self) -> None:
         if self.mode not in ("exact", "steps"):
@@ -53,6 +55,11 @@ class SimulationSettings:
         if self.start_s < 0 or self.host_s < 0 or not self.patience_s >= 0:
             raise ValueError(
                 f"start {self.start_s}, host time {self.host_s} and patience {self.patience_s} s must not be negative"
+            )
+        if not 0 <= self.beside_share < 1 or (self.beside_share and self.layout != "crosspool"):
+            raise ValueError(
+                f"beside_share is {self.beside_share} with layout {self.layout}; give at least 0 and below 1, and "
+                "layout crosspool"
             )
 
 
@@ -95,6 +102,7 @@ def _simulate_group(
         max_queue=settings.max_queue,
         measured=measured,
         hosting=settings.hosting,
+        beside_share=settings.beside_share,
     )
     requests = group_requests(
         group.models, start_s=settings.start_s, stop_s=settings.start_s + settings.duration_s, seed=settings.seed
