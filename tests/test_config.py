@@ -57,7 +57,8 @@ def test_bounds_are_checked(kind: type, field: str, value: object) -> None:
     ("changes", "message"),
     [
         ({"host_pool_bytes": 100}, "hold at least two frames of 2097152 bytes"),
-        ({"host_pool_bytes": GiB, "backend": "cuda"}, "with backend cuda; only the NumPy backend"),
+        ({"host_pool_bytes": GiB, "backend": "cuda", "kv_backing": "vmm"}, "with kv_backing vmm"),
+        ({"host_pool_bytes": GiB, "baseline": "elastic"}, "with baseline elastic"),
         ({"host_pool_bytes": GiB, "kv_backing": "vmm"}, "with kv_backing vmm"),
         ({"host_pool_bytes": -1}, "must be 0, or hold"),
     ],

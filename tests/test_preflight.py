@@ -22,8 +22,16 @@ def test_a_pool_beyond_the_machines_memory_is_refused_with_both_sizes():
         preflight.check_machine(pools, memory_bytes=19 * GiB)
     with pytest.raises(CrossPoolError, match="on each of 2 KV ranks"):
         preflight.check_machine(replace(pools, num_kv_ranks=2), memory_bytes=39 * GiB)
-    with pytest.raises(CrossPoolError, match=r"20\.0 GiB and host_pool_bytes 5\.0 GiB"):
+    with pytest.raises(CrossPoolError, match=r"20\.0 GiB and host_pool_bytes is 5\.0 GiB"):
         preflight.check_machine(replace(pools, host_pool_bytes=5 * GiB), memory_bytes=24 * GiB)
+
+
+def test_of_pools_on_gpus_only_host_memory_is_this_machines(monkeypatch):
+    monkeypatch.setattr(preflight, "find_spec", lambda name: name)
+    pools = PoolsConfig(backend="cuda", kv_pool_bytes=100 * GiB, host_pool_bytes=5 * GiB)
+    preflight.check_machine(pools, memory_bytes=5 * GiB)
+    with pytest.raises(CrossPoolError, match=r"^host_pool_bytes is 5\.0 GiB, and this machine has 4\.0 GiB"):
+        preflight.check_machine(pools, memory_bytes=4 * GiB)
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):

@@ -64,7 +64,7 @@ def serve(
     queue_timeout: Annotated[float | None, typer.Option(help="seconds a request may wait; then 408")] = None,
     kv_pool_bytes: Annotated[str | None, typer.Option(help="KV pool of all models, such as 4GiB  [256MiB]")] = None,
     host_pool_bytes: Annotated[
-        str | None, typer.Option(help="host memory for cached KV that has to make room (CPUs)  [0]")
+        str | None, typer.Option(help="host memory for cached KV that has to make room  [0]")
     ] = None,
     frame_bytes: Annotated[str | None, typer.Option(help="granularity of KV memory  [2MiB]")] = None,
     kv_ranks: Annotated[int | None, typer.Option(help="ranks that hold KV, with kv_pool_bytes each  [1]")] = None,

@@ -165,8 +165,6 @@ class PoolsConfig:
         size = f"host_pool_bytes is {self.host_pool_bytes}"
         if self.host_pool_bytes < 2 * self.frame_bytes:
             raise ValueError(f"{size}; it must be 0, or hold at least two frames of {self.frame_bytes} bytes")
-        if self.backend != "numpy":
-            raise ValueError(f"{size} with backend {self.backend}; only the NumPy backend keeps KV there, so set 0")
         if self.kv_backing == "vmm":
             raise ValueError(f"{size} with kv_backing vmm, whose frames move; use arena, or set 0")
         if self.baseline is not None:

@@ -16,7 +16,7 @@ BACKEND_PACKAGES = {"numpy": (), "cuda": ("torch", "triton")}
 def check_machine(pools: PoolsConfig, memory_bytes: int | None = None) -> None:
     """memory_bytes: of this machine, found out if None.
 
-    Raises CrossPoolError where a package is missing, or where the KV pool is larger than all memory there is.
+    Raises CrossPoolError where a package is missing, or where what the pools keep in this machine's memory is larger.
     """
     missing = [name for name in BACKEND_PACKAGES[pools.backend] if find_spec(name) is None]
     if missing:
@@ -25,13 +25,15 @@ def check_machine(pools: PoolsConfig, memory_bytes: int | None = None) -> None:
             f"pip install 'crosspool[{pools.backend}]', or use backend numpy"
         )
     have = physical_memory_bytes() if memory_bytes is None else memory_bytes
-    asked = (pools.kv_pool_bytes + pools.host_pool_bytes) * pools.num_kv_ranks
-    if pools.backend == "numpy" and have is not None and asked > have:
+    parts = {"kv_pool_bytes": pools.kv_pool_bytes} if pools.backend == "numpy" else {}  # else on the GPUs
+    if pools.host_pool_bytes:
+        parts["host_pool_bytes"] = pools.host_pool_bytes
+    if have is not None and sum(parts.values()) * pools.num_kv_ranks > have:
         ranks = f" on each of {pools.num_kv_ranks} KV ranks" if pools.num_kv_ranks > 1 else ""
-        host = f" and host_pool_bytes {pools.host_pool_bytes / GiB:.1f} GiB" if pools.host_pool_bytes else ""
+        sizes = " and ".join(f"{name} is {num_bytes / GiB:.1f} GiB" for name, num_bytes in parts.items())
+        beside = " and the weights" if pools.backend == "numpy" else ""
         raise CrossPoolError(
-            f"kv_pool_bytes is {pools.kv_pool_bytes / GiB:.1f} GiB{host}{ranks}, and this machine has "
-            f"{have / GiB:.1f} GiB of memory for that and the weights; set less"
+            f"{sizes}{ranks}, and this machine has {have / GiB:.1f} GiB of memory for that{beside}; set less"
         )
 
 

@@ -129,7 +129,7 @@ class Settings(BaseSettings):
     )
     kv_pool_bytes: Size = Field("256MiB", description="the KV pool that all models share; on each of several KV ranks")
     host_pool_bytes: Size = Field(
-        "0", description="host memory of each KV rank for cached KV that has to make room, on CPUs; 0: it is dropped"
+        "0", description="host memory of each KV rank for cached KV that has to make room; 0: it is dropped"
     )
     frame_bytes: Size = Field("2MiB", description="granularity of KV memory")
     kv_ranks: int = Field(1, description="ranks that hold KV, with kv_pool_bytes each")

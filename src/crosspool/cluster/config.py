@@ -51,10 +51,10 @@ class ClusterConfig:
             raise ValueError("a cluster needs at least one KV rank and one weights rank")
         if self.kv_backing == "vmm" and len(self.kv_ranks) > 1:
             raise ValueError(f"kv_backing is vmm with {len(self.kv_ranks)} KV ranks; use arena, or one KV rank")
-        if self.num_host_frames and (self.backend == "cuda" or self.kv_backing == "vmm"):
+        if self.num_host_frames and (self.kv_backing == "vmm" or self.arenas):
             raise ValueError(
-                f"num_host_frames is {self.num_host_frames} with backend {self.backend} and kv_backing "
-                f"{self.kv_backing}; host memory for KV needs arenas of the NumPy backend, so set it to 0"
+                f"num_host_frames is {self.num_host_frames} with kv_backing {self.kv_backing} and {len(self.arenas)} "
+                "shared arenas; host memory for KV needs an arena of each KV rank's own, so set it to 0"
             )
         self._check_names()
         if self.order not in ORDER_POLICIES:

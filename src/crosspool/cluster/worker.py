@@ -211,12 +211,14 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
             next((arena for arena in config.arenas if rank in arena), ()),
             config.arena_token,
             config.kv_ranks,
+            config.num_host_frames,
         )
         return RankWorker(
             attention_worker=attention,
             links=attention,
             share_worker=attention,
             mapping=mapping,
+            copying=attention.host_frames,
             ahead=attention if config.steps_ahead == "device" else None,
         )
     ffn = workers.ffn()

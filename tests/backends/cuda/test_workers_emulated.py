@@ -17,6 +17,7 @@ from crosspool.backends.cuda import chunk_plan  # noqa: E402
 from crosspool.backends.cuda.driver import Driver  # noqa: E402
 from crosspool.backends.cuda.ffn_worker import CudaFFNWorker  # noqa: E402
 from crosspool.backends.cuda.frames import ArenaFrames, DeviceFrames  # noqa: E402
+from crosspool.backends.cuda.host_frames import HostFrames  # noqa: E402
 from crosspool.backends.cuda.kv_worker import CudaAttentionWorker  # noqa: E402
 from crosspool.backends.cuda.lane_memory import WaitRule  # noqa: E402
 from crosspool.backends.cuda.link import Site  # noqa: E402
@@ -29,10 +30,12 @@ from crosspool.core import SamplingParams  # noqa: E402
 from crosspool.kv_pool.ahead import MappingHint  # noqa: E402
 from crosspool.kv_pool.backing.mapped_frames import MappedFrames  # noqa: E402
 from crosspool.kv_pool.geometry import page_geometry  # noqa: E402
+from crosspool.kv_pool.host_tier import FrameCopy  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow  # noqa: E402
 from tests.backends.cuda.decoding import FRAME_BYTES  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
+from tests.backends.cuda.lazy_engine import LazyEngine  # noqa: E402
 from tests.support.half_turns import take_turns  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
@@ -47,7 +50,15 @@ class Pair:
     """One KV worker and some FFN workers in one thread; links are opened as a cluster opens them."""
 
     def __init__(
-        self, directory, num_weights: int = 1, max_tokens: int = 64, shares=(), frames=None, route="ffn", num_gpus=9
+        self,
+        directory,
+        num_weights: int = 1,
+        max_tokens: int = 64,
+        shares=(),
+        frames=None,
+        route="ffn",
+        num_gpus=9,
+        host_frames=None,
     ) -> None:
         ranks = tuple(f"w{idx}" for idx in range(num_weights))
         devices = {rank: idx % num_gpus for idx, rank in enumerate(("kv0", *ranks))}
@@ -67,7 +78,8 @@ class Pair:
             weights_shares=shares,
             route=route,
         )
-        self.kv = CudaAttentionWorker(site("kv0", devices), kernels, rule, frames or arena())
+        own = frames or arena()
+        self.kv = CudaAttentionWorker(site("kv0", devices), kernels, rule, own, host_frames=host_frames)
         self.ffn = {rank: CudaFFNWorker(site(rank, devices), kernels, rule) for rank in ranks}
         self.inlets, self.outlets, self.ends = {}, {}, {}
         capacity = spec.hidden_size * max_tokens
@@ -388,3 +400,47 @@ def wait_for(condition, timeout_s=5.0):
 def test_frames_that_cannot_be_mapped_name_the_size():
     with pytest.raises(ValueError, match="frame_bytes is 6000; with kv_backing vmm it must be a multiple of 4096"):
         MappedFrames(HostVmmDriver(), 4, 6000, 4096)
+
+
+def test_a_sequence_may_begin_behind_pages_that_were_in_host_memory(directory):
+    """Others had their frames meanwhile. A step that brings the new ones begins once they are filled."""
+    prompt, width = prompt_of(directory, 21), len(pages(directory, 1)[0])
+    expected = generate(Pair(directory), directory, prompt, 3, greedy())
+    frames, engine = arena(), LazyEngine()
+    host = np.zeros((NUM_FRAMES, FRAME_BYTES), dtype=np.uint8)
+    tier = HostFrames(frames.arena, host, host.ctypes.data, NUM_FRAMES, 0, engine)
+    pair = Pair(directory, frames=frames, host_frames=tier)
+    assert pair.kv.memory_bytes()["host_kv_cache"] == NUM_FRAMES * FRAME_BYTES
+    pair.run(prefill_step(directory, prompt, 1, greedy(), num_pages=4))
+    tier.copy([FrameCopy(page, page, is_stowed=True) for page in pages(directory, 2)])
+    pair.kv.forget([1])
+    other = prefill_step(directory, prompt_of(directory, 21, seed=1), 2, greedy(), 2, num_pages=4)
+    assert not begun(pair, other).satisfied(), "its frames are being read"
+    engine.go_on()
+    pair.run(other)
+
+    new = pages(directory, 2, first=1 + 4 * width)
+    moves = zip(new, pages(directory, 2), strict=True)
+    tier.copy([FrameCopy(page, stowed, is_stowed=False) for page, stowed in moves])
+    (token,) = pair.run(decode_step({2: 21}, 3))
+    assert token.sequence_id == 2, "a step that brings other frames, or none, waits for nothing"
+    whole = prefill_step(directory, prompt, 4, greedy(), 3)
+    brought = (*new, *pages(directory, 2, first=1 + 6 * width))
+    row = replace(
+        whole.rows[0], token_ids=tuple(prompt[16:]), num_cached_tokens=16, num_new_tokens=5, new_pages=brought
+    )
+    step = replace(whole, header=replace(whole.header, num_tokens=5), rows=(row,))
+    assert not begun(pair, step).satisfied(), "its pages are not filled yet"
+    engine.go_on()
+    found = [pair.run(step)[0].token_id]
+    for turn in range(2):
+        found += [token.token_id for token in pair.run(decode_step({3: 21 + turn}, turn + 5))]
+    assert found == expected
+
+
+def begun(pair, step):
+    """What the KV rank's half of a step waits for first; it is given up then."""
+    half = pair.kv.run(step, LaneLinks(pair.outlets, pair.inlets))
+    wait = next(half)
+    half.close()
+    return wait

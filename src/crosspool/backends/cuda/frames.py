@@ -50,16 +50,16 @@ class ArenaFrames:
 
     def __init__(self, arena: torch.Tensor, shared: SharedArena | None = None) -> None:
         """arena: (num_frames, frame_bytes) uint8; of `shared`, where other processes of this GPU use it too."""
-        self._arena, self._shared = arena, shared
+        self.arena, self._shared = arena, shared
         self.frame_bytes = arena.shape[1]
         self.is_torch_memory = shared is None
 
     @property
     def num_bytes(self) -> int:
-        return int(self._arena.nbytes)
+        return int(self.arena.nbytes)
 
     def add_model(self, model: str, frames_per_page: int) -> torch.Tensor:
-        return self._arena
+        return self.arena
 
     def remove_model(self, model: str) -> None: ...
 

@@ -14,6 +14,7 @@ from crosspool.backends.cuda.chunk_support import runs_in_pieces
 from crosspool.backends.cuda.decode_run import runs_on_device
 from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.frames import KVFrames
+from crosspool.backends.cuda.host_frames import HostFrames
 from crosspool.backends.cuda.joined import JoinedFFN, JoinedInlet, JoinedLink
 from crosspool.backends.cuda.kv_ahead import KVAhead, draws_all
 from crosspool.backends.cuda.kv_chunk_run import run_kv_chunk
@@ -55,9 +56,14 @@ class CudaAttentionWorker:
         kv_ranks: SequenceOf[str] = (),
         is_host_driven: bool = False,
         goes_ahead: bool = False,
+        host_frames: HostFrames | None = None,
     ) -> None:
-        """first_frame: number of this rank's frame 0 where there are several KV ranks, `kv_ranks` in their order."""
+        """first_frame: number of this rank's frame 0 where there are several KV ranks, `kv_ranks` in their order.
+
+        host_frames: beside `frames`, for pages that the pool gives up.
+        """
         self._site, self._kernels, self._frames, self._is_host_driven = site, kernels, frames, is_host_driven
+        self.host_frames = host_frames
         finish(site.device)
         self._models = KVModels(site, frames, first_frame, kv_ranks)
         self._lanes = WorkerLanes(site, rule, kernels, is_host_driven=is_host_driven, goes_ahead=goes_ahead)
@@ -143,6 +149,7 @@ class CudaAttentionWorker:
     def run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
         placed = self._frames.begin(step)
         try:
+            yield from self._copied(step)
             return (yield from self._run(placed, links))
         finally:
             self._frames.end(step, self._lanes[step.header.lane].memory)
@@ -195,7 +202,17 @@ class CudaAttentionWorker:
             rows.commit()
             return None
         (inlet,) = device_inlets(links.exchange_inlets.values())
-        return answers(self._kernels, share, step, rows, self._lanes[step.header.lane], inlet)
+        return self._answered(step, answers(self._kernels, share, step, rows, self._lanes[step.header.lane], inlet))
+
+    def _answered(self, step: StepDescriptor, half: HalfStep[None]) -> HalfStep[None]:
+        yield from self._copied(step)
+        yield from half
+
+    def _copied(self, step: StepDescriptor) -> HalfStep[None]:
+        """Wait until the frames that the step brings are where they belong."""
+        wait = None if self.host_frames is None else self.host_frames.before(step)
+        if wait is not None:
+            yield wait
 
     def _take_in(self, step: StepDescriptor, spec: ModelSpec, geometry: PageGeometry, pages: PageReader) -> None:
         """Know the sequences that join with the step."""
@@ -237,4 +254,5 @@ class CudaAttentionWorker:
             "ffn_weights": 0,
             **self._lanes.memory_bytes(),
         }
-        return known | remainder(self._site.device, known, 0 if self._frames.is_torch_memory else cache_bytes)
+        known |= remainder(self._site.device, known, 0 if self._frames.is_torch_memory else cache_bytes)
+        return known if self.host_frames is None else known | {"host_kv_cache": self.host_frames.num_bytes}

@@ -8,8 +8,9 @@ import torch
 from crosspool.backends.base import AttentionWorker, FFNWorker
 from crosspool.backends.cuda.driver import Driver
 from crosspool.backends.cuda.ffn_worker import CudaFFNWorker
-from crosspool.backends.cuda.frames import DeviceFrames, make_frames
+from crosspool.backends.cuda.frames import ArenaFrames, DeviceFrames, make_frames
 from crosspool.backends.cuda.handoff import DescriptorServer
+from crosspool.backends.cuda.host_frames import make_host_frames
 from crosspool.backends.cuda.kv_worker import CudaAttentionWorker
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import DeviceKernels
@@ -74,15 +75,20 @@ class CudaWorkers:
         sharing: tuple[str, ...] = (),
         token: str = "",
         kv_ranks: Sequence[str] = (),
+        num_host_frames: int = 0,
     ) -> tuple[CudaAttentionWorker, DeviceFrames | None]:
         """The worker, and its frames where they are mapped ahead of need.
 
         sharing: the KV ranks, this one among them, that share one arena under `token`; none: it has its own. kv_ranks:
-        all of the deployment, in their order.
+        all of the deployment, in their order. num_host_frames: of host memory beside an arena of its own.
         """
         site, shape = self._site, (num_frames, frame_bytes)
         shared = SharedArena(site.driver, site.device, shape, sharing, token) if sharing else None
         frames = make_frames(site, shape, backing, shared)
+        host_frames = None
+        if num_host_frames:
+            assert isinstance(frames, ArenaFrames), "mapped frames have no host memory behind them"
+            host_frames = make_host_frames(site, frames.arena, num_host_frames, first_frame or 0)
         worker = CudaAttentionWorker(
             site,
             self._kernels,
@@ -92,6 +98,7 @@ class CudaWorkers:
             kv_ranks=kv_ranks,
             is_host_driven=self._control == "host",
             goes_ahead=self._goes_ahead,
+            host_frames=host_frames,
         )
         return worker, frames if isinstance(frames, DeviceFrames) else None
 

@@ -1,0 +1,93 @@
+"""Host frames of a KV rank on a GPU: what copies leave, whatever the copy engine does first, and who waits for them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from crosspool.backends.cuda.host_frames import HostFrames, batches  # noqa: E402
+from crosspool.backends.numpy.host_frames import HostFrames as ReferenceFrames  # noqa: E402
+from crosspool.kv_pool.host_tier import FrameCopy  # noqa: E402
+from crosspool.scheduler.step import StepDescriptor, StepHeader, StepRow  # noqa: E402
+from tests.backends.cuda.lazy_engine import LazyEngine  # noqa: E402
+
+pytestmark = pytest.mark.judge
+
+FRAME_BYTES, NUM_FRAMES, NUM_HOST_FRAMES, FIRST_FRAME = 64, 24, 32, 100
+
+
+def host_frames(arena, engine):
+    host = np.zeros((NUM_HOST_FRAMES, FRAME_BYTES), dtype=np.uint8)
+    return HostFrames(arena, host, host.ctypes.data, NUM_HOST_FRAMES, FIRST_FRAME, engine), host
+
+
+def random_copy(rng):
+    width = rng.randint(1, 3)
+    frames = tuple(FIRST_FRAME + frame for frame in rng.sample(range(NUM_FRAMES), width))
+    return FrameCopy(frames, tuple(rng.sample(range(NUM_HOST_FRAMES), width)), is_stowed=rng.random() < 0.5)
+
+
+def step_that_brings(*pages):
+    header = StepHeader(lane=0, model="m", step_seq=1, phase="decode", num_tokens=1)
+    row = StepRow(sequence_id=0, token_ids=None, num_cached_tokens=3, num_new_tokens=1, new_pages=pages)
+    return StepDescriptor(header=header, rows=(row,))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_copies_leave_what_they_leave_one_by_one(seed):
+    rng, contents = random.Random(seed), np.random.default_rng(seed)
+    arena = torch.from_numpy(contents.integers(256, size=(NUM_FRAMES, FRAME_BYTES), dtype=np.uint8))
+    engine, expected = LazyEngine(seed), arena.numpy().copy()
+    frames, host = host_frames(arena, engine)
+    reference = ReferenceFrames(expected, NUM_HOST_FRAMES, FIRST_FRAME)
+    for _ in range(30):
+        copies = tuple(random_copy(rng) for _ in range(rng.randint(1, 8)))
+        frames.copy(copies)
+        reference.copy(copies)
+        if rng.random() < 0.5:
+            engine.go_on()
+    while engine.go_on():
+        pass
+    np.testing.assert_array_equal(arena.numpy(), expected)
+    np.testing.assert_array_equal(host, reference._host)
+
+
+def test_copies_that_touch_the_same_frame_are_in_batches_of_their_own():
+    out, back = FrameCopy((1, 2), (5, 6), is_stowed=True), FrameCopy((3, 4), (7, 8), is_stowed=False)
+    into_what_was_stowed = FrameCopy((2, 9), (1, 2), is_stowed=False)
+    over_what_was_stowed = FrameCopy((10, 11), (1, 12), is_stowed=True)
+    copies = (out, back, into_what_was_stowed, over_what_was_stowed)
+    assert list(batches(copies)) == [[out, back], [into_what_was_stowed], [over_what_was_stowed]]
+
+
+def test_a_step_waits_for_the_frames_that_it_brings_and_for_no_others():
+    engine = LazyEngine()
+    frames, _ = host_frames(torch.zeros((NUM_FRAMES, FRAME_BYTES), dtype=torch.uint8), engine)
+    assert frames.before(step_that_brings((101, 102))) is None
+    frames.copy((FrameCopy((101, 102), (1, 2), is_stowed=True),))
+    frames.copy((FrameCopy((103, 104), (3, 4), is_stowed=False),))
+    first, second = (frames.before(step_that_brings(page)) for page in ((102, 105), (103, 104)))
+    assert frames.before(step_that_brings()) is None
+    assert frames.before(step_that_brings((105, 106), (9, 10))) is None, "nobody copies these"
+    assert not first.satisfied()
+    engine.go_on()
+    assert first.satisfied()
+    assert not second.satisfied()
+    assert frames.before(step_that_brings((101, 102))) is None
+    engine.go_on()
+    assert second.satisfied()
+
+
+def test_a_frame_that_is_copied_again_is_waited_for_again():
+    engine = LazyEngine()
+    frames, _ = host_frames(torch.zeros((NUM_FRAMES, FRAME_BYTES), dtype=torch.uint8), engine)
+    frames.copy((FrameCopy((101,), (1,), is_stowed=True), FrameCopy((101,), (2,), is_stowed=False)))
+    engine.go_on()
+    wait = frames.before(step_that_brings((101,)))
+    assert not wait.satisfied()
+    engine.go_on()
+    assert wait.satisfied()
