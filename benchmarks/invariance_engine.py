@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 
 import numpy as np
 
@@ -33,8 +34,24 @@ async def answers(report: Report, options: argparse.Namespace) -> None:
         for name in names:
             for size in map(int, options.prompts.split(",")):
                 await compare(report, traffic, name, size, options)
+            await prompts_together(report, traffic, name, options)
     finally:
         await running.close()
+
+
+async def prompts_together(report: Report, traffic: Traffic, name: str, options: argparse.Namespace) -> None:
+    """When the first tokens of prompts that come at once are there: what prompts that run alone cost."""
+    rng = np.random.default_rng(3)
+    for size in (60, 600):
+        for _ in range(2):  # the first time is a warm-up
+            plans = [Plan(name, tuple(rng.integers(1, options.vocab, size=size).tolist()), 2) for _ in range(8)]
+            begin = time.perf_counter()
+            answers = await traffic.ask_all(plans, len(plans))
+        times = sorted(1e3 * (answer.moments[0] - begin) for answer in answers)
+        label = f"{name}.8_prompts_of_{size}"
+        report.metric(f"ttft_ms_at_once.{label}.mean", float(np.mean(times)))
+        report.metric(f"ttft_ms_at_once.{label}.last", times[-1])
+        print(f"{label} at once: first tokens after {times[0]:.1f} to {times[-1]:.1f} ms", flush=True)
 
 
 async def compare(report: Report, traffic: Traffic, name: str, size: int, options: argparse.Namespace) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from crosspool.models.directory import read_model_dir
 from crosspool.weights_pool.checkpoint import STORED_DTYPES, Checkpoint
-from crosspool.weights_pool.extents import GAP_BYTES, ITEM_BYTES, ExtentReader, extents, joined
-from crosspool.weights_pool.loader import plan_load, reads
+from crosspool.weights_pool.extents import GAP_BYTES, ITEM_BYTES, ExtentReader, extents, joined, shortened
+from crosspool.weights_pool.loader import payload_bytes, plan_load, reads
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -76,3 +76,30 @@ def test_neighbours_in_file_and_destination_are_joined_and_keep_every_byte(tmp_p
         return places
 
     assert bytes_of(parts) == bytes_of(extent.parts)
+
+
+@pytest.mark.parametrize("num_slices", [1, 2])
+@pytest.mark.parametrize("max_bytes", [7, 600])
+def test_a_shortened_extent_names_the_same_bytes_and_elements(tmp_path, num_slices, max_bytes):
+    directory = read_model_dir(write_tiny_model(tmp_path, "deepseek_v2", seed=3, tokenizer=False))
+    with Checkpoint(directory.path) as checkpoint:
+        plan = plan_load(checkpoint, directory, "weights", 0, num_slices)
+        wanted = list(reads(checkpoint, plan))
+        assert payload_bytes(checkpoint, plan) == sum(read.num_bytes for read in wanted)
+        num_cut = 0
+        for extent in extents(checkpoint, wanted, max_bytes):
+            pieces = list(shortened(extent, lambda part: True, max_bytes))
+            if len(extent.parts) > 1 or extent.parts[0].at is None or extent.num_bytes <= max_bytes:
+                assert pieces == [extent]
+                continue
+            num_cut += 1
+            place, at, item_bytes = extent.start, extent.parts[0].at, ITEM_BYTES[extent.parts[0].dtype]
+            for piece in pieces:
+                (part,) = piece.parts
+                assert (piece.start, part.start, part.stop, part.at) == (place, place, piece.stop, at)
+                assert 0 < piece.num_bytes <= max(max_bytes, item_bytes)
+                assert piece.payload_bytes == piece.num_bytes
+                place, at = piece.stop, at + piece.num_bytes // item_bytes
+            assert place == extent.stop
+            assert list(shortened(extent, lambda part: False, max_bytes)) == [extent]
+        assert num_cut

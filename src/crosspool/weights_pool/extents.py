@@ -5,7 +5,7 @@ also lie in one piece where they go, so that their bytes are copied as they are.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -134,6 +134,23 @@ def _follows(last: Part, part: Part) -> bool:
     if last.read.destination is not part.read.destination or last.stop != part.start or last.at is None:
         return False
     return last.at + (last.stop - last.start) // ITEM_BYTES[last.dtype] == part.at
+
+
+def shortened(extent: Extent, is_plain: Callable[[Part], bool], max_bytes: int) -> Iterator[Extent]:
+    """The same as extents of at most `max_bytes`, if it is longer and one part that is copied as it is.
+
+    Shape and strides of its parts are then still those of the whole.
+    """
+    part = extent.parts[0]
+    if extent.num_bytes <= max_bytes or len(extent.parts) > 1 or part.at is None or not is_plain(part):
+        yield extent
+        return
+    item_bytes = ITEM_BYTES[part.dtype]
+    step = max(1, max_bytes // item_bytes) * item_bytes
+    for start in range(part.start, part.stop, step):
+        stop = min(start + step, part.stop)
+        piece = replace(part, start=start, stop=stop, at=part.at + (start - part.start) // item_bytes)
+        yield Extent(extent.file, start, stop, (piece,), stop - start)
 
 
 class ExtentReader:

@@ -8,6 +8,7 @@ functions fill NumPy arrays with it. Host memory beyond the destination is one p
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,16 @@ def reads(checkpoint: Checkpoint, plan: LoadPlan, max_elements: int | None = Non
             for region in regions(source, part, max_elements or PIECE_ELEMENTS):
                 num_bytes = element_bytes * _elements(destination.shape, region.index)
                 yield Read(destination, source.name, region, num_bytes)
+
+
+def payload_bytes(checkpoint: Checkpoint, plan: LoadPlan) -> int:
+    """Bytes of all reads of a plan, in the stored dtypes, without making them. Each destination has one such dtype."""
+    total = 0
+    for destination in plan.destinations:
+        if not destination.is_zero:
+            stored = checkpoint.tensors[plan.inventory.sources[destination.tensor][0].name]
+            total += prod(destination.shape) * np.dtype(STORED_DTYPES[stored.dtype]).itemsize
+    return total
 
 
 def _elements(shape: tuple[int, ...], index: Index) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -97,3 +99,24 @@ def test_a_load_that_is_given_up_or_meets_an_error_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "extents", late)
     with pytest.raises(CheckpointError, match="ends at byte"):
         stream_share(directory, "weights", CPU, ignore, extent_bytes=2048)
+
+
+def test_the_first_layer_is_on_its_way_while_the_others_are_planned(tmp_path, monkeypatch):
+    directory = read_model_dir(write_tiny_model(tmp_path, "qwen3_moe", seed=5, tokenizer=False))
+    whole, copied, num_planned = extents.extents, threading.Event(), 0
+
+    def planned(checkpoint, reads, max_bytes):
+        nonlocal num_planned
+        num_planned += 1
+        assert num_planned == 1 or copied.wait(20), "nothing was copied before the whole plan was made"
+        return whole(checkpoint, reads, max_bytes)
+
+    class Reader(extents.ExtentReader):
+        def read(self, extent, into):
+            super().read(extent, into)
+            copied.set()
+
+    monkeypatch.setattr(streaming, "extents", planned)
+    monkeypatch.setattr(streaming, "ExtentReader", Reader)
+    stream_share(directory, "weights", CPU, ignore)
+    assert num_planned == directory.spec.num_layers > 1

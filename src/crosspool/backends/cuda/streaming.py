@@ -3,7 +3,8 @@
 One thread moves some 6 GB/s out of the page cache, the bus of a GPU 55 GB/s. So a dozen take extents of the files in
 turn, read them into pinned memory without the interpreter's lock, and enqueue the copies from there. An extent is so
 small that the blocks of all threads stay in the processor's caches: those of 16 MiB go through main memory. What Python
-does for each is little, because all threads share that lock: plan, events and streams are made beforehand.
+does for each is little, because all threads share that lock: events and streams are made beforehand. A plan of 58 GB
+takes half a second, so the first layers are on their way while the rest is planned.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import groupby
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,8 +23,17 @@ from crosspool.backends.base import Progress
 from crosspool.models.directory import ModelDirectory
 from crosspool.models.tensors import FLOAT32_TENSORS, Pool
 from crosspool.weights_pool.checkpoint import Checkpoint
-from crosspool.weights_pool.extents import EXTENT_BYTES, ITEM_BYTES, Extent, ExtentReader, Part, extents, joined
-from crosspool.weights_pool.loader import plan_load, reads
+from crosspool.weights_pool.extents import (
+    EXTENT_BYTES,
+    ITEM_BYTES,
+    Extent,
+    ExtentReader,
+    Part,
+    extents,
+    joined,
+    shortened,
+)
+from crosspool.weights_pool.loader import payload_bytes, plan_load, reads
 
 Tensors = dict[str, torch.Tensor]
 Copy = Callable[[int, int, int], None]
@@ -54,31 +65,40 @@ def stream_share(
     """
     model: Tensors = {}
     layers: list[Tensors] = [{} for _ in range(directory.spec.num_layers)]
-    with Checkpoint(directory.path) as checkpoint, _no_collection():
-        plan = plan_load(checkpoint, directory, pool, slice_index, num_slices, shares, also=also)
-        for destination in plan.destinations:
-            name, layer = destination.tensor.name, destination.tensor.layer
-            make = torch.zeros if destination.is_zero else torch.empty
-            holder = model if layer is None else layers[layer]
-            holder[name] = make(destination.shape, dtype=_dtype(name), device=device)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # memory that was freed just now may still be in use there
-        wanted = list(reads(checkpoint, plan, extent_bytes // 2))
-        total = sum(read.num_bytes for read in wanted)
-        work = [joined(extent, _is_plain) for extent in extents(checkpoint, wanted, extent_bytes)]
+    total = 0
+
+    def holder(layer: int | None) -> Tensors:
+        return model if layer is None else layers[layer]
+
+    def work() -> Iterator[Extent]:
+        nonlocal total
+        with Checkpoint(directory.path) as checkpoint:
+            plan = plan_load(checkpoint, directory, pool, slice_index, num_slices, shares, also=also)
+            for destination in plan.destinations:
+                name = destination.tensor.name
+                make = torch.zeros if destination.is_zero else torch.empty
+                held = make(destination.shape, dtype=_dtype(name), device=device)
+                holder(destination.tensor.layer)[name] = held
+            total = payload_bytes(checkpoint, plan)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # memory freed just now may still be in use there
+            wanted = reads(checkpoint, plan, extent_bytes // 2)
+            for _, of_layer in groupby(wanted, key=lambda read: read.tensor.layer):
+                for extent in extents(checkpoint, of_layer, extent_bytes):
+                    yield from shortened(joined(extent, _is_plain), _is_plain, extent_bytes)
 
     def place(extent: Extent, block: torch.Tensor, copy: Copy) -> None:
         address = block.data_ptr() - extent.start
         for part in extent.parts:
-            tensor = part.read.tensor
-            target = (model if tensor.layer is None else layers[tensor.layer])[tensor.name]
+            target = holder(part.read.tensor.layer)[part.read.tensor.name]
             if part.at is not None and _is_plain(part):
                 to = target.data_ptr() + part.at * ITEM_BYTES[part.dtype]
                 copy(to, address + part.start, part.stop - part.start)
             else:
                 arrange(part, block[part.start - extent.start : part.stop - extent.start], target)
 
-    _run(work, device, place, lambda loaded: progress(loaded, total), num_threads)
+    with _no_collection():
+        _run(work(), device, place, lambda loaded: progress(loaded, total), num_threads, extent_bytes)
     return model, layers
 
 
@@ -125,24 +145,29 @@ def _copier(device: torch.device) -> Copy:
 
 
 def _run(
-    work: Sequence[Extent],
+    work: Iterator[Extent],
     device: torch.device,
     place: Place,
     told: Callable[[int], None],
     num_threads: int,
+    block_bytes: int,
 ) -> None:
-    """Every extent once. `told`, called in the caller's thread, gets the bytes placed; what it raises ends all."""
-    todo, lock, stop = iter(work), threading.Lock(), threading.Event()
+    """Every extent once, the first ones while later ones are still planned.
+
+    `told`, called in the caller's thread, gets the bytes placed; what it or `work` raises ends all.
+    """
+    todo: SimpleQueue[Extent | None] = SimpleQueue()
     done: SimpleQueue[int | None] = SimpleQueue()
-    size = max((extent.num_bytes for extent in work), default=0)
+    stop = threading.Event()
+    loaded, left = 0, num_threads
 
     def take() -> Extent | None:
-        with lock:
-            return None if stop.is_set() else next(todo, None)
+        extent = todo.get()
+        return None if stop.is_set() else extent
 
     def serve() -> None:
         try:
-            for extent in _placed(iter(take, None), device, size, place):
+            for extent in _placed(iter(take, None), device, block_bytes, place):
                 done.put(extent.payload_bytes)
         except BaseException:
             stop.set()
@@ -150,31 +175,42 @@ def _run(
         finally:
             done.put(None)
 
-    num_threads = max(1, min(num_threads, len(work)))
+    def note(num_bytes: int | None) -> None:
+        nonlocal loaded, left
+        left -= num_bytes is None
+        if num_bytes is not None:
+            loaded += num_bytes
+            told(loaded)
+
     with ThreadPoolExecutor(num_threads, thread_name_prefix="crosspool-stream") as threads:
         futures = [threads.submit(serve) for _ in range(num_threads)]
-        loaded, left = 0, num_threads
         try:
+            for extent in work:
+                todo.put(extent)
+                while not done.empty():
+                    note(done.get())
+                if stop.is_set():
+                    break
+            for _ in futures:
+                todo.put(None)
             while left:
-                num_bytes = done.get()
-                left -= num_bytes is None
-                if num_bytes is not None:
-                    loaded += num_bytes
-                    told(loaded)
+                note(done.get())
         finally:
             stop.set()
+            for _ in futures:
+                todo.put(None)  # a thread that waits sees that all has ended
         for future in futures:
             future.result()
 
 
-def _placed(work: Iterator[Extent], device: torch.device, size: int, place: Place) -> Iterator[Extent]:
+def _placed(work: Iterator[Extent], device: torch.device, block_bytes: int, place: Place) -> Iterator[Extent]:
     """Each extent once its bytes are on their way to the device; all have arrived at the end."""
     is_cuda = device.type == "cuda"
     stream: Any = None
     if is_cuda:
         torch.cuda.set_device(device)
         stream = torch.cuda.Stream(device)
-    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(BUFFERS)]
+    blocks = [torch.empty(block_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(BUFFERS)]
     views = [memoryview(block.numpy()) for block in blocks]
     copied: list[Any] = [torch.cuda.Event() if is_cuda else None for _ in blocks]
     with ExtentReader() as reader, _on(stream):
@@ -184,6 +220,9 @@ def _placed(work: Iterator[Extent], device: torch.device, size: int, place: Plac
                 index = number % BUFFERS
                 if is_cuda and number >= BUFFERS:
                     copied[index].synchronize()
+                if extent.num_bytes > len(blocks[index]):
+                    blocks[index] = torch.empty(extent.num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+                    views[index] = memoryview(blocks[index].numpy())
                 reader.read(extent, views[index])
                 place(extent, blocks[index], copy)
                 if is_cuda:
