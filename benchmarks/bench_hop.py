@@ -4,6 +4,7 @@
 
 Two graphs bounce rows: each kernel waits for its flag, copies its rows to the peer and raises the peer's flag. A second
 part adds one to every element at each turn, so that a single stale or torn row would show; with random delays as well.
+`nvshmem`: the same graphs in two processes, over memory of NVSHMEM, where that is installed.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from benchmarks.bouncer import Bouncer
 from benchmarks.gpu_timing import guarded, write_failures
+from benchmarks.hop_by_nvshmem import hops_by_nvshmem
 from benchmarks.report import RESULTS, Report
 from benchmarks.split_model import Gpus, Side
 from crosspool.backends.cuda.channel_map import ChannelMap
 from crosspool.backends.cuda.driver import Driver
 from crosspool.backends.cuda.lane_memory import WaitRule
+from crosspool.backends.cuda.nvshmem import find_library
 from crosspool.backends.cuda.peer_memory import Memory, PlainMemory, RegisteredMemory
-from crosspool.backends.cuda.transport import begin_pass, end_pass
-from crosspool.backends.cuda.transport_params import CrossParams, DelayParams, Flags, Slots
 from crosspool.cluster.channel import channel_bytes
 from crosspool.cluster.region import FileRegion
 
@@ -32,56 +33,6 @@ HOPS = 96
 SIZES = (16, 4096, 16384, 32768, 65536, 131072)
 LIMIT_US = 2.06
 """A bare flag over NVLink, measured on this hardware."""
-
-
-class Bouncer:
-    """One end: `kernels()` is a pass of `turns` hops. The first end starts each turn, the second answers it."""
-
-    def __init__(
-        self, side: Side, inbox: ChannelMap, outbox: ChannelMap, num_bytes: int, turns: int, first: bool
-    ) -> None:
-        self.side, self.inbox, self.outbox = side, inbox, outbox
-        self.num_bytes, self.turns, self.first = num_bytes, turns, first
-        self.blocks = max(1, num_bytes // 4096)
-        self.source = torch.zeros(num_bytes // 4, dtype=torch.int32, device=side.kernels.device)
-        self.delays: random.Random | None = None
-        self.inbox_rows: list[torch.Tensor] | None = None  # of even and odd turns: then every turn adds one
-
-    def kernels(self) -> Iterator[int]:
-        begin_pass(self.side.kernels, self.side.lane)
-        for turn in range(self.turns):
-            yield turn
-            if self.delays is not None:
-                nanoseconds = self.delays.choice((0, 0, 300, 2000, 8000))
-                self.launch("delay", DelayParams(nanoseconds))
-            waits = turn if not self.first else turn - 1
-            if self.inbox_rows is None:
-                self.cross(waits, turn)
-                continue
-            if waits >= 0:
-                self.cross(waits, None)
-                torch.add(self.inbox_rows[waits % 2], 1, out=self.source)
-            self.cross(-1, turn)
-        if self.first:
-            self.cross(self.turns - 1, None)
-            if self.inbox_rows is not None:
-                self.source.copy_(self.inbox_rows[(self.turns - 1) % 2])
-        end_pass(self.side.kernels, self.side.lane, self.turns)
-
-    def cross(self, waits: int, raises: int | None) -> None:
-        params = CrossParams(view=self.side.lane.view(), row_bytes=self.num_bytes // self.blocks)
-        if waits >= 0:
-            params.wait_for, params.wait_layer = Flags.at([self.inbox.flag]), waits
-        if raises is not None:
-            params.raise_for, params.raise_layer = Flags.at([self.outbox.flag]), raises
-            params.rows, params.slots = self.source.data_ptr(), Slots(self.outbox.slot(raises))
-        self.launch("cross", params, self.blocks if raises is not None else 1)
-
-    def launch(self, kernel: str, params: CrossParams | DelayParams, blocks: int = 1) -> None:
-        threads = 32 if kernel == "delay" else 256
-        self.side.kernels.launch(
-            "transport", kernel, grid=(blocks, 1, 1), threads=threads, smem_bytes=256, params=params
-        )
 
 
 def bouncers(gpus: Gpus, num_bytes: int, turns: int, path: str = "peer") -> tuple[list[Bouncer], list[Memory]]:
@@ -154,39 +105,61 @@ def count_turns(gpus: Gpus, num_bytes: int, round_trips: int, delays: bool) -> i
     return int((ends[0].source.cpu() != expected).sum())
 
 
+class Hops:
+    """The parts of the benchmark."""
+
+    def __init__(self, gpus: Gpus, report: Report, round_trips: int) -> None:
+        self.gpus, self.report, self.round_trips = gpus, report, round_trips
+
+    def by_path(self, path: str, sizes: tuple[int, ...]) -> None:
+        for size in sizes:
+            self._tell(size, "" if path == "peer" else f".{path}", measure(self.gpus, size, path))
+
+    def by_nvshmem(self) -> None:
+        begin_s = time.perf_counter()
+        trips = self.round_trips // 10
+        times, wrong = hops_by_nvshmem(SIZES, HOPS, round_trips=trips)
+        for size, samples in times.items():
+            self._tell(size, ".nvshmem", samples)
+        self.report.metric("wrong_elements.nvshmem", wrong, limit=0, note=f"{trips} round trips of 4 KB")
+        print(f"wrong_elements.nvshmem: {wrong}; all in {time.perf_counter() - begin_s:.1f} s", flush=True)
+
+    def counts(self, delays: bool) -> None:
+        trips = self.round_trips // 20 if delays else self.round_trips
+        begin = time.perf_counter()
+        wrong = count_turns(self.gpus, 4096, trips, delays)
+        name = "wrong_elements.delays" if delays else "wrong_elements"
+        note = f"{trips} round trips of 4 KB in {time.perf_counter() - begin:.1f} s"
+        self.report.metric(name, wrong, limit=0, note=note)
+        print(f"{name}: {wrong} after {trips} round trips", flush=True)
+
+    def _tell(self, size: int, path: str, times: list[float]) -> None:
+        name = (f"hop_us.{size // 1024}k" if size >= 1024 else f"hop_us.{size}b") + path
+        self.report.samples(name, times, limit=LIMIT_US + size / 371e3, note="bare flag + bytes at 371 GB/s")
+        p50, p99 = (sorted(times)[int(len(times) * part)] for part in (0.5, 0.99))
+        print(f"{name}: {p50:.2f} us, P99 {p99:.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--round-trips", type=int, default=1_000_000)
     options = parser.parse_args()
     gpus, failures = Gpus(2), dict[str, str]()
-    report = Report(
-        "hop", hardware="h200-x2", config={"hops_a_graph": HOPS, "round_trips": options.round_trips}, seed=0
-    )
+    config = {"hops_a_graph": HOPS, "round_trips": options.round_trips}
+    origin = {"commit": options.commit} if options.commit else {}
+    report = Report("hop", hardware="h200-x2", config=config, seed=0, origin=origin)
     report.summary = (
         "One way, wait and put in one kernel, inside graphs on both GPUs; each sample a mean over one graph."
     )
-
-    def hops(path: str, sizes: tuple[int, ...]) -> None:
-        for size in sizes:
-            times = measure(gpus, size, path)
-            name = f"hop_us.{size // 1024}k" if size >= 1024 else "hop_us.16b"
-            name += "" if path == "peer" else f".{path}"
-            report.samples(name, times, limit=LIMIT_US + size / 371e3, note="bare flag + bytes at 371 GB/s")
-            print(f"{name}: {sorted(times)[len(times) // 2]:.2f} us", flush=True)
-
-    def counts(delays: bool) -> None:
-        trips = options.round_trips // 20 if delays else options.round_trips
-        begin = time.perf_counter()
-        wrong = count_turns(gpus, 4096, trips, delays)
-        name = "wrong_elements.delays" if delays else "wrong_elements"
-        report.metric(name, wrong, limit=0, note=f"{trips} round trips of 4 KB in {time.perf_counter() - begin:.1f} s")
-        print(f"{name}: {wrong} after {trips} round trips", flush=True)
-
-    guarded("hop peer", lambda: hops("peer", SIZES), failures)
-    guarded("hop host", lambda: hops("host", (16, 4096, 32768)), failures)
-    guarded("counts", lambda: counts(False), failures)
-    guarded("counts with delays", lambda: counts(True), failures)
+    hops = Hops(gpus, report, options.round_trips)
+    guarded("hop peer", lambda: hops.by_path("peer", SIZES), failures)
+    guarded("hop host", lambda: hops.by_path("host", (16, 4096, 32768)), failures)
+    if find_library().is_absolute():
+        guarded("hop nvshmem", hops.by_nvshmem, failures)
+    guarded("counts", lambda: hops.counts(False), failures)
+    guarded("counts with delays", lambda: hops.counts(True), failures)
     report.write(options.out)
     write_failures(failures, options.out)
 

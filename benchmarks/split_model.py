@@ -12,6 +12,7 @@ import torch
 from benchmarks.gpu_timing import seeded_cache
 from crosspool.backends.cuda.attention_half import AttentionHalf
 from crosspool.backends.cuda.attention_pass import AttentionPass
+from crosspool.backends.cuda.cache import PagedCache
 from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap
 from crosspool.backends.cuda.driver import Driver
 from crosspool.backends.cuda.ffn_half import FFNHalf
@@ -91,6 +92,12 @@ def open_links(kv: torch.device, weights: Sequence[torch.device], capacity: int)
     return links, kept
 
 
+def drawn_cache(spec: ModelSpec, batch: int, context: int, seed: int, device: torch.device) -> PagedCache:
+    """A seeded cache of `batch` sequences with `context` tokens each and some to spare."""
+    geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
+    return seeded_cache(geometry, batch, context + SPARE_TOKENS, seed, device)
+
+
 class SplitModel:
     """Decode steps of `batch` rows at `context` tokens, one captured graph a rank."""
 
@@ -108,18 +115,19 @@ class SplitModel:
         route: Route = "ffn",
         fused: bool = False,
         seed: int = 0,
+        cache: PagedCache | None = None,
     ) -> None:
         """`slices`: (GPU, weights) of each weights rank in order; attention runs on GPU 0.
 
-        fused: as the server does it, on GPUs that a weights rank has for itself.
+        fused: as the server does it, on GPUs that a weights rank has for itself. cache: one of `drawn_cache` that models
+        of the same shape share, one after another; else a new one.
         """
         rule = rule or WaitRule(deadline_s=0.3)
         self.spec, self.batch, self.position = spec, batch, context - 1
         self.kv = Side.on(gpus.kernels[0], rule)
         device = gpus.devices[0]
-        geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
         with torch.cuda.device(device):
-            cache = seeded_cache(geometry, batch, context + SPARE_TOKENS, seed, device)
+            cache = cache or drawn_cache(spec, batch, context, seed, device)
             self.half = AttentionHalf(gpus.kernels[0], spec, attention, cache, batch)
         links, self._kept = open_links(
             device, [gpus.devices[gpu] for gpu, _ in slices], (2 * batch + 32) * spec.hidden_size

@@ -8,6 +8,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from dataclasses import dataclass
 
 from crosspool.cluster.fence import Fence
@@ -18,6 +19,7 @@ _IS_PUBLISHED = 0x43524F5353504F4C
 RECORD_BYTES = _WORD_BYTES + _RECORD.size
 
 _TIMEOUT_S = 5.0
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +104,15 @@ def fetch(offer: Offer) -> int:
     if not fds:
         raise ConnectionError(f"process {offer.pid} no longer offers the channel memory on its device {offer.device}")
     return fds[0]
+
+
+def fetch_in_time(offer: Offer, timeout_s: float, late: str) -> int:
+    """The same of an owner that may still be starting. Raises ValueError, which begins with `late`, if none comes."""
+    until_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            return fetch(offer)
+        except OSError as failure:
+            if time.monotonic() > until_s:
+                raise ValueError(f"{late} within {timeout_s:g} s: {failure}") from None
+        time.sleep(_POLL_S)

@@ -5,18 +5,16 @@ engine's affair; a frame has one owner at a time.
 """
 
 import os
-import time
 
-import numpy as np
 import torch
 
 from crosspool.backends.cuda import handoff
+from crosspool.backends.cuda.device_bytes import device_bytes
 from crosspool.backends.cuda.driver import Driver
 from crosspool.backends.cuda.peer_memory import ExportedMemory, ImportedMemory
 
 OWNER_TIMEOUT_S = 60.0
 """How long a process waits for the one that makes the arena."""
-_POLL_S = 0.05
 
 
 class SharedArena:
@@ -43,30 +41,9 @@ class SharedArena:
                 self._memory = ImportedMemory(driver, fd, num_bytes, index)
             finally:
                 os.close(fd)
-        self.frames = torch.as_tensor(_DeviceBytes(self._memory.base, shape), device=device)
-
-
-class _DeviceBytes:
-    """Bytes at a device address, as torch takes them."""
-
-    def __init__(self, base: int, shape: tuple[int, int]) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": shape,
-            "typestr": np.dtype(np.uint8).str,
-            "data": (base, False),
-            "version": 3,
-        }
+        self.frames = device_bytes(self._memory.base, shape, device)
 
 
 def _fetch(offer: handoff.Offer, owner: str) -> int:
-    """The owner's descriptor, once it offers it. Raises ValueError where it does not in time."""
-    until_s = time.monotonic() + OWNER_TIMEOUT_S
-    while True:
-        try:
-            return handoff.fetch(offer)
-        except OSError as failure:
-            if time.monotonic() > until_s:
-                raise ValueError(
-                    f"{owner} did not make the KV memory that this rank shares within {OWNER_TIMEOUT_S:g} s: {failure}"
-                ) from None
-        time.sleep(_POLL_S)
+    late = f"{owner} did not make the KV memory that this rank shares"
+    return handoff.fetch_in_time(offer, OWNER_TIMEOUT_S, late)
