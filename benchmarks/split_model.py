@@ -119,8 +119,8 @@ class SplitModel:
     ) -> None:
         """`slices`: (GPU, weights) of each weights rank in order; attention runs on GPU 0.
 
-        fused: as the server does it, on GPUs that a weights rank has for itself. cache: one of `drawn_cache` that models
-        of the same shape share, one after another; else a new one.
+        fused: as the server does it, on GPUs that a weights rank has for itself.
+        cache: one of `drawn_cache` that models of the same shape share, one after another; else a new one.
         """
         rule = rule or WaitRule(deadline_s=0.3)
         self.spec, self.batch, self.position = spec, batch, context - 1
