@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import RESULTS
-from crosspool.backends.cuda.patience import PIECE_S
+from crosspool.backends.cuda.patience import PIECE_S, TOKEN_S
 from crosspool.planner.deployment import PlanInput
 from crosspool.planner.planner import Planned, plan_deployment
 from crosspool.planner.quantile import QuantileEstimate
@@ -114,6 +114,7 @@ def _simulated(
             mode="exact",
             is_ahead=True,
             patience_s=PIECE_S,
+            patience_token_s=TOKEN_S,
             beside_share=beside_share,
         )
     else:

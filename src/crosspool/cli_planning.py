@@ -49,8 +49,10 @@ def simulate(
         bool, typer.Option(help="hand out a lane's next decode step while one runs, as the server does (mode exact)")
     ] = False,
     patience_us: Annotated[
-        float, typer.Option(help="how long a prompt's segment steps aside for decode; on GPUs about 1000  [for ever]")
+        float,
+        typer.Option(help="what a layer of a prompt may take before it goes before decode; on GPUs 1000  [for ever]"),
     ] = float("inf"),
+    patience_token_us: Annotated[float, typer.Option(help="the same, for each token more; on GPUs 0.75")] = 0.0,
     beside_share: Annotated[
         float, typer.Option(help="share of every FFN that a weights rank on the KV GPU holds, such as 0.25")
     ] = 0.0,
@@ -79,6 +81,7 @@ def simulate(
         "host_s": host_us * 1e-6,
         "is_ahead": ahead,
         "patience_s": patience_us * 1e-6,
+        "patience_token_s": patience_token_us * 1e-6,
         "beside_share": beside_share,
         "seed": seed,
     }

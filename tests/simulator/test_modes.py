@@ -186,12 +186,15 @@ def test_a_prompt_steps_aside_for_as_long_as_its_patience():
     """Two lanes of decode keep the weights pool busy; each of a chunk's segments waits until its patience is out."""
     from dataclasses import replace
 
+    from crosspool.simulator.group import Patience
+
     costs = {name: LinearCost(attention=5, ffn=60, tail=0) for name in "ab"} | {"p": LinearCost(attention=5, ffn=60)}
     work = requests([(0.0, "a", 10, 900), (0.0, "b", 10, 900), (0.02, "p", 64, 1)])
     ttft = {}
-    for patience_s in (0.0, 1e-3, float("inf")):
-        found = simulate_exact(replace(a_group(costs, num_decode_lanes=2), patience_s=patience_s), work)
-        ttft[patience_s] = found.models["p"].ttft.mean
+    for patience in (Patience(0.0), Patience(1e-3), Patience(0.36e-3, 1e-5), Patience()):
+        found = simulate_exact(replace(a_group(costs, num_decode_lanes=2), patience=patience), work)
+        ttft[patience.piece_s] = found.models["p"].ttft.mean
     segments = 12  # of the FFN; attention has its station nearly to itself
     assert ttft[1e-3] - ttft[0.0] == pytest.approx(segments * 1e-3, rel=0.2)
+    assert ttft[0.36e-3] == pytest.approx(ttft[1e-3], rel=0.05), "64 tokens of 10 us make up for what is missing"
     assert ttft[float("inf")] > 3 * ttft[1e-3], "after the others have ended"

@@ -104,10 +104,10 @@ def test_decode_goes_before_prefill_where_both_wait():
 
 def test_a_segment_out_of_patience_goes_first():
     spans: list[Span] = []
-    pipeline = ordered(3, "priority", spans=spans, patience_s=5e-6)
+    pipeline = ordered(3, "priority", spans=spans)
     times = stages(layers=1, attention=10)
-    pipeline.start(0, times, Route(kv=0, weights=1, priority=1), 0.0)
-    pipeline.start(1, times, Route(kv=0, weights=1, priority=1), 1e-6)
+    pipeline.start(0, times, Route(kv=0, weights=1, priority=1, patience_s=5e-6), 0.0)
+    pipeline.start(1, times, Route(kv=0, weights=1, priority=1, patience_s=5e-6), 1e-6)
     pipeline.start(2, times, Route(kv=0, weights=1, priority=0), 8e-6)
     while pipeline.advance(1.0) is not None:
         pass

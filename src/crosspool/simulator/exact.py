@@ -18,9 +18,7 @@ def make_pipeline(group: SimulatedGroup, num_lanes: int, spans: list[Span] | Non
     """The stations of a group under its order policy."""
     if group.order == STREAMS:
         return StreamPipeline(len(group.stations), num_lanes)
-    return OrderedPipeline(
-        len(group.stations), num_lanes, ORDER_POLICIES[group.order], patience_s=group.patience_s, spans=spans
-    )
+    return OrderedPipeline(len(group.stations), num_lanes, ORDER_POLICIES[group.order], spans=spans)
 
 
 def simulate_exact(
@@ -48,8 +46,9 @@ def simulate_exact(
 
     def start(step: StepDescriptor, delay_s: float) -> None:
         model, header = models[step.header.model], step.header
-        route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority)
         times = model.times(step_work(step), has_neighbours=in_flight > 0)
+        patience_s = group.patience.of(header, times)
+        route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority, patience_s=patience_s)
         pipeline.start(header.lane, times, route, now + delay_s)
 
     while arrivals.next_s < float("inf") or driver.num_live:

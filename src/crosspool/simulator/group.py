@@ -9,6 +9,7 @@ from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.served_model import ServedModel
 from crosspool.planner.roofline import StageTimes
 from crosspool.scheduler.order import ORDER_POLICIES
+from crosspool.scheduler.step import StepHeader
 from crosspool.simulator.cost import StepCost, StepWork
 from crosspool.simulator.pipeline import Route
 
@@ -19,6 +20,26 @@ ORDERS = (*ORDER_POLICIES, STREAMS)
 
 
 POOLS = Route(kv=0, weights=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a segment of a prompt steps aside for decode (mode exact), as `backends/cuda/patience.py` has it.
+
+    piece_s, token_s: what a layer's FFN of a chunk may take, waiting included: a constant, and for each of its tokens.
+    """
+
+    piece_s: float = float("inf")
+    token_s: float = 0.0
+
+    def of(self, header: StepHeader, times: StageTimes) -> float:
+        """Seconds that a segment of the step waits before it outranks every priority. Decode never does."""
+        if header.phase == "decode":
+            return float("inf")
+        return max(0.0, self.piece_s + header.num_tokens * self.token_s - times.ffn_s)
+
+
+FOR_EVER = Patience()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,9 +68,8 @@ class SimulatedGroup:
     """A group under one engine. stations: names, in the order that routes count them; for monolithic layouts the GPUs.
 
     host_s: from the end of a step to the start of the next, the engine's own time. is_ahead: decode steps are handed
-    out while those before them run, as the server does (mode exact). patience_s: a segment that waited longer comes
-    first, whatever its priority. prepare: called with the core once the models are added; monolithic layouts put their
-    own pages in.
+    out while those before them run, as the server does (mode exact). prepare: called with the core once the models are
+    added; monolithic layouts put their own pages in.
     """
 
     name: str
@@ -60,7 +80,7 @@ class SimulatedGroup:
     order: str = "priority"
     host_s: float = 0.0
     is_ahead: bool = False
-    patience_s: float = float("inf")
+    patience: Patience = FOR_EVER
     prepare: Callable[[EngineCore], None] | None = None
 
     def __post_init__(self) -> None:

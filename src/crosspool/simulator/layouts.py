@@ -24,7 +24,7 @@ from crosspool.planner.layouts import Hosting, Room, elastic_hosting, shard_byte
 from crosspool.planner.parallelism import kv_parallelism, monolithic_share_seen
 from crosspool.planner.traffic import PlannedModel
 from crosspool.simulator.cost import MonolithicCost, PooledCost, StepCost
-from crosspool.simulator.group import Layout, SimulatedGroup, SimulatedModel
+from crosspool.simulator.group import FOR_EVER, Layout, Patience, SimulatedGroup, SimulatedModel
 from crosspool.simulator.measured import MeasuredTable, whole_with_measurements, with_measurements
 from crosspool.simulator.pipeline import Route
 from crosspool.simulator.replicas import ReplicatedPages
@@ -41,7 +41,7 @@ def simulated_group(
     order: str = "priority",
     host_s: float = 0.0,
     is_ahead: bool = False,
-    patience_s: float = float("inf"),
+    patience: Patience = FOR_EVER,
     max_queue: int = 64,
     measured: MeasuredTable | None = None,
     hosting: Hosting | None = None,
@@ -59,7 +59,7 @@ def simulated_group(
         group = _pools(models, split, plan_input, measured, max_queue, beside_share)
     else:
         group = _monolithic(models, split, plan_input, layout, measured, max_queue, hosting)
-    return replace(group, name=name, order=order, host_s=host_s, is_ahead=is_ahead, patience_s=patience_s)
+    return replace(group, name=name, order=order, host_s=host_s, is_ahead=is_ahead, patience=patience)
 
 
 def _config(plan_input: PlanInput, num_frames: int, max_queue: int, num_decode: int, num_prefill: int) -> EngineConfig:

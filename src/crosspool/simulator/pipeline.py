@@ -31,11 +31,15 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """The stations a model's steps go between, and how urgent they are (smaller first)."""
+    """The stations a model's steps go between, and how urgent they are (smaller first).
+
+    patience_s: a segment that waited longer outranks every priority, as in the workers.
+    """
 
     kv: int
     weights: int
     priority: int = 0
+    patience_s: float = float("inf")
 
 
 class Pipeline(Protocol):
@@ -57,8 +61,8 @@ class Pipeline(Protocol):
 class OrderedPipeline:
     """Stations that run one segment at a time, in the order of `policy`.
 
-    An event is a segment's end or the arrival of rows; `num_events` counts them. patience_s: a segment that waited
-    longer outranks every priority, as in the workers. spans: filled with every segment where a list is given.
+    An event is a segment's end or the arrival of rows; `num_events` counts them. spans: filled with every segment where
+    a list is given.
     """
 
     def __init__(
@@ -67,7 +71,6 @@ class OrderedPipeline:
         num_lanes: int,
         policy: OrderPolicy,
         *,
-        patience_s: float = float("inf"),
         spans: list[Span] | None = None,
     ) -> None:
         self.now_s = 0.0
@@ -75,7 +78,7 @@ class OrderedPipeline:
         self.busy_s = [0.0] * num_stations
         self.spans = spans
         self._policy = policy
-        self._patience_s = patience_s
+        self._patience_s = [float("inf")] * num_lanes
         self._heap: list[tuple[float, int]] = []
         self._is_busy = [False] * num_stations
         self._waiting: list[list[int]] = [[] for _ in range(num_stations)]  # codes, in order of readiness
@@ -91,6 +94,7 @@ class OrderedPipeline:
         self._crossing_s[lane], self._tail_s[lane] = times.crossing_s, times.tail_s
         self._beside_s[lane] = times.beside_s
         self._kv[lane], self._weights[lane], self._priority[lane] = route.kv, route.weights, route.priority
+        self._patience_s[lane] = route.patience_s
         self._layers[lane] = times.num_layers + 1  # segments at the KV station
         self._left[lane] = _segments_left(times, done)
         heappush(self._heap, (now_s, lane << BITS | ARRIVES_AT_KV))
@@ -173,11 +177,12 @@ class OrderedPipeline:
 
     def _pick(self, queue: list[int], now: float) -> int:
         """Take the segment that the policy names out of a queue in order of readiness."""
-        late = now - self._patience_s
         segments = [
             Segment(
                 code >> BITS,
-                STARVING_PRIORITY if self._ready_s[code] < late else self._priority[code >> BITS],
+                STARVING_PRIORITY
+                if now - self._ready_s[code] > self._patience_s[code >> BITS]
+                else self._priority[code >> BITS],
                 ticket,
             )
             for ticket, code in enumerate(queue)

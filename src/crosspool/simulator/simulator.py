@@ -8,7 +8,7 @@ from crosspool.planner.deployment import PlanInput
 from crosspool.planner.layouts import Hosting
 from crosspool.planner.planner import Planned, PlannedGroup
 from crosspool.simulator.exact import simulate_exact
-from crosspool.simulator.group import Layout
+from crosspool.simulator.group import Layout, Patience
 from crosspool.simulator.layouts import simulated_group
 from crosspool.simulator.measured import MeasuredTable
 from crosspool.simulator.pipeline import Span
@@ -24,9 +24,11 @@ class SimulationSettings:
     """What to simulate of a plan. Requests arrive in [start_s, start_s + duration_s) of the workload.
 
     drain: go on until all have ended; otherwise stop when the time is up. is_ahead: a lane's next decode step is handed
-    out while the present one runs. patience_s: how long a prompt's segment steps aside for decode. Raises ValueError
-    for bad bounds. hosting: names of the models of each GPU, in a monolithic layout; none: as planned. beside_share: of
-    every FFN, on a weights rank that lies on the KV GPU (two pools, one KV GPU).
+    out while the present one runs. patience_s, patience_token_s: what a layer's FFN of a prompt may take, and more for
+    each of its tokens, before it goes before decode. hosting: names of the models of each GPU, in a monolithic layout;
+    none: as planned. beside_share: of every FFN, on a weights rank that lies on the KV GPU (two pools, one KV GPU).
+
+    Raises ValueError for bad bounds.
     """
 
     mode: Mode = "steps"
@@ -39,6 +41,7 @@ class SimulationSettings:
     host_s: float = 0.0
     is_ahead: bool = False
     patience_s: float = float("inf")
+    patience_token_s: float = 0.0
     max_queue: int = 64
     hosting: Hosting | None = None
     beside_share: float = 0.0
@@ -52,9 +55,10 @@ class SimulationSettings:
             raise ValueError("steps ahead are played put by put; use mode exact")
         if not self.duration_s > 0:
             raise ValueError(f"duration is {self.duration_s} s; it must be above 0")
-        if self.start_s < 0 or self.host_s < 0 or not self.patience_s >= 0:
+        if self.start_s < 0 or self.host_s < 0 or not self.patience_s >= 0 or not self.patience_token_s >= 0:
             raise ValueError(
-                f"start {self.start_s}, host time {self.host_s} and patience {self.patience_s} s must not be negative"
+                f"start {self.start_s}, host time {self.host_s} and patience {self.patience_s} and "
+                f"{self.patience_token_s} s must not be negative"
             )
         if not 0 <= self.beside_share < 1 or (self.beside_share and self.layout != "crosspool"):
             raise ValueError(
@@ -98,7 +102,7 @@ def _simulate_group(
         order=settings.order,
         host_s=settings.host_s,
         is_ahead=settings.is_ahead,
-        patience_s=settings.patience_s,
+        patience=Patience(settings.patience_s, settings.patience_token_s),
         max_queue=settings.max_queue,
         measured=measured,
         hosting=settings.hosting,
