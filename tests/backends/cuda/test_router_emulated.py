@@ -1,0 +1,52 @@
+"""Routers and lists of experts, run on the CPU, against the NumPy backend."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from crosspool.backends.cuda.router import Routing, route, route_lists  # noqa: E402
+from crosspool.backends.numpy.router import route as numpy_route  # noqa: E402
+from tests.backends.cuda.drawn import CPU, draw  # noqa: E402
+from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
+from tests.backends.cuda.moe_cases import ROUTERS, moe_layer  # noqa: E402
+
+pytestmark = pytest.mark.judge
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 32])
+@pytest.mark.parametrize("name", ROUTERS)
+def test_router_chooses_and_weighs_as_numpy_does(name, tokens):
+    layer = moe_layer(ROUTERS[name])
+    spec, x = layer.spec, draw(tokens, 64, seed=20)
+    routing = Routing.allocate(tokens, spec.num_experts, spec.top_k, CPU)
+    route(EmulatedKernels(), layer, x, routing)
+    logits = (x.float() @ layer.router.weight.T).numpy()
+    if layer.router.logit_bias is not None:
+        logits = logits + layer.router.logit_bias.numpy()
+    bias = None if layer.router.choice_bias is None else layer.router.choice_bias.numpy()
+    ids, weights = numpy_route(logits, spec.router, spec.top_k, bias)
+    np.testing.assert_array_equal(routing.topk_ids.view(tokens, -1).numpy(), ids)
+    np.testing.assert_allclose(routing.topk_weights.view(tokens, -1).numpy(), weights, rtol=1e-5)
+    assert_lists(routing, ids)
+    assert routing.ticket.item() == 0
+
+
+def assert_lists(routing, ids):
+    unique = np.unique(ids)
+    assert routing.num_unique.item() == len(unique)
+    np.testing.assert_array_equal(routing.unique_ids[: len(unique)].numpy(), unique)
+    np.testing.assert_array_equal(routing.expert_pairs[: ids.size].numpy(), ids.ravel().argsort(kind="stable"))
+    starts = np.searchsorted(np.sort(ids.ravel()), unique)
+    np.testing.assert_array_equal(routing.unique_offsets[: len(unique) + 1].numpy(), [*starts, ids.size])
+
+
+def test_lists_can_be_made_from_ids_that_came_from_elsewhere():
+    spec = moe_layer(ROUTERS["softmax"]).spec
+    routing = Routing.allocate(3, 64, 6, CPU)
+    ids = np.array([[3, 9, 63, 0, 5, 6], [9, 3, 1, 2, 40, 41], [63, 9, 7, 8, 10, 11]])
+    routing.topk_ids.copy_(torch.from_numpy(ids.ravel()))
+    route_lists(EmulatedKernels(), spec, 3, 64, routing)
+    assert_lists(routing, ids)
