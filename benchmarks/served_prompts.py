@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import AsyncIterator, Sequence
 
@@ -12,7 +13,7 @@ import numpy as np
 from benchmarks.bench_prefill import PEER_MS, PRODUCT_TFLOPS, prompt_flops
 from benchmarks.full_models import full_spec
 from benchmarks.report import Report
-from benchmarks.served_clients import Answer, Clients
+from benchmarks.served_clients import Answer, ClientApart, Clients
 
 CONTEXTS = (4096, 32768)
 REPEATS = 2
@@ -23,16 +24,20 @@ SETTLE_S = 0.8
 
 async def first_tokens(clients: Clients, report: Report, names: Sequence[str]) -> None:
     """4K and 32K of every model: alone, then while sequences of each other model decode."""
-    for name in names:
-        alone = {context: await idle(clients, report, name, context) for context in CONTEXTS}
-        others = [other for other in names if other != name]
-        for context, neighbour in ((CONTEXTS[0], others[0]), *((CONTEXTS[1], other) for other in others)):
-            await beside(clients, report, name, context, neighbour, alone[context])
+    apart = ClientApart()
+    try:
+        for name in names:
+            alone = {context: await idle(apart, report, name, context) for context in CONTEXTS}
+            others = [other for other in names if other != name]
+            for context, neighbour in ((CONTEXTS[0], others[0]), *((CONTEXTS[1], other) for other in others)):
+                await beside(clients, apart, report, name, context, neighbour, alone[context])
+    finally:
+        apart.close()
 
 
-async def idle(clients: Clients, report: Report, name: str, context: int) -> float:
+async def idle(apart: ClientApart, report: Report, name: str, context: int) -> float:
     """Median milliseconds to the first token, nothing else running."""
-    answers = [await clients.ask(name, 300 + each, context, 2) for each in range(REPEATS + 1)]
+    answers = [await apart.ask(name, 300 + each, context, 2) for each in range(REPEATS + 1)]
     times = [whole(answer).ttft_ms for answer in answers[1:]]
     ttft = float(np.median(times))
     limit = sum(prompt_flops(full_spec(name), context)) / PRODUCT_TFLOPS / 1e9
@@ -45,12 +50,13 @@ async def idle(clients: Clients, report: Report, name: str, context: int) -> flo
     return ttft
 
 
-async def beside(clients: Clients, report: Report, name: str, context: int, neighbour: str, alone_ms: float) -> None:
+async def beside(
+    clients: Clients, apart: ClientApart, report: Report, name: str, context: int, neighbour: str, alone_ms: float
+) -> None:
     """The same prompt while ROWS sequences of `neighbour` decode."""
     async with decoding(clients, neighbour) as rows:
-        begin = time.perf_counter()
-        answer = whole(await clients.ask(name, 400, context, 2))
-        end = time.perf_counter()
+        answer = whole(await apart.ask(name, 400, context, 2))
+    begin, end = answer.begin, answer.moments[0]
     for row in rows:
         whole(row)
     quiet = [gap for row in rows for gap in row.gaps_ms(begin - SETTLE_S / 2, begin)]
@@ -74,11 +80,15 @@ async def decoding(clients: Clients, name: str) -> AsyncIterator[list[Answer]]:
     """ROWS sequences of a model that decode until the end of the block, where they are aborted."""
     rows: list[Answer] = []
     tasks = [asyncio.create_task(clients.ask(name, 60 + row, 500 + 100 * row, ROW_TOKENS, rows)) for row in range(ROWS)]
-    await asyncio.sleep(SETTLE_S)
-    yield rows
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    gc.disable()  # the client's own pauses are not the server's
+    try:
+        await asyncio.sleep(SETTLE_S)
+        yield rows
+    finally:
+        gc.enable()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def whole(answer: Answer) -> Answer:
@@ -106,13 +116,12 @@ async def long_prompt(clients: Clients, report: Report, names: Sequence[str], to
 
     tasks = [asyncio.create_task(keep_asking(name)) for name in others]
     await asyncio.sleep(0.5)
-    begin = time.perf_counter()
-    answer = await clients.ask(target, 99, tokens, 32)
-    end = time.perf_counter()
+    apart = ClientApart()
+    answer = await apart.ask(target, 99, tokens, 32)
+    apart.close()
     is_over = True
     beside = [each for task in tasks for each in await task]
-    if answer.error:
-        raise RuntimeError(answer.error)
+    begin, end = whole(answer).begin, answer.moments[0]
     report.metric(
         f"ttft_ms_beside_decode.{target}.1+1.{tokens // 1024}k", answer.ttft_ms, note="over HTTP, two models answer"
     )

@@ -278,7 +278,8 @@ def has_lone_surrogate(value: Any) -> bool:
             pending.extend(item)
             pending.extend(item.values())
         elif isinstance(item, list):
-            pending.extend(item)
+            if not _are_ids(item):
+                pending.extend(item)
         elif isinstance(item, str) and not item.isascii():
             try:
                 item.encode("utf-8")
