@@ -133,6 +133,8 @@ def add_models_words(report: Report, layout: str, rate: str, result: Mapping[str
     demand, held = kv_demand(result, gpus), kv_held(result)
     interval = f"planned {demand.value / MiB:.0f}, between {demand.low / MiB:.0f} and {demand.high / MiB:.0f}"
     report.metric(f"k_pool_mib.{layout}.{rate}.p99", held / MiB, note=f"{interval}; whole pages, over the run's time")
+    is_within = float(demand.low <= held <= demand.high)
+    report.metric(f"k_pool_within.{layout}.{rate}", is_within, note=f"held {held / MiB:.0f} MiB at P99; {interval}")
     kind, share = layout.partition("-")[0], beside_share(layout)
     if "." in layout and not share:
         return  # of variants the simulator has those that set shares

@@ -48,7 +48,8 @@ def targets(models: Sequence[str], rates: Sequence[str]) -> list[Target]:
         found += [Target(f"elastic_over_crosspool.{model}.{rate}", BELOW_ELASTIC, True) for model in models]
         found.append(Target(f"tokens_over_static.crosspool-1+1.{rate}", OF_STATICS_TOKENS, True))
         found += [Target(f"static_over_crosspool-1+1s.{model}.{rate}", 1.0, True) for model in models]
-        found += [Target(f"served.{layout}.{rate}", 1.0, True) for layout in ("crosspool-1+1", "crosspool-1+1s")]
+        for layout in ("crosspool-1+1", "crosspool-1+1s"):
+            found += [Target(f"{what}.{layout}.{rate}", 1.0, True) for what in ("served", "k_pool_within")]
     return [*found, Target("sim_error_percent.p99", SIMULATED_PERCENT)]
 
 
