@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig, ServerConfig, parse_size
@@ -111,3 +113,22 @@ def test_defaults_are_the_engines() -> None:
     assert (pools.kv_pool_bytes, pools.frame_bytes) == (engine.kv_budget_bytes, engine.frame_bytes)
     assert scheduling.queue_timeout_s == engine.default_deadline_s
     assert scheduling.enable_prefix_caching == engine.prefix_caching
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"backend": "numpy"}, "transport is nvshmem with backend numpy, which has no GPUs; leave it out"),
+        ({"layout": "inprocess"}, "layout inprocess and gpus 2 for 2 ranks; .* so use peer"),
+        ({"num_gpus": 1}, "layout processes and gpus 1 for 2 ranks; .* so use peer"),
+        ({"baseline": "static"}, "with baseline static, where nothing crosses"),
+    ],
+)
+def test_a_transport_that_means_nothing_or_cannot_be_had_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PoolsConfig(**{"backend": "cuda", "transport": "nvshmem", **fields})
+
+
+def test_ranks_by_nvshmem_have_a_process_and_a_gpu_each() -> None:
+    assert PoolsConfig(backend="cuda", transport="nvshmem", num_gpus=3, num_weights_ranks=2).transport == "nvshmem"
+    assert PoolsConfig(backend="cuda", transport="peer", num_gpus=1).transport == "peer"

@@ -32,6 +32,15 @@ def test_gpus_follow_the_ranks_and_ranks_look_at_their_gpus(tmp_path):
     assert config.spin_us > cluster_config(deployment(tmp_path, "numpy")).spin_us
 
 
+def test_ranks_of_gpus_cross_as_asked_and_meet_under_a_token_of_their_deployment(tmp_path):
+    config = deployment(tmp_path, "cuda")
+    assert cluster_config(config).transport == "auto"
+    by_nvshmem = replace(config, pools=replace(config.pools, transport="nvshmem"))
+    configs = [cluster_config(by_nvshmem) for _ in range(2)]
+    assert [config.transport for config in configs] == ["nvshmem"] * 2
+    assert len({config.token for config in configs}) == 2
+
+
 @pytest.mark.parametrize(
     ("backend", "layout", "num_hosts"), [("numpy", "inprocess", 1), ("numpy", "processes", 3), ("cuda", "inprocess", 3)]
 )

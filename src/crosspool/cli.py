@@ -83,6 +83,9 @@ def serve(
     ] = None,
     prefill_ranks: Annotated[int | None, typer.Option(help="ranks that compute prompts, with dedicated  [1]")] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs that the ranks share in turn (cuda)  [one a rank]")] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="between GPUs: auto, peer, host or nvshmem memory (cuda)  [auto]")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="numpy, or cuda with a GPU for each rank  [numpy]")] = None,
     weights: Annotated[
         str | None, typer.Option(help="checkpoint, or random ones of the same shapes (cuda)  [checkpoint]")

@@ -15,6 +15,7 @@ Backend = Literal["numpy", "cuda"]
 Prefill = Literal["inline", "dedicated"]
 Baseline = Literal["static", "elastic"]
 Control = Literal["host", "graphs", "resident"]
+Transport = Literal["auto", "peer", "host", "nvshmem"]
 StepsAhead = Literal["host", "device"]
 Pipeline = Literal["on", "off"]
 Route = Literal["ffn", "kv"]
@@ -113,6 +114,7 @@ class PoolsConfig:
     prefill: Prefill = "inline"  # dedicated: by ranks that hold whole models, instead of by the pools
     num_prefill_ranks: int = 1  # with dedicated
     num_gpus: int | None = None  # that the ranks share, in turn; None: one for each
+    transport: Transport = "auto"  # memory by which hidden states cross between GPUs
 
     def __post_init__(self) -> None:
         if self.num_gpus is not None and self.backend != "cuda":
@@ -147,6 +149,7 @@ class PoolsConfig:
             raise ValueError(f"weights_ranks is {self.num_weights_ranks}; it must be at least 1")
         self._check_shares()
         self._check_host_pool()
+        self._check_transport()
         if self.num_prefill_ranks < 1:
             raise ValueError(f"prefill_ranks is {self.num_prefill_ranks}; it must be at least 1")
         if self.num_prefill_ranks > 1 and self.prefill == "inline":
@@ -158,6 +161,23 @@ class PoolsConfig:
             )
         if self.prefill == "dedicated" and self.baseline is not None:
             raise ValueError(f"prefill is dedicated with baseline {self.baseline}, which has no pools; use inline")
+
+    def _check_transport(self) -> None:
+        if self.transport == "auto":
+            return
+        if self.backend != "cuda":
+            raise ValueError(
+                f"transport is {self.transport} with backend {self.backend}, which has no GPUs; leave it out"
+            )
+        if self.baseline is not None:
+            raise ValueError(f"transport is {self.transport} with baseline {self.baseline}, where nothing crosses")
+        num_ranks = self.num_kv_ranks + self.num_weights_ranks
+        shares_gpus = self.num_gpus is not None and self.num_gpus < num_ranks
+        if self.transport == "nvshmem" and (self.layout != "processes" or shares_gpus):
+            raise ValueError(
+                f"transport is nvshmem with layout {self.layout} and gpus {self.num_gpus or num_ranks} for {num_ranks} "
+                "ranks; NVSHMEM wants a process and a GPU for each, so use peer"
+            )
 
     def _check_host_pool(self) -> None:
         if self.host_pool_bytes == 0:

@@ -143,6 +143,8 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
             cluster,
             control=config.pools.driven_by,
             steps_ahead=config.pools.steps_ahead,
+            transport=config.pools.transport,
+            token=secrets.token_hex(16),
             spin_us=CUDA_SPIN_US,
             start_timeout_s=CUDA_START_TIMEOUT_S,
         )
@@ -182,7 +184,6 @@ def _whole_on_gpus(cluster: ClusterConfig, config: DeploymentConfig) -> ClusterC
         hosts=hosts(config),
         devices=devices(config),
         arenas=arenas(config),
-        arena_token=secrets.token_hex(16),
     )
 
 

@@ -40,6 +40,7 @@ from crosspool.config import (
     SchedulingConfig,
     ServerConfig,
     StepsAhead,
+    Transport,
     WeightsSource,
     parse_size,
 )
@@ -143,6 +144,11 @@ class Settings(BaseSettings):
         "inline", description="prompts run in the pools, or dedicated: on ranks that hold whole models, one at a time"
     )
     prefill_ranks: int = Field(1, description="ranks that compute prompts, with prefill dedicated; a lane for each")
+    transport: Transport = Field(
+        "auto",
+        description="memory by which hidden states cross between GPUs: peer, host or nvshmem; auto: a peer's where "
+        "GPUs reach each other, else the host's",
+    )
     gpus: int | None = Field(None, description="GPUs that the ranks share in turn, with cuda; default: one for each")
     max_num_seqs: int = Field(32, description="sequences of a model that run at once")
     max_num_batched_tokens: int | None = Field(
@@ -312,6 +318,7 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             prefill=settings.prefill,
             num_prefill_ranks=settings.prefill_ranks,
             num_gpus=settings.gpus,
+            transport=settings.transport,
         ),
         scheduling=SchedulingConfig(
             max_num_seqs=settings.max_num_seqs,

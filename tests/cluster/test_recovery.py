@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from crosspool.cluster.base import ModelFailed, RankLost, RankReady, StepFailed
+from crosspool.cluster.base import ModelFailed, RankFailed, RankLost, RankReady, StepFailed
 from crosspool.cluster.processes import Spawner
 from tests.support.fake_backend import FakeModel, expected_tokens
 from tests.support.lane_driver import LaneDriver, Run, Sequence_, wait_for
@@ -226,3 +226,16 @@ def test_a_process_that_the_system_refuses_to_start_is_tried_again(tmp_path, mon
         lane = LaneDriver(0, "m", [Sequence_((1, 2), 3)])
         Run(cluster, [lane]).to_end()
         assert lane.sequences[0].outputs == expected_tokens(model, (1, 2), 3, 1)
+
+
+def test_ranks_of_a_team_that_takes_nobody_back_are_given_up_with_the_reason(tmp_path):
+    """The backend here has no channels of that kind: what is tested is the way back."""
+    with running(make_config("processes", 1, transport="nvshmem")) as cluster:
+        add_models(cluster, {"m": FakeModel()}, tmp_path, ("w0",))
+        os.kill(pids(cluster)["w0"], signal.SIGKILL)
+        seen = []
+        (failed,) = wait_for(cluster, RankFailed, seen=seen)
+        reasons = [event.reason for event in seen if isinstance(event, RankLost)]
+        assert reasons[0] == "killed by SIGKILL"
+        assert len(reasons) > 1
+        assert all("NVSHMEM takes no rank back into its team" in reason for reason in (*reasons[1:], failed.error))

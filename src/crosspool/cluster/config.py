@@ -15,6 +15,11 @@ StepsAhead = Literal["host", "device"]
 """Where a lane's step behind its running one waits for the end of that: on the host, or handed over to the device."""
 
 
+Transport = Literal["auto", "peer", "host", "nvshmem"]
+"""Memory of channels between GPUs: a peer's own, registered host memory, or NVSHMEM's; auto: a peer's where GPUs reach
+each other, else the host's."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterConfig:
     """The workers of one deployment. No size here depends on the models: those come and go by `add_model`."""
@@ -37,10 +42,11 @@ class ClusterConfig:
     threads_per_rank: int = 1  # of the linear algebra library
     control: Control = "graphs"  # of decode on GPUs
     steps_ahead: StepsAhead = "host"  # of decode on GPUs that the host does not drive
+    transport: Transport = "auto"  # of hidden states between GPUs
     devices: tuple[tuple[str, int], ...] = ()  # (rank, GPU); a rank not named takes its place among the ranks
     joins_halves: bool = False  # a model whose KV rank and only weights rank share a host and a GPU runs undivided
     arenas: tuple[tuple[str, ...], ...] = ()  # KV ranks that share one arena's frames; those not named have one each
-    arena_token: str = ""  # under which hosts find the arena that they share
+    token: str = ""  # under which hosts find an arena that they share, or become a team of NVSHMEM
     start_timeout_s: float = 60.0
     max_failed_starts: int = 3  # in a row, before a rank is given up
 

@@ -27,6 +27,7 @@ class Boot:
     doorbells: tuple[Doorbell, ...]  # of every host, in order, and the parent's
     board: FileRegion
     parent_pid: int
+    num_launches: int = 1  # of this host, this one included
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,7 @@ class ProcessHost:
         self._board = board
         self._board_file = board_file
         self._spawner = spawner
+        self._num_launches = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._control: ControlSocket[FromRank, ToRank] | None = None
 
@@ -89,7 +90,11 @@ class ProcessHost:
                 ours.close()
                 raise
         self._control = ControlSocket(ours)
-        self.send(self.ranks[0], Boot(self._config, self._host, self._doorbells, self._board_file, os.getpid()))
+        self._num_launches += 1
+        boot = Boot(
+            self._config, self._host, self._doorbells, self._board_file, os.getpid(), num_launches=self._num_launches
+        )
+        self.send(self.ranks[0], boot)
 
     def send(self, rank: str, message: ToRank) -> None:
         if self._control is not None:

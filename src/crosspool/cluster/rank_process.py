@@ -116,6 +116,7 @@ def _run(boot: Boot, inbox: SocketInbox) -> int:
     inbox.watch(board, boot.host, ringer(boot.doorbells[parent], board, parent))
     loop = None
     try:
+        check_return(boot)
         loads = SettledLoads(LoadThreads())
         loop = make_host_loop(boot.config, boot.host, boot.doorbells, board, inbox, loads, boot.config.spin_us)
         gc.collect()
@@ -130,6 +131,16 @@ def _run(boot: Boot, inbox: SocketInbox) -> int:
         inbox.answer(ranks[0])(Ending(one_line(failure)))
         return 1
     return 0
+
+
+def check_return(boot: Boot) -> None:
+    """Raises ValueError for a host that was started again where its ranks cannot come back."""
+    if boot.config.transport == "nvshmem" and boot.num_launches > 1:
+        ranks = ", ".join(boot.config.all_hosts[boot.host])
+        raise ValueError(
+            f"{ranks} was lost, and NVSHMEM takes no rank back into its team; restart the deployment, or use transport "
+            "peer, whose ranks come back alone"
+        )
 
 
 def _die_with_parent() -> None:

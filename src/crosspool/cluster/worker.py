@@ -16,6 +16,7 @@ from crosspool.backends.base import (
     ShareWorker,
 )
 from crosspool.cluster.base import ModelPlacement
+from crosspool.cluster.channel import channel_bytes
 from crosspool.cluster.config import ClusterConfig
 from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
@@ -23,10 +24,15 @@ from crosspool.kv_pool.host_tier import FrameCopy
 from crosspool.scheduler.step import StepDescriptor, StepHeader
 
 if TYPE_CHECKING:
+    from crosspool.backends.cuda.nvshmem_team import Team
     from crosspool.kv_pool.backing.mapped_frames import MappedFrames
 
 DEVICE_DEADLINE = 0.8
 """Part of a step's deadline after which a wait on a device gives up, so that the device is free when the host does."""
+
+
+TEAM_WIDTH = 4096
+"""Hidden size for which a team has memory in each of its lanes' channels."""
 
 
 class LoadsModels(Protocol):
@@ -190,6 +196,17 @@ def _mapped_frames(num_frames: int, frame_bytes: int) -> "MappedFrames":
     return MappedFrames(HostVmmDriver(), num_frames, frame_bytes, mmap.PAGESIZE)
 
 
+def _team(config: ClusterConfig) -> "Team | None":
+    """What the ranks join before they open channels; None where channels need no such thing."""
+    if config.transport != "nvshmem":
+        return None
+    from crosspool.backends.cuda.nvshmem_team import Team
+
+    peers = max(len(config.kv_ranks), len(config.weights_ranks))
+    num_bytes = config.num_lanes * peers * channel_bytes(config.max_tokens_per_step * TEAM_WIDTH)
+    return Team(config.ranks, config.token, num_bytes)
+
+
 def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
     from crosspool.backends.cuda.workers import CudaWorkers
 
@@ -200,6 +217,8 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
         control=config.control,
         goes_ahead=config.steps_ahead == "device",
         order=config.order,
+        transport=config.transport,
+        team=_team(config),
         deadline_s=config.step_deadline_s * (DEVICE_DEADLINE if rank in config.kv_ranks else 2 * DEVICE_DEADLINE),
     )
     if rank in config.kv_ranks:
@@ -209,7 +228,7 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
             config.kv_backing,
             config.first_frame(rank) if len(config.kv_ranks) > 1 else None,
             next((arena for arena in config.arenas if rank in arena), ()),
-            config.arena_token,
+            config.token,
             config.kv_ranks,
             config.num_host_frames,
         )

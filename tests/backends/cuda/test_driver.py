@@ -46,6 +46,17 @@ def test_gpus_that_reach_each_other_cross_directly(driver):
     assert site.path_to("w1") == "peer"  # a rank on the same GPU
 
 
+def test_the_host_is_asked_for_or_a_peers_memory_that_cannot_be_had(driver):
+    def site(transport):
+        return Site("kv0", torch.device("cuda", 0), Driver("kv0"), {"kv0": 0, "w0": 1}, None, None, transport)
+
+    assert site("host").path_to("w0") == "host"
+    assert site("peer").path_to("w0") == "peer"
+    driver.reachable.clear()
+    with pytest.raises(ValueError, match=r"device 0 of kv0 and device 1 of w0 .* use transport auto or host"):
+        site("peer").path_to("w0")
+
+
 def test_one_way_is_not_enough(driver, caplog):
     driver.reachable.discard((1, 0))
     for rank, device, peer in (("kv0", 0, "w0"), ("w0", 1, "kv0")):

@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +18,11 @@ from crosspool.backends.cuda import nvshmem, nvshmem_team
 from crosspool.backends.cuda.nvshmem import NvshmemLibrary, find_library
 from crosspool.backends.cuda.nvshmem_team import join_team
 from crosspool.backends.cuda.symmetric_heap import SymmetricHeap
+from crosspool.cluster.channel import link_bytes
+from crosspool.cluster.config import ClusterConfig
+from crosspool.cluster.messages import Boot
+from crosspool.cluster.rank_process import check_return
+from crosspool.cluster.region import ArrayRegion, FileRegion
 
 RANKS = ("kv0", "w0", "w1")
 
@@ -95,6 +101,42 @@ def test_a_peer_that_stores_do_not_reach_is_named():
     calls.join(0, 2, b"")
     with pytest.raises(ValueError, match=r"w0's memory cannot be stored to from here.*use transport host"):
         SymmetricHeap(calls, "kv0", {"kv0": 0, "w0": 1}, 4096).at_peer("w0", 0)
+
+
+@pytest.mark.judge
+def test_a_link_leads_into_the_peers_part_of_its_block():
+    torch = pytest.importorskip("torch")
+    from crosspool.backends.cuda.driver import Driver
+    from crosspool.backends.cuda.link import DeviceLink, Site
+
+    _, _, heaps = team()
+    heaps["kv0"].take(500)  # the two have taken different parts before
+    region = ArrayRegion(link_bytes(256)).map()
+
+    def link(rank, peer, is_kv):
+        devices = {"kv0": 0, "w0": 1, "w1": 2}
+        site = Site(rank, torch.device("cpu"), Driver(rank), devices, None, None, "nvshmem", heaps[rank])
+        return DeviceLink(site, peer, region, 256, is_kv)
+
+    kv = link("kv0", "w0", True)
+    assert not kv.is_open()
+    weights = link("w0", "kv0", False)
+    assert kv.is_open()
+    assert weights.is_open()
+    assert kv.map().outbox == weights.inbox
+    assert weights.map().outbox == kv.inbox
+    assert kv.inbox.base >> 30 == 1
+    assert weights.inbox.base >> 30 == 2
+    kv.close()
+
+
+def test_a_host_that_was_lost_is_not_taken_back():
+    config = ClusterConfig(num_frames=2, frame_bytes=4096, max_tokens_per_step=4, transport="nvshmem")
+    again = Boot(config, 1, (), FileRegion.create(64), os.getpid(), num_launches=2)
+    with pytest.raises(ValueError, match=r"w0 was lost, and NVSHMEM takes no rank back .* use transport peer"):
+        check_return(again)
+    check_return(replace(again, num_launches=1))
+    check_return(replace(again, config=replace(config, transport="peer")))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,10 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Memory that its owner offers to one peer: an address for a peer in the same process, a descriptor for others."""
+    """Memory that its owner offers to one peer: an address for a peer in the same process, a descriptor for others.
+
+    Of memory by NVSHMEM, `address` says how far in its owner's block it lies.
+    """
 
     pid: int
     device: int

@@ -17,12 +17,14 @@ from crosspool.backends.cuda.driver import Driver
 from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.peer_memory import ExportedMemory, ImportedMemory, Memory, PlainMemory, RegisteredMemory
 from crosspool.backends.cuda.sm_partition import SmPartition
+from crosspool.backends.cuda.symmetric_heap import SymmetricHeap
 from crosspool.cluster.channel import a2f_part, channel_bytes, f2a_part
+from crosspool.cluster.config import Transport
 from crosspool.scheduler.step import LAYERS_PER_STEP
 
 logger = logging.getLogger(__name__)
 
-Path = Literal["peer", "host"]
+Path = Literal["peer", "host", "nvshmem"]
 
 OPEN_EPOCH = 0
 """`DeviceInlet.arrived(OPEN_EPOCH)` tells whether the peer's end is open."""
@@ -38,15 +40,29 @@ class Site:
     devices: Mapping[str, int]  # of every rank
     server: handoff.DescriptorServer | None  # None: every peer lives in this process
     partition: SmPartition | None = None  # where prompts run while others decode
+    transport: Transport = "auto"
+    heap: SymmetricHeap | None = None  # of channels by NVSHMEM
 
     @property
     def index(self) -> int:
         return self.device.index or 0
 
     def path_to(self, peer: str) -> Path:
-        """How channels with a peer run: GPU to GPU, or through the host. Both ends find the same answer."""
+        """How channels with a peer run: GPU to GPU, or through the host. Both ends find the same answer.
+
+        Raises ValueError where the transport that was asked for cannot be had.
+        """
+        if self.heap is not None:
+            return "nvshmem"
+        if self.transport == "host":
+            return "host"
         if self.device.type != "cuda" or self.driver.reach_each_other(self.index, self.devices[peer]):
             return "peer"
+        if self.transport == "peer":
+            raise ValueError(
+                f"transport is peer, but device {self.index} of {self.rank} and device {self.devices[peer]} of {peer} "
+                "cannot reach each other's memory; use transport auto or host"
+            )
         logger.warning(
             "%s: device %d and %s's device %d cannot reach each other's memory; hidden states go through the host",
             self.rank,
@@ -87,7 +103,12 @@ class DeviceLink:
         self._key = b""
         num_bytes = channel_bytes(capacity)
         inbox: Memory
-        if path == "host":
+        if path == "nvshmem":
+            assert site.heap is not None
+            inbox = part = site.heap.take(num_bytes)
+            own_base = part.base
+            handoff.publish(own, handoff.Offer(os.getpid(), site.index, part.offset, num_bytes))
+        elif path == "host":
             inbox = RegisteredMemory(site.driver, region)
             first, second = inbox.base, inbox.base + num_bytes
             own_base, self._outbox = (second, first) if is_kv else (first, second)
@@ -130,6 +151,8 @@ class DeviceLink:
     def _accept(self, offer: handoff.Offer) -> int:
         """The address here of what the peer offers."""
         site = self._site
+        if site.heap is not None:
+            return site.heap.at_peer(self._peer, offer.address)
         if offer.is_of_this_process and (site.server is None or offer.device == site.index):
             if site.device.type == "cuda" and offer.device != site.index:
                 site.driver.enable_peer_access(offer.device)

@@ -8,14 +8,34 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from crosspool.backends.cuda import handoff
-from crosspool.backends.cuda.nvshmem import ID_BYTES, Nvshmem
+from crosspool.backends.cuda.nvshmem import ID_BYTES, Nvshmem, NvshmemLibrary
+from crosspool.backends.cuda.symmetric_heap import SymmetricHeap
+from crosspool.units import MiB
 
 logger = logging.getLogger(__name__)
 
+SPARE_BYTES = 64 * MiB
+"""What NVSHMEM may take for itself."""
+
 TIMEOUT_S = 60.0
 """How long a rank waits for the first one's id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Who joins, under which token of the deployment (hexadecimal digits), and the bytes that each has for channels."""
+
+    ranks: tuple[str, ...]
+    token: str
+    num_bytes: int
+
+    def join(self, rank: str) -> SymmetricHeap:
+        """The rank's memory, once all have come; its GPU must be this process's current one."""
+        calls = NvshmemLibrary(self.num_bytes + SPARE_BYTES)
+        return SymmetricHeap(calls, rank, join_team(calls, rank, self.ranks, self.token), self.num_bytes)
 
 
 def join_team(calls: Nvshmem, rank: str, ranks: Sequence[str], token: str) -> dict[str, int]:

@@ -5,16 +5,10 @@ takes a part of its rank's block and tells the peer how far in it lies. What ker
 store to, as with memory that the peer exported.
 """
 
-import logging
 from dataclasses import dataclass
 
 from crosspool.backends.cuda.nvshmem import Nvshmem
-from crosspool.units import MiB, align_up
-
-logger = logging.getLogger(__name__)
-
-HEAP_BYTES = 1024 * MiB
-"""Of each rank, for all its channels."""
+from crosspool.units import align_up
 
 _ALIGNED = 256
 
@@ -33,7 +27,7 @@ class SymmetricPart:
 class SymmetricHeap:
     """This rank's block and the way to those of its peers. numbers: of every rank, its place in the team."""
 
-    def __init__(self, calls: Nvshmem, rank: str, numbers: dict[str, int], num_bytes: int = HEAP_BYTES) -> None:
+    def __init__(self, calls: Nvshmem, rank: str, numbers: dict[str, int], num_bytes: int) -> None:
         self._calls, self._rank, self._numbers, self._num_bytes = calls, rank, numbers, num_bytes
         self._base = calls.allocate(num_bytes)
         self._taken = 0

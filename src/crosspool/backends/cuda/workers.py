@@ -15,10 +15,11 @@ from crosspool.backends.cuda.kv_worker import CudaAttentionWorker
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.link import Site
+from crosspool.backends.cuda.nvshmem_team import Team
 from crosspool.backends.cuda.shared_arena import SharedArena
 from crosspool.backends.cuda.sm_partition import SmPartition
 from crosspool.backends.cuda.uploads import pin_ahead
-from crosspool.cluster.config import Control
+from crosspool.cluster.config import Control, Transport
 from crosspool.kv_pool.backing.base import BackingKind
 
 MAX_CONNECTIONS = 32
@@ -50,8 +51,13 @@ class CudaWorkers:
         control: Control = "graphs",
         order: str = "priority",
         goes_ahead: bool = False,
+        transport: Transport = "auto",
+        team: Team | None = None,
     ) -> None:
-        """goes_ahead: a lane's next decode step may be handed over while the present one runs (`BeginsAhead`)."""
+        """goes_ahead: a lane's next decode step may be handed over while the present one runs (`BeginsAhead`).
+
+        team: of ranks whose channels lie in NVSHMEM's memory; this returns once all have come.
+        """
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(MAX_CONNECTIONS))  # read when CUDA starts
         index, count = devices[rank], torch.cuda.device_count()
         if index >= count:
@@ -62,7 +68,9 @@ class CudaWorkers:
         self._kernels = DeviceKernels(device)
         driver = Driver(rank)
         partition = SmPartition.create(driver, index, int(self._kernels.num_sms * PREFILL_SHARE))
-        self._site = Site(rank, device, driver, devices, DescriptorServer() if has_processes else None, partition)
+        server = DescriptorServer() if has_processes else None
+        heap = team.join(rank) if team is not None else None
+        self._site = Site(rank, device, driver, devices, server, partition, transport, heap)
         self._rule = WaitRule(deadline_s=deadline_s)
         self._control, self._order, self._goes_ahead = control, order, goes_ahead
 
