@@ -113,6 +113,7 @@ def _simulated(
             duration_s=duration_s,
             mode="exact",
             is_ahead=True,
+            prompts_wait=True,
             patience_s=PIECE_S,
             patience_token_s=TOKEN_S,
             beside_share=beside_share,

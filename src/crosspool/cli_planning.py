@@ -48,6 +48,10 @@ def simulate(
     ahead: Annotated[
         bool, typer.Option(help="hand out a lane's next decode step while one runs, as the server does (mode exact)")
     ] = False,
+    prompts_wait: Annotated[
+        bool,
+        typer.Option(help="prompts wait for the decode steps under way, as weights ranks on GPUs have it (mode exact)"),
+    ] = False,
     patience_us: Annotated[
         float,
         typer.Option(help="what a layer of a prompt may take before it goes before decode; on GPUs 1000  [for ever]"),
@@ -80,6 +84,7 @@ def simulate(
         "max_queue": max_queue,
         "host_s": host_us * 1e-6,
         "is_ahead": ahead,
+        "prompts_wait": prompts_wait,
         "patience_s": patience_us * 1e-6,
         "patience_token_s": patience_token_us * 1e-6,
         "beside_share": beside_share,

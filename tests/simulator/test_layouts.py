@@ -186,6 +186,8 @@ def test_two_pools_on_one_gpu_overlap_nothing():
         ({"layout": "dense"}, "layout 'dense' is unknown"),
         ({"duration_s": 0.0}, "duration is 0.0 s"),
         ({"start_s": -1.0}, "must not be negative"),
+        ({"patience_token_s": -1.0}, "must not be negative"),
+        ({"prompts_wait": True}, "prompts that wait for decode, are played put by put; use mode exact"),
         ({"beside_share": 1.0}, "beside_share is 1.0 with layout crosspool; give at least 0 and below 1"),
         ({"beside_share": 0.25, "layout": "static"}, "beside_share is 0.25 with layout static"),
     ],

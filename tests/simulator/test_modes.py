@@ -198,3 +198,20 @@ def test_a_prompt_steps_aside_for_as_long_as_its_patience():
     assert ttft[1e-3] - ttft[0.0] == pytest.approx(segments * 1e-3, rel=0.2)
     assert ttft[0.36e-3] == pytest.approx(ttft[1e-3], rel=0.05), "64 tokens of 10 us make up for what is missing"
     assert ttft[float("inf")] > 3 * ttft[1e-3], "after the others have ended"
+
+
+def test_a_prompt_begins_once_the_decode_steps_under_way_have_ended():
+    from dataclasses import replace
+
+    costs = {"a": LinearCost(attention=5, ffn=400, tail=0, row=0), "p": LinearCost(attention=5, ffn=60, row=0)}
+    work = requests([(0.0, "a", 10, 400), (0.1001, "p", 64, 1)])
+    at_once, waits = (
+        simulate_exact(replace(a_group(costs), prompts_wait=is_held, order="ticket"), work).models["p"].ttft.mean
+        for is_held in (False, True)
+    )
+    step_s = costs["a"].base.step_s
+    assert at_once + 0.1 * step_s < waits < at_once + step_s
+    alone = simulate_exact(replace(a_group(costs), prompts_wait=True), requests([(0.0, "p", 64, 1)]))
+    assert alone.models["p"].ttft.mean < at_once
+    both = simulate_exact(replace(a_group(costs), prompts_wait=True, is_ahead=True), work)
+    assert both.num_unfinished == 0

@@ -1,6 +1,6 @@
 """Layer-exact simulation: every put and wait of every step. For windows of a minute or so."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from crosspool.scheduler.order import ORDER_POLICIES
 from crosspool.scheduler.step import StepDescriptor
@@ -19,6 +19,34 @@ def make_pipeline(group: SimulatedGroup, num_lanes: int, spans: list[Span] | Non
     if group.order == STREAMS:
         return StreamPipeline(len(group.stations), num_lanes)
     return OrderedPipeline(len(group.stations), num_lanes, ORDER_POLICIES[group.order], spans=spans)
+
+
+class HeldPrompts:
+    """Chunks of prompts that wait until the decode steps that were under way have ended, as fused ones make them.
+
+    running: the steps in flight, by lane.
+    """
+
+    def __init__(self, running: Mapping[int, StepDescriptor]) -> None:
+        self._running = running
+        self._held: list[tuple[StepDescriptor, set[int]]] = []
+
+    def hold(self, step: StepDescriptor) -> bool:
+        """Whether the step has to wait; decode never does."""
+        if step.header.phase == "decode":
+            return False
+        lanes = {lane for lane, other in self._running.items() if other.header.phase == "decode"}
+        if lanes:
+            self._held.append((step, lanes))
+        return bool(lanes)
+
+    def freed_by(self, lane: int) -> list[StepDescriptor]:
+        """Chunks that may begin now that the lane's step has ended."""
+        for _, lanes in self._held:
+            lanes.discard(lane)
+        freed = [step for step, lanes in self._held if not lanes]
+        self._held = [(step, lanes) for step, lanes in self._held if lanes]
+        return freed
 
 
 def simulate_exact(
@@ -43,6 +71,8 @@ def simulate_exact(
     in_flight, in_flight_s, now = 0, 0.0, 0.0
 
     behind: dict[int, StepDescriptor] = {}  # by lane
+    running: dict[int, StepDescriptor] = {}  # by lane
+    held = HeldPrompts(running) if group.prompts_wait else None
 
     def start(step: StepDescriptor, delay_s: float) -> None:
         model, header = models[step.header.model], step.header
@@ -50,6 +80,11 @@ def simulate_exact(
         patience_s = group.patience.of(header, times)
         route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority, patience_s=patience_s)
         pipeline.start(header.lane, times, route, now + delay_s)
+
+    def begin(step: StepDescriptor, delay_s: float) -> None:
+        running[step.header.lane] = step
+        if held is None or not held.hold(step):
+            start(step, delay_s)
 
     while arrivals.next_s < float("inf") or driver.num_live:
         until = min(arrivals.next_s, driver.next_timer(now), end_s)
@@ -63,8 +98,11 @@ def simulate_exact(
         if lane is not None:
             driver.end_step(lane, now)
             in_flight -= 1
+            del running[lane]
+            for prompt in held.freed_by(lane) if held is not None else ():
+                start(prompt, 0.0)
             if lane in behind:
-                start(behind.pop(lane), 0.0)
+                begin(behind.pop(lane), 0.0)
                 in_flight += 1
         elif now >= end_s:
             break
@@ -72,7 +110,7 @@ def simulate_exact(
             driver.pass_time(arrivals, now)
         steps = driver.schedule(now)
         for step in steps:
-            start(step, group.host_s)
+            begin(step, group.host_s)
             in_flight += 1
         if group.is_ahead:
             behind.update({step.header.lane: step for step in driver.schedule_ahead(now)})

@@ -68,8 +68,9 @@ class SimulatedGroup:
     """A group under one engine. stations: names, in the order that routes count them; for monolithic layouts the GPUs.
 
     host_s: from the end of a step to the start of the next, the engine's own time. is_ahead: decode steps are handed
-    out while those before them run, as the server does (mode exact). prepare: called with the core once the models are
-    added; monolithic layouts put their own pages in.
+    out while those before them run, as the server does (mode exact). prompts_wait: a chunk of a prompt begins once the
+    decode steps under way have ended, which are fused until then (mode exact). prepare: called with the core once the
+    models are added; monolithic layouts put their own pages in.
     """
 
     name: str
@@ -80,6 +81,7 @@ class SimulatedGroup:
     order: str = "priority"
     host_s: float = 0.0
     is_ahead: bool = False
+    prompts_wait: bool = False
     patience: Patience = FOR_EVER
     prepare: Callable[[EngineCore], None] | None = None
 

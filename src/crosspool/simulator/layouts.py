@@ -41,6 +41,7 @@ def simulated_group(
     order: str = "priority",
     host_s: float = 0.0,
     is_ahead: bool = False,
+    prompts_wait: bool = False,
     patience: Patience = FOR_EVER,
     max_queue: int = 64,
     measured: MeasuredTable | None = None,
@@ -59,7 +60,15 @@ def simulated_group(
         group = _pools(models, split, plan_input, measured, max_queue, beside_share)
     else:
         group = _monolithic(models, split, plan_input, layout, measured, max_queue, hosting)
-    return replace(group, name=name, order=order, host_s=host_s, is_ahead=is_ahead, patience=patience)
+    return replace(
+        group,
+        name=name,
+        order=order,
+        host_s=host_s,
+        is_ahead=is_ahead,
+        prompts_wait=prompts_wait,
+        patience=patience,
+    )
 
 
 def _config(plan_input: PlanInput, num_frames: int, max_queue: int, num_decode: int, num_prefill: int) -> EngineConfig:

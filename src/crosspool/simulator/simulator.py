@@ -24,9 +24,11 @@ class SimulationSettings:
     """What to simulate of a plan. Requests arrive in [start_s, start_s + duration_s) of the workload.
 
     drain: go on until all have ended; otherwise stop when the time is up. is_ahead: a lane's next decode step is handed
-    out while the present one runs. patience_s, patience_token_s: what a layer's FFN of a prompt may take, and more for
-    each of its tokens, before it goes before decode. hosting: names of the models of each GPU, in a monolithic layout;
-    none: as planned. beside_share: of every FFN, on a weights rank that lies on the KV GPU (two pools, one KV GPU).
+    out while the present one runs. prompts_wait: chunks of prompts begin once the decode steps under way have ended, as
+    weights ranks that fuse layers have it. patience_s, patience_token_s: what a layer's FFN of a prompt may take, and
+    more for each of its tokens, before it goes before decode. hosting: names of the models of each GPU, in a monolithic
+    layout; none: as planned. beside_share: of every FFN, on a weights rank that lies on the KV GPU (two pools, one KV
+    GPU).
 
     Raises ValueError for bad bounds.
     """
@@ -40,6 +42,7 @@ class SimulationSettings:
     seed: int = 0
     host_s: float = 0.0
     is_ahead: bool = False
+    prompts_wait: bool = False
     patience_s: float = float("inf")
     patience_token_s: float = 0.0
     max_queue: int = 64
@@ -51,8 +54,8 @@ class SimulationSettings:
             raise ValueError(f"mode {self.mode!r} is unknown; use exact (a minute or so) or steps (days)")
         if self.layout not in ("crosspool", "static", "elastic"):
             raise ValueError(f"layout {self.layout!r} is unknown; use crosspool, static or elastic")
-        if self.is_ahead and self.mode != "exact":
-            raise ValueError("steps ahead are played put by put; use mode exact")
+        if (self.is_ahead or self.prompts_wait) and self.mode != "exact":
+            raise ValueError("steps ahead, and prompts that wait for decode, are played put by put; use mode exact")
         if not self.duration_s > 0:
             raise ValueError(f"duration is {self.duration_s} s; it must be above 0")
         if self.start_s < 0 or self.host_s < 0 or not self.patience_s >= 0 or not self.patience_token_s >= 0:
@@ -102,6 +105,7 @@ def _simulate_group(
         order=settings.order,
         host_s=settings.host_s,
         is_ahead=settings.is_ahead,
+        prompts_wait=settings.prompts_wait,
         patience=Patience(settings.patience_s, settings.patience_token_s),
         max_queue=settings.max_queue,
         measured=measured,
