@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -30,10 +29,11 @@ from benchmarks.cache_attention import (
     spread_cache,
 )
 from benchmarks.full_models import full_spec
-from benchmarks.gpu_timing import guarded, keep_busy, replay_us, seeded_cache, write_failures
+from benchmarks.gpu_timing import guarded, replay_us, seeded_cache, write_failures
 from benchmarks.one_request import one_request
 from benchmarks.page_curve import page_curve
 from benchmarks.report import RESULTS, Report
+from benchmarks.step_gaps import paired_gaps, step_graph
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.vmm import CudaVmmDriver
 from crosspool.kv_pool.backing.vmm import VmmBacking
@@ -94,68 +94,23 @@ def mapping_beside_steps(report: Report, kernels: DeviceKernels, num_gaps: int =
     """
     model = full_spec(KINDS["gqa"])
     spec, layers = model.layers[-1].attention, model.num_layers
-    attention = CacheAttention(kernels, spec, MAPPING_CONTEXT)
     mapped = MappedCache(seeded_cache(geometry_of(spec, layers), 1, MAPPING_CONTEXT, SEED))
     spare = VmmBacking(CudaVmmDriver(0), 12 * 64 + 1, FRAME_BYTES)
     spare.add_model("other", 12)
-    work = attention.layers(mapped.cache, layers, layers)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        work()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        work()
-    keep_busy(0.2)
-    gaps: dict[bool, list[float]] = {True: [], False: []}
-    rounds: list[float] = []
-    before, seconds = spare.counts(), 0.0
-    for number in range(NUM_ROUNDS):
-        found = {}
-        for is_mapping in (False, True) if number % 2 == 0 else (True, False):
-            stop = threading.Event()
-            mapper = threading.Thread(target=_map_and_unmap, args=(spare, stop))
-            started_s = time.perf_counter()
-            if is_mapping:
-                mapper.start()
-            found[is_mapping] = _gaps_us(graph, num_gaps // NUM_ROUNDS)
-            stop.set()
-            if is_mapping:
-                mapper.join()
-                seconds += time.perf_counter() - started_s
-            gaps[is_mapping] += found[is_mapping]
-        tails = {is_mapping: float(np.percentile(own, 99)) for is_mapping, own in found.items()}
-        rounds.append(100 * (tails[True] / tails[False] - 1))
+    graph = step_graph(CacheAttention(kernels, spec, MAPPING_CONTEXT), mapped.cache)
+    before = spare.counts()
+    gaps = paired_gaps(graph, partial(_map_and_unmap, spare), num_gaps, NUM_ROUNDS)
     after = spare.counts()
     num_mapped, num_unmapped = after.maps - before.maps, after.unmaps - before.unmaps
-    p99 = {is_mapping: float(np.percentile(found, 99)) for is_mapping, found in gaps.items()}
-    report.samples("step_gap_us.quiet", gaps[False], note=f"{layers} layers of attention at {MAPPING_CONTEXT} tokens")
-    report.samples("step_gap_us.mapping", gaps[True])
+    report.samples("step_gap_us.quiet", gaps.quiet_us, note=f"{layers} layers of attention at {MAPPING_CONTEXT} tokens")
+    report.samples("step_gap_us.mapping", gaps.beside_us)
     report.metric("pages_mapped_beside_steps", num_mapped)
     report.metric("pages_unmapped_beside_steps", num_unmapped)
-    report.metric("mapped_gib_per_s_beside_steps", num_mapped * 12 * FRAME_BYTES / GiB / seconds)
-    overhead = 100 * (p99[True] / p99[False] - 1)
-    report.metric("map_p99_tbt_overhead_percent", overhead, limit=0.0, note="asked for: 3; of all gaps of each kind")
-    report.metric("map_p99_tbt_overhead_us", p99[True] - p99[False], limit=0.0)
-    report.metric("map_p99_tbt_overhead_percent.median_round", float(np.median(rounds)), note=f"of {NUM_ROUNDS} rounds")
-    print(p99, overhead, np.round(rounds, 2), num_mapped, num_unmapped, spare.counts(), flush=True)
+    report.metric("mapped_gib_per_s_beside_steps", num_mapped * 12 * FRAME_BYTES / GiB / gaps.beside_s)
+    gaps.report_overhead(report, "map_p99_tbt_overhead", "asked for: 3; of all gaps of each kind")
+    print(num_mapped, num_unmapped, spare.counts(), flush=True)
     mapped.close()
     spare.close()
-
-
-def _gaps_us(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-    for _ in range(20):
-        graph.replay()
-    torch.cuda.synchronize()
-    found = []
-    last_s = time.perf_counter()
-    for _ in range(count):
-        graph.replay()
-        torch.cuda.synchronize()
-        now_s = time.perf_counter()
-        found.append(1e6 * (now_s - last_s))
-        last_s = now_s
-    return found
 
 
 def _map_and_unmap(backing: VmmBacking, stop: threading.Event) -> None:

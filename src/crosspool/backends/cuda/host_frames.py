@@ -78,6 +78,12 @@ class HostFrames:
         number = max((self._newest.get(frame, 0) for frame in brought), default=0)
         return Wait((_CopiesEnded(self, number),), OPEN_EPOCH) if number else None
 
+    @property
+    def num_under_way(self) -> int:
+        """Batches of copies that have not ended."""
+        self._settle()
+        return len(self._under_way)
+
     def have_ended(self, number: int) -> bool:
         """Whether all batches up to this one have."""
         self._settle()
