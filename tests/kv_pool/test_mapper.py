@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from crosspool.kv_pool.backing.mapped_page import PageState
-from crosspool.kv_pool.backing.mapper import MAX_FAILURES, FreeRange, MapPage, Mapper, Operation, UnmapPage
+from crosspool.kv_pool.backing.mapper import MAX_FAILURES, Mapper
+from crosspool.kv_pool.backing.operations import FreeRange, MapPage, Operation, UnmapPage
 
 
 def a_mapper() -> Mapper:
@@ -68,6 +69,18 @@ def test_a_page_that_was_expected_in_vain_is_not_mapped_any_more():
     mapper.forget([7])
     mapper.give_back("q", [(2, 3)])
     assert work(mapper) == ["unmap q(2, 3)"]
+
+
+def test_frames_that_are_in_use_are_left_out_of_what_another_model_expects():
+    """Also where its page is of the same frames."""
+    mapper = a_mapper()
+    mapper.add_model("r", 2000, frames_per_page=2, num_slots=4)
+    mapper.use("q", 7, [(1, 2)])
+    mapper.expect("r", [(1, 2), (2, 3), (4, 5)])
+    assert work(mapper) == ["map q(1, 2)", "map r(4, 5)"]
+    mapper.forget([7])
+    mapper.expect("r", [(1, 2)])
+    assert work(mapper) == ["unmap q(1, 2)", "map r(1, 2)"]
 
 
 def test_unused_pages_stay_mapped_until_somebody_wants_their_frames_or_they_are_given_back():

@@ -14,7 +14,8 @@ from typing import Any
 from crosspool.kv_pool.backing.base import BackingCounts, FrameRange
 from crosspool.kv_pool.backing.driver import DriverError, VmmDriver, call
 from crosspool.kv_pool.backing.mapped_page import MappedPage
-from crosspool.kv_pool.backing.mapper import CreateFrame, FreeRange, MapPage, Mapper, Operation, ReleaseFrame, UnmapPage
+from crosspool.kv_pool.backing.mapper import Mapper
+from crosspool.kv_pool.backing.operations import CreateFrame, FreeRange, MapPage, Operation, ReleaseFrame, UnmapPage
 from crosspool.kv_pool.pool import Page
 
 logger = logging.getLogger(__name__)

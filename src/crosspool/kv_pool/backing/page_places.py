@@ -1,0 +1,92 @@
+"""PagePlaces: the ranges of models, and which page has each frame: by claim, and in whose place it is mapped. Pure.
+
+A frame is mapped in one place at a time, so contents go with frames, never with addresses.
+"""
+
+from collections.abc import Collection, Iterator
+
+from crosspool.kv_pool.backing.mapped_page import MappedPage, ModelRange, PageState
+from crosspool.kv_pool.pool import Page
+
+
+class PagePlaces:
+    """Places of all pages of one KV rank."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[str, ModelRange] = {}
+        self.retired: list[ModelRange] = []  # of removed models, to be freed once they are empty
+        self._claims: dict[int, MappedPage] = {}  # by frame: the page that has it now, mapped or not
+        self._at: dict[int, MappedPage] = {}  # by frame: the page in whose place it is mapped
+
+    @property
+    def mapped_frames(self) -> Collection[int]:
+        return self._at.keys()
+
+    def mapped(self) -> list[MappedPage]:
+        """Every page that has a place, those of removed models included."""
+        return list({id(page): page for page in self._at.values()}.values())
+
+    def idle(self) -> Iterator[MappedPage]:
+        """Mapped pages that nobody uses and that are to stay."""
+        for place in self.ranges.values():
+            for page in place.pages.values():
+                if page.is_mapped and not page.users and not page.is_doomed:
+                    yield page
+
+    def add_range(self, model: str, base: int, frames_per_page: int, num_slots: int) -> ModelRange:
+        """Raises ValueError for a second model of that name."""
+        if model in self.ranges:
+            raise ValueError(f"model {model} has a range already; remove it first")
+        self.ranges[model] = ModelRange(model, base, frames_per_page, list(range(num_slots - 1, -1, -1)))
+        return self.ranges[model]
+
+    def retire_range(self, model: str) -> ModelRange | None:
+        place = self.ranges.pop(model, None)
+        if place is not None:
+            place.is_retired = True
+            self.retired.append(place)
+        return place
+
+    def owner(self, frame: int) -> MappedPage | None:
+        """The page that has the frame now."""
+        return self._claims.get(frame)
+
+    def others(self, place: ModelRange, page: Page) -> list[MappedPage]:
+        """Pages that have some of the frames of this page of a model: of other frames, or of another model."""
+        owners = (self._claims.get(frame) for frame in page)
+        found = (owner for owner in owners if owner is not None)
+        return list({id(owner): owner for owner in found if owner.place is not place or owner.page != page}.values())
+
+    def claim(self, page: MappedPage) -> None:
+        for frame in page.page:
+            self._claims[frame] = page
+
+    def blockers(self, page: MappedPage) -> list[MappedPage]:
+        """Pages in whose places some of the page's frames are mapped, in the order of its own."""
+        found = (self._at.get(frame) for frame in page.page)
+        return list({id(other): other for other in found if other is not None}.values())
+
+    def is_blocked(self, page: MappedPage) -> bool:
+        """Whether some of the page's frames are mapped in another place."""
+        return any(self._at.get(frame, page) is not page for frame in page.page)
+
+    def occupy(self, page: MappedPage) -> None:
+        """Give the page a slot: the driver is about to map it there."""
+        page.slot = page.place.free_slots.pop()
+        for frame in page.page:
+            self._at[frame] = page
+
+    def vacate(self, page: MappedPage) -> None:
+        page.place.free_slots.append(page.slot)
+        page.slot = -1
+        for frame in page.page:
+            del self._at[frame]
+
+    def drop(self, page: MappedPage) -> None:
+        """Forget a page that has no slot."""
+        page.state = PageState.GONE
+        if page.place.pages.get(page.page) is page:
+            del page.place.pages[page.page]
+        for frame in page.page:
+            if self._claims.get(frame) is page:
+                del self._claims[frame]
