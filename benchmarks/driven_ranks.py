@@ -197,6 +197,27 @@ class DrivenRanks:
         self._loops[1].handle(messages.Step(step.header, behind))
         self._loops[0].handle(messages.Step(step, behind))
 
+    def submit_timed(self, step: StepDescriptor) -> dict[str, float]:
+        """The same, up to where both ranks wait for their devices; seconds of processor time of each."""
+        used = {}
+        for loop, work in zip(reversed(self._loops), (step.header, step), strict=True):
+            begin_s = time.thread_time()
+            loop.handle(messages.Step(work, 0))
+            while loop.advance():
+                pass
+            used[loop.name] = time.thread_time() - begin_s
+        return used
+
+    def turn_timed(self) -> dict[str, float]:
+        """Run what is ready on either rank until nothing is; seconds of processor time of each."""
+        used = {}
+        for loop in self._loops:
+            begin_s = time.thread_time()
+            while loop.advance():
+                pass
+            used[loop.name] = time.thread_time() - begin_s
+        return used
+
     def take(self) -> list[tuple[int, int, bool]]:
         """(lane, token, whether its descriptor has ended) of what was told since. Raises RuntimeError for a failure."""
         found = []

@@ -12,10 +12,10 @@ from benchmarks.split_parts import COPY_TB_PER_S, Floor, compare, step_floor
 from benchmarks.ways import WAYS, Drawn, split_model
 from crosspool.backends.cuda.cache import PagedCache
 
-ROUND_MS = 60.0
+ROUND_MS = 45.0
 """About what one round of steps may take."""
 
-LEAST_STEPS, MOST_STEPS = 6, 24
+LEAST_STEPS, MOST_STEPS = 5, 24
 NOTE = f"bytes at {COPY_TB_PER_S} TB/s, experts as random routing chooses them, one pool after the other"
 
 

@@ -1,0 +1,186 @@
+"""Does the host do anything between the layers of a decode step, and what does a step cost it?
+
+    CUDA_MODULE_LOADING=EAGER python -m benchmarks.bench_trace [--model deepseek-v2-lite] [--out DIRECTORY]
+
+A full-size model with random weights on two GPUs, batch 1: real workers and rank loops of one KV rank and one weights
+rank, in one process so that one trace has both. Each step is recorded (torch.profiler, through CUPTI): kernels of both
+GPUs, every CUDA call and every segment that a rank's loop runs. `host_events_between_layers` counts calls and segments
+that begin after a step's first layer and before the end of its last, at most over the recorded steps; it must be 0.
+`host_us_per_step`: processor time of each rank's thread for a step, without a profiler: descriptor, replay, token read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.driven_ranks import DrivenRanks, Sequence_
+from benchmarks.full_models import CONFIGS, full_spec
+from benchmarks.report import RESULTS, Report
+from benchmarks.split_model import Gpus
+from benchmarks.step_picture import step_picture
+from benchmarks.step_trace import HOST, SEGMENT, decode_steps, host_events_between_layers, read_spans
+from crosspool.backends.cuda.weights import random_attention_weights, random_ffn_weights
+from crosspool.cluster.config import Control
+from crosspool.cluster.rank_loop import RankLoop
+from crosspool.units import MiB
+
+SEED = 7
+MODES: tuple[Control, ...] = ("graphs", "resident")
+CONTEXT = 4096
+WARM_UP, RECORDED, COUNTED = 12, 6, 100
+LIMIT_US = 60.0
+FRAMES = 600
+
+
+@contextmanager
+def named_segments() -> Iterator[None]:
+    """Rank loops tell the profiler of every segment they run."""
+    run = RankLoop._run_segment
+
+    def named(loop: RankLoop, *arguments: Any) -> Any:
+        with torch.profiler.record_function(f"{SEGMENT} of {loop.name}"):
+            return run(loop, *arguments)
+
+    setattr(RankLoop, "_run_segment", named)  # noqa: B010 - it is a method
+    try:
+        yield
+    finally:
+        setattr(RankLoop, "_run_segment", run)  # noqa: B010
+
+
+def one_step(ranks: DrivenRanks, sequence: Sequence_) -> None:
+    """A decode step, from its descriptor to its token."""
+    ranks.submit(ranks.decode(0, sequence, 1))
+    while not any(has_ended for _, _, has_ended in ranks.take()):
+        ranks.turn()
+
+
+def record(ranks: DrivenRanks, sequence: Sequence_, path: Path) -> dict[str, Any]:
+    """A trace of some steps, as Chrome's format has it, in `path` too."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with named_segments(), torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(RECORDED):
+            one_step(ranks, sequence)
+        for gpu in range(2):
+            torch.cuda.synchronize(gpu)  # a server leaves once it has nothing to do
+    profiler.export_chrome_trace(str(path))
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def host_us(ranks: DrivenRanks, sequence: Sequence_, step_s: float) -> dict[str, list[float]]:
+    """Microseconds of processor time of each rank for a step: taking and launching it, then reading what it left."""
+    found: dict[str, list[float]] = {"kv0": [], "w0": []}
+    for _ in range(COUNTED):
+        step = ranks.decode(0, sequence, 1)
+        launching = ranks.submit_timed(step)
+        time.sleep(2 * step_s)  # the devices need nobody
+        reading = ranks.turn_timed()
+        ended = ranks.take()
+        if not any(has_ended for _, _, has_ended in ended):
+            raise RuntimeError(f"a step had not ended after {2e3 * step_s:.1f} ms")
+        for rank, used_us in found.items():
+            used_us.append(1e6 * (launching[rank] + reading[rank]))
+    return found
+
+
+class Bench:
+    """One model on GPU 0 and 1."""
+
+    def __init__(self, name: str, out: Path, report: Report) -> None:
+        self.name, self.out, self.report = name, out, report
+        self.gpus, self.spec = Gpus(2), full_spec(name)
+        devices = self.gpus.devices
+        self.attention = random_attention_weights(self.spec, SEED, devices[0])
+        self.layers = random_ffn_weights(self.spec, SEED, devices[1])
+        self.arena = torch.zeros(FRAMES, 2 * MiB, dtype=torch.uint8, device=devices[0])
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    def mode(self, control: Control) -> int:
+        """Events between layers that were found by this control."""
+        kernels, devices = self.gpus.kernels, self.gpus.devices
+        ranks = DrivenRanks(
+            (kernels[0], kernels[1]),
+            (devices[0], devices[1]),
+            self.spec,
+            self.attention,
+            self.layers,
+            self.arena,
+            control,
+            num_lanes=1,
+            goes_ahead=False,
+        )
+        sequence = ranks.sequence(CONTEXT)
+        ranks.submit(ranks.begin(0, sequence))
+        while not any(has_ended for _, _, has_ended in ranks.take()):
+            ranks.turn()
+        for _ in range(WARM_UP):
+            begin_s = time.perf_counter()
+            one_step(ranks, sequence)
+            step_s = time.perf_counter() - begin_s
+        label = f"{self.name}.{control}"
+        for rank, used_us in host_us(ranks, sequence, step_s).items():
+            self.report.samples(
+                f"host_us_per_step.{label}.{rank}", used_us[10:], limit=LIMIT_US, note="of a core; asked"
+            )
+            print(f"host_us_per_step.{label}.{rank}: {sorted(used_us)[len(used_us) // 2]:.1f}", flush=True)
+        trace = record(ranks, sequence, self.out / f"trace_{control}.json")
+        spans = read_spans(trace)
+        steps = decode_steps(spans, "0")
+        if len(steps) != RECORDED:
+            raise RuntimeError(f"{len(steps)} of {RECORDED} steps are in the trace of {control}")
+        between = [host_events_between_layers(spans, step) for step in steps]
+        most = max(between, key=len)
+        shown = steps[-2]
+        calls = [span for span in spans if span.is_call and shown.begin_us - 1e3 < span.begin_us < shown.end_us]
+        gpu = sum(1 for span in spans if span.track != HOST and shown.begin_us <= span.begin_us <= shown.end_us)
+        self.report.metric(f"host_events_between_layers.{label}", len(most), limit=0, note="CUDA calls and segments")
+        self.report.metric(f"traced_step_ms.{label}", (shown.end_us - shown.begin_us) / 1e3, note="under the profiler")
+        self.report.metric(f"kernels_of_a_step.{label}", gpu, note="that begin in it, of both GPUs")
+        tracks = [(HOST, "host, both ranks"), ("0", "KV GPU"), ("1", "weights GPU")]
+        title = f"{self.name}, batch 1, {CONTEXT} tokens, control {control}"
+        picture = self.out / f"{self.report.stem}_{control}.svg"
+        picture.write_text(step_picture(title, spans, shown, tracks), encoding="utf-8")
+        print(f"host_events_between_layers.{label}: {len(most)} {sorted({span.name for span in most})}", flush=True)
+        print(
+            f"  a step of {shown.num_layers} layers, {gpu} kernels, {len(calls)} CUDA calls in and before it",
+            flush=True,
+        )
+        return len(most)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=tuple(CONFIGS), default="deepseek-v2-lite")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    config = {"model": options.model, "context": CONTEXT, "steps": RECORDED, "batch": 1}
+    origin = {"commit": options.commit} if options.commit else {}
+    report = Report("trace", hardware="h200-x2", config=config, seed=SEED, origin=origin)
+    report.summary = "What the host does between the layers of decode steps, and what a step costs each rank's thread."
+    bench, found = Bench(options.model, options.out, report), 0
+    gc.collect()
+    gc.freeze()
+    for control in MODES:
+        found += bench.mode(control)
+        gc.collect()  # now: what frees device memory waits for the device
+        report.write(options.out)
+    print(report.as_markdown(), flush=True)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
