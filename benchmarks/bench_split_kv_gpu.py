@@ -1,11 +1,12 @@
 """What does one request cost, and how far does it reach, over two KV ranks in processes and on GPUs of their own?
 
-    python -m benchmarks.bench_split_kv_gpu [--out DIRECTORY] [--gib N]
+    python -m benchmarks.bench_split_kv_gpu [--out DIRECTORY] [--gib N] [--weights-ranks 2]
 
 GLM-4.7-Flash at full size, random weights, split by tokens: `kv0` has GPU 0, `kv1` shares GPU 1 with the weights rank.
-One request takes every page of both. Its steps are compared with those of one KV rank that holds the same frames on GPU
-0, at the same contexts; as a control, with that rank's where the second half of the pages repeats the first. Both
-deployments are loaded at once, which bounds the pools.
+With two weights ranks each GPU has one of them beside its KV rank, in one process. One request takes every page of both
+KV ranks. Its steps are compared with those of one KV rank that holds the same frames on GPU 0, at the same contexts; as
+a control, with that rank's where the second half of the pages repeats the first. Both deployments are loaded at once,
+which bounds the pools.
 """
 
 from __future__ import annotations
@@ -47,18 +48,27 @@ scores of this width raise, and now and then an expert near a tie."""
 
 
 class Split:
-    """The request over both KV ranks, and the same over one."""
+    """The request over both KV ranks, and the same over one.
 
-    def __init__(self, report: Report, gib: float, directory: Path) -> None:
-        self.report, self.directory = report, directory
+    label: of the split deployment in names of metrics; one that needs more ranks than GPUs says so.
+    """
+
+    def __init__(self, report: Report, gib: float, directory: Path, num_weights: int) -> None:
+        self.report, self.directory, self.num_weights = report, directory, num_weights
+        self.label = "2+1" if num_weights == 1 else "2+2-on-2-gpus"
         self.spec: ModelSpec = replace(full_spec(MODEL), max_position_embeddings=1 << 23)
         self.page_tokens = choose_page_tokens(self.spec, FRAME_BYTES)
         self.num_frames = int(gib * GiB) // FRAME_BYTES // 2 // BLOCK_FRAMES * BLOCK_FRAMES
         self.pages, share = self._take_all()
         self.longest = len(self.pages) * self.page_tokens
-        note = "kv0 on GPU 0, kv1 and w0 on GPU 1; KV ranks in processes of their own"
-        report.metric(f"one_request_tokens.{MODEL}.2+1", self.longest, note=note)
-        report.metric(f"one_request_share.{MODEL}.2+1", share, limit=1.0, note="of both budgets; asked for: 0.95")
+        weights = (
+            "kv0 on GPU 0, kv1 and w0 on GPU 1" if num_weights == 1 else "kv0 and w0 on GPU 0, kv1 and w1 on GPU 1"
+        )
+        note = f"{weights}; KV ranks in processes of their own"
+        report.metric(f"one_request_tokens.{MODEL}.{self.label}", self.longest, note=note)
+        report.metric(
+            f"one_request_share.{MODEL}.{self.label}", share, limit=1.0, note="of both budgets; asked for: 0.95"
+        )
 
     def run(self) -> None:
         begin_s = time.perf_counter()
@@ -71,8 +81,8 @@ class Split:
             for cluster in (two, one):
                 cluster.load()
             two.wait()
-            print(f"2+1 is ready after {time.perf_counter() - begin_s:.1f} s", flush=True)
-            split = self._answers(two, "2+1")
+            print(f"{self.label} is ready after {time.perf_counter() - begin_s:.1f} s", flush=True)
+            split = self._answers(two, self.label)
             one.wait()
             print(f"1+1 is ready after {time.perf_counter() - begin_s:.1f} s", flush=True)
             single = self._answers(one, "1+1")
@@ -141,16 +151,20 @@ class Split:
         return ClusterConfig(
             backend="cuda",
             kv_ranks=tuple(f"kv{idx}" for idx in range(num_kv)),
-            hosts=(("kv1", "w0"),) if num_kv == 2 else (),
-            devices=(("kv0", 0), ("kv1", 1), ("w0", 1)) if num_kv == 2 else (("kv0", 0), ("w0", 1)),
+            weights_ranks=self._weights_ranks(num_kv),
+            hosts=_hosts(num_kv, self.num_weights),
+            devices=tuple((rank, gpu) for gpu, ranks in enumerate(_gpus(num_kv, self.num_weights)) for rank in ranks),
             arenas=arenas.arenas,
-            arena_token=arenas.token,
+            token=arenas.token,
             num_frames=num_frames,
             frame_bytes=FRAME_BYTES,
             max_tokens_per_step=64,
             num_lanes=1,
             spin_us=200_000,
         )
+
+    def _weights_ranks(self, num_kv: int) -> tuple[str, ...]:
+        return tuple(f"w{idx}" for idx in range(self.num_weights if num_kv == 2 else 1))
 
     def _placement(self, num_kv: int) -> ModelPlacement:
         is_split = num_kv == 2
@@ -162,12 +176,24 @@ class Split:
             kv_peers=("kv1",) if is_split else (),
             kv_split="tokens" if is_split else "one",
             exchange_width=exchange_width(self.spec, "tokens" if is_split else "one"),
-            weights_ranks=("w0",),
+            weights_ranks=self._weights_ranks(num_kv),
             page_tokens=self.page_tokens,
             frame_bytes=FRAME_BYTES,
             kv_dtype="bfloat16",
             has_random_weights=True,
         )
+
+
+def _gpus(num_kv: int, num_weights: int) -> tuple[tuple[str, ...], ...]:
+    """The ranks of each GPU. One KV rank has a GPU of its own."""
+    if num_kv == 1:
+        return ("kv0",), ("w0",)
+    return (("kv0",), ("kv1", "w0")) if num_weights == 1 else (("kv0", "w0"), ("kv1", "w1"))
+
+
+def _hosts(num_kv: int, num_weights: int) -> tuple[tuple[str, ...], ...]:
+    """Ranks that share a GPU share a process."""
+    return tuple(ranks for ranks in _gpus(num_kv, num_weights) if len(ranks) > 1)
 
 
 def _sampling(num_logprobs: int | None) -> SamplingParams:
@@ -184,23 +210,25 @@ def _difference(mine: SampledToken, theirs: SampledToken) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--weights-ranks", type=int, default=1, choices=(1, 2), help="of the split deployment")
     parser.add_argument("--gib", type=float, default=48.0, help="KV memory of both ranks together")
     options = parser.parse_args()
     torch.cuda.init()
     config = {"kv_gib": options.gib, "dtype": "bf16"}
-    report = Report("split_kv", hardware="h200-x2", config=config, seed=SEED)
+    what = "split_kv" if options.weights_ranks == 1 else "split_kv_two_weights_ranks"
+    report = Report(what, hardware="h200-x2", config=config, seed=SEED)
     report.summary = "GLM-4.7-Flash over two KV ranks in processes on two GPUs against one KV rank."
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory:
         config_json = CONFIGS[MODEL] | {"max_position_embeddings": 1 << 23}  # the context limit is lifted
         (Path(directory) / "config.json").write_text(json.dumps(config_json), encoding="utf-8")
-        guarded("split", partial(_run, report, options.gib, Path(directory)), failures)
+        guarded("split", partial(_run, report, options.gib, Path(directory), options.weights_ranks), failures)
     report.write(options.out)
     write_failures(failures, options.out)
 
 
-def _run(report: Report, gib: float, directory: Path) -> None:
-    Split(report, gib, directory).run()
+def _run(report: Report, gib: float, directory: Path, num_weights: int) -> None:
+    Split(report, gib, directory, num_weights).run()
 
 
 if __name__ == "__main__":
