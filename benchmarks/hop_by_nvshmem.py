@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import queue
 import secrets
+import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
@@ -31,7 +34,7 @@ UNTIMED = 5
 TURNS = 500
 """Of a graph that adds one at each turn."""
 
-PATIENCE_S = 60.0
+PATIENCE_S = 20.0
 
 
 class End:
@@ -115,6 +118,18 @@ def _run(
     found.put((number, times, wrong))
 
 
+def _next(found: Any, ends: Sequence[SpawnProcess]) -> Any:
+    """What an end tells next. Raises RuntimeError where one is gone without a word: the library may end its process."""
+    until_s = time.monotonic() + 2 * PATIENCE_S
+    while True:
+        try:
+            return found.get(timeout=0.5)
+        except queue.Empty:
+            gone = [end.exitcode for end in ends if end.exitcode]
+            if gone or time.monotonic() > until_s:
+                raise RuntimeError(f"no word from the ends; of those that are gone the codes are {gone}") from None
+
+
 def hops_by_nvshmem(
     sizes: Sequence[int], hops: int, replays: int = 200, round_trips: int = 100_000
 ) -> tuple[Mapping[int, list[float]], int]:
@@ -126,7 +141,7 @@ def hops_by_nvshmem(
     for end in ends:
         end.start()
     try:
-        results = [found.get(timeout=2 * PATIENCE_S) for _ in ends]
+        results = [_next(found, ends) for _ in ends]
     finally:
         for end in ends:
             end.join(10.0)
