@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import time
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from crosspool.backends.cuda.launch import DeviceKernels  # noqa: E402
+from crosspool.backends.cuda.nvshmem import find_library  # noqa: E402
 from crosspool.cluster.base import (  # noqa: E402
     ModelFailed,
     ModelPlacement,
@@ -142,12 +144,14 @@ def drive(cluster, lanes, kill_after=None, limit_s=120.0):
     return seen
 
 
-def start(num_weights, directories, control="graphs"):
+def start(num_weights, directories, control="graphs", transport="auto"):
     ranks = tuple(f"w{idx}" for idx in range(num_weights))
     cluster = start_cluster(
         ClusterConfig(
             backend="cuda",
             control=control,
+            transport=transport,
+            token=secrets.token_hex(16),
             weights_ranks=ranks,
             num_frames=NUM_FRAMES,
             frame_bytes=FRAME_BYTES,
@@ -231,6 +235,36 @@ def test_two_models_in_two_lanes_give_the_undivided_models_tokens(control, run_l
     for lane in lanes:
         assert lane.tokens == expected_tokens(lane.directory, lane.prompt, 24, num_weights), lane.name
         assert lane.replays == 0
+
+
+def has_nvshmem():
+    return pytest.mark.skipif(not find_library().is_absolute(), reason="nvidia-nvshmem-cu13 is not installed")
+
+
+@pytest.mark.parametrize("transport", ["host", "peer", pytest.param("nvshmem", marks=has_nvshmem())])
+def test_tokens_are_the_same_by_every_transport(transport, directories):
+    cluster = start(1, directories, transport=transport)
+    try:
+        lanes = lanes_for(directories, 16)
+        report_speed(drive(cluster, lanes), f"two lanes, transport {transport}")
+    finally:
+        cluster.close()
+    for lane in lanes:
+        assert lane.tokens == expected_tokens(lane.directory, lane.prompt, 16, 1), lane.name
+        assert lane.replays == 0
+
+
+@has_nvshmem()
+def test_a_killed_rank_of_a_team_is_given_up_with_the_reason(directories):
+    cluster = start(1, directories, transport="nvshmem")
+    try:
+        os.kill(cluster.pids()["w0"], signal.SIGKILL)
+        failed, until_s = [], time.monotonic() + 60
+        while not failed and time.monotonic() < until_s:
+            failed = [event.error for event in cluster.poll(0.5) if isinstance(event, RankFailed)]
+        assert "NVSHMEM takes no rank back into its team" in failed[0]
+    finally:
+        cluster.close()
 
 
 @pytest.mark.parametrize(("control", "run_length"), [("graphs", 1), ("graphs", 6), ("resident", 1), ("resident", 6)])
