@@ -41,7 +41,7 @@ class Steps:
         has_parts: bool = True,
         target: float | None = None,
     ) -> None:
-        """Steps by every way. ways: in place of the usual ones. has_parts: each side's busy time as well."""
+        """Steps by every way. ways: in place of the usual ones. has_parts: each side's busy time as well, by usual ways."""
         case = f"{drawn.name}.{layout}.b{batch}.{context // 1024}k"
         floor = step_floor(drawn.spec, batch, context, len(drawn.slices))
         chosen = list(ways or self.ways)
@@ -62,7 +62,9 @@ class Steps:
         shown = ", ".join(f"{way} {value:.3f}" for way, value in medians.items())
         asked = "" if target is None else f", asked {target}"
         print(f"decode_ms.{case}: {shown}; floor {floor.step:.3f}{asked}", flush=True)
-        for way, median in medians.items() if has_parts else ():
+        for way, median in medians.items():
+            if not has_parts or way not in self.ways:
+                continue
             self._parts(drawn, f"{case}.{way}", way, batch, context, floor, median, cache)
 
     def _parts(
