@@ -41,7 +41,7 @@ class Steps:
         has_parts: bool = True,
         target: float | None = None,
     ) -> None:
-        """Steps by every way. ways: in place of the usual ones. has_parts: each side's busy time as well, by usual ways."""
+        """Steps by every way. ways: in place of the usual ones. has_parts: each side's busy time too, by usual ways."""
         case = f"{drawn.name}.{layout}.b{batch}.{context // 1024}k"
         floor = step_floor(drawn.spec, batch, context, len(drawn.slices))
         chosen = list(ways or self.ways)
