@@ -44,6 +44,26 @@ def test_a_missing_package_names_the_extra(monkeypatch):
         preflight.check_machine(PoolsConfig(backend="cuda"))
 
 
+@pytest.mark.parametrize("place", ["package", "system", "nowhere"])
+def test_nvshmem_is_looked_for_where_it_may_be_installed(place, monkeypatch):
+    def find(name):
+        if name != "nvidia.nvshmem":
+            return name
+        if place == "package":
+            return name
+        raise ModuleNotFoundError("No module named 'nvidia'")
+
+    monkeypatch.setattr(preflight, "find_spec", find)
+    monkeypatch.setattr(preflight, "find_library", lambda name: f"lib{name}.so" if place == "system" else None)
+    pools = PoolsConfig(backend="cuda", transport="nvshmem")
+    if place != "nowhere":
+        preflight.check_machine(pools)
+        return
+    with pytest.raises(CrossPoolError, match="transport is nvshmem .* pip install nvidia-nvshmem-cu13"):
+        preflight.check_machine(pools)
+    preflight.check_machine(replace(pools, transport="peer"))
+
+
 def test_the_engine_is_not_started_on_a_machine_that_is_too_small(monkeypatch):
     monkeypatch.setattr(preflight, "physical_memory_bytes", lambda: GiB)
     monkeypatch.setattr("crosspool.launch.start_cluster", lambda config: pytest.fail("the ranks were started"))

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from ctypes.util import find_library
 from importlib.util import find_spec
 
 from crosspool.config import PoolsConfig
@@ -24,6 +25,10 @@ def check_machine(pools: PoolsConfig, memory_bytes: int | None = None) -> None:
             f"backend is {pools.backend} and {' and '.join(missing)} cannot be found; "
             f"pip install 'crosspool[{pools.backend}]', or use backend numpy"
         )
+    if pools.transport == "nvshmem" and not _has_nvshmem():
+        raise CrossPoolError(
+            "transport is nvshmem and its library cannot be found; pip install nvidia-nvshmem-cu13, or leave it out"
+        )
     have = physical_memory_bytes() if memory_bytes is None else memory_bytes
     parts = {"kv_pool_bytes": pools.kv_pool_bytes} if pools.backend == "numpy" else {}  # else on the GPUs
     if pools.host_pool_bytes:
@@ -35,6 +40,15 @@ def check_machine(pools: PoolsConfig, memory_bytes: int | None = None) -> None:
         raise CrossPoolError(
             f"{sizes}{ranks}, and this machine has {have / GiB:.1f} GiB of memory for that{beside}; set less"
         )
+
+
+def _has_nvshmem() -> bool:
+    """As a Python package, or where the system looks for libraries."""
+    try:
+        is_package = find_spec("nvidia.nvshmem") is not None
+    except ModuleNotFoundError:
+        is_package = False
+    return is_package or find_library("nvshmem_host") is not None
 
 
 def physical_memory_bytes() -> int | None:
