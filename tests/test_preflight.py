@@ -59,7 +59,7 @@ def test_nvshmem_is_looked_for_where_it_may_be_installed(place, monkeypatch):
     if place != "nowhere":
         preflight.check_machine(pools)
         return
-    with pytest.raises(CrossPoolError, match="transport is nvshmem .* pip install nvidia-nvshmem-cu13"):
+    with pytest.raises(CrossPoolError, match=r"transport is nvshmem .* pip install nvidia-nvshmem-cu13"):
         preflight.check_machine(pools)
     preflight.check_machine(replace(pools, transport="peer"))
 
