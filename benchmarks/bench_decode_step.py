@@ -45,7 +45,7 @@ def cases(spec: ModelSpec, layout: str, options: argparse.Namespace) -> Iterator
         yield from ((batch, SHORT) for batch in options.other_batches)
         return
     for context in options.contexts:
-        for batch in options.batches:
+        for batch in (context > SHORT and options.long_batches) or options.batches:
             if batch * context * spec.kv_bytes_per_token("bfloat16") <= MOST_CACHE_BYTES:
                 yield batch, context
 
@@ -69,7 +69,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--other-batches", type=numbers, default=[1, 8])
     parser.add_argument("--ways", type=names, default=["graphs", "fused", "resident"], help="up to 4K")
     parser.add_argument("--long-ways", type=names, default=["fused", "resident"], help="of longer contexts")
-    parser.add_argument("--long-parts", type=numbers, default=[1, 8], help="batches whose parts are measured there")
+    parser.add_argument("--long-batches", type=numbers, default=None, help="there; default: all")
+    parser.add_argument("--parts", type=numbers, default=[1, 2, 4, 8, 16, 32], help="batches whose parts are measured")
+    parser.add_argument("--long-parts", type=numbers, default=[1, 8], help="the same of longer contexts")
     parser.add_argument("--extra", type=names, default=[], help="ways measured besides at batch 1 and 4K")
     parser.add_argument("--lanes", type=numbers, default=[], help="batches of two equal lanes, such as 1,2,4")
     parser.add_argument("--lane-contexts", type=numbers, default=[4096, 32768])
@@ -122,7 +124,7 @@ class Bench:
         part = partial(
             self.steps.measure,
             ways=ways,
-            has_parts=context <= SHORT or batch in options.long_parts,
+            has_parts=batch in (options.parts if context <= SHORT else options.long_parts),
             target=TARGETS.get(drawn.name) if is_first else None,
         )
         name = f"{drawn.name} {layout} b{batch} {context}"
