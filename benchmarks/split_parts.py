@@ -50,16 +50,16 @@ class Floor:
         return self.attention + self.ffn
 
 
-def largest_share(layout: str) -> float:
+def share_of_slowest(layout: str) -> float:
     """Of every FFN, on one weights rank."""
     owners, shares = parse_layout(layout, num_gpus=MANY_GPUS)
     return max(shares or [1 / len(owners)])
 
 
-def step_floor(spec: ModelSpec, batch: int, context: int, share: float) -> Floor:
+def step_floor(spec: ModelSpec, batch: int, context: int, largest_share: float) -> Floor:
     """Of the experts those that random routing is expected to choose, each read once.
 
-    share: of every FFN, on the slowest weights rank.
+    largest_share: of every FFN, on the slowest weights rank.
     """
     kv_bytes = weight_bytes(spec, "kv") - 2 * spec.vocab_size * spec.hidden_size  # of the embedding, only rows
     kv_bytes += batch * context * spec.kv_bytes_per_token("bfloat16")
@@ -71,7 +71,7 @@ def step_floor(spec: ModelSpec, batch: int, context: int, share: float) -> Floor
         share = 1.0
         if isinstance(ffn, MoEFFNSpec) and tensor.name.startswith("expert_"):
             share -= (1 - ffn.top_k / ffn.num_experts) ** batch
-        ffn_bytes += share * tensor.num_elements * (4 if tensor.name == "router" else 2) * share
+        ffn_bytes += share * tensor.num_elements * (4 if tensor.name == "router" else 2) * largest_share
     return Floor(kv_bytes * _MS_PER_BYTE, ffn_bytes * _MS_PER_BYTE)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from benchmarks.lanes_at_work import NO_WAITS, busy_times
 from benchmarks.report import Report
 from benchmarks.split_model import Gpus, drawn_cache, step_times_ms
-from benchmarks.split_parts import COPY_TB_PER_S, Floor, compare, largest_share, step_floor
+from benchmarks.split_parts import COPY_TB_PER_S, Floor, compare, share_of_slowest, step_floor
 from benchmarks.ways import WAYS, Drawn, split_model
 from crosspool.backends.cuda.cache import PagedCache
 
@@ -43,7 +43,7 @@ class Steps:
     ) -> None:
         """Steps by every way. ways: in place of the usual ones. has_parts: each side's busy time too, by usual ways."""
         case = f"{drawn.name}.{layout}.b{batch}.{context // 1024}k"
-        floor = step_floor(drawn.spec, batch, context, largest_share(layout))
+        floor = step_floor(drawn.spec, batch, context, share_of_slowest(layout))
         chosen = list(ways or self.ways)
         if any(gpu == 0 for gpu, _ in drawn.slices):  # attention needs its GPU's multiprocessors
             chosen = [way for way in chosen if WAYS[way].shares_a_gpu]
