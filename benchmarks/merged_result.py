@@ -33,7 +33,7 @@ def merged(results: Sequence[Mapping[str, Any]], summary: str = "") -> Report:
         summary=summary or last["summary"],
         date=datetime.date.fromisoformat(last["date"]),
         config={"parts": [{key: result[key] for key in ("commit", "command")} for result in results]},
-        origin={key: last[key] for key in ("hardware", "commit", "versions")},
+        origin={key: last[key] for key in ("hardware", "commit", "command", "versions")},
     )
     for result in results:
         report.metrics.update(result["metrics"])

@@ -48,7 +48,9 @@ class Report:
     config: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     summary: str = ""  # what was measured and what the numbers say, losses included
-    origin: Mapping[str, Any] = field(default_factory=dict)  # hardware, commit, versions where measured elsewhere
+    origin: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # hardware, commit, command, versions where measured elsewhere
     date: datetime.date = field(default_factory=lambda: datetime.datetime.now(datetime.UTC).date())
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     limits: dict[str, float] = field(default_factory=dict, init=False)
@@ -85,7 +87,7 @@ class Report:
             "hardware": {"name": self.hardware, **self.origin.get("hardware", describe_hardware())},
             "date": self.date.isoformat(),
             "commit": self.origin.get("commit", describe_commit()),
-            "command": describe_command(),
+            "command": self.origin.get("command", describe_command()),
             "config": dict(self.config),
             "seed": self.seed,
             "versions": self.origin.get("versions", installed_versions()),

@@ -12,6 +12,7 @@ from benchmarks.report import Report
 
 def result(commit, metrics, what="decode_step", hardware="h200-x2"):
     origin = {"hardware": {"name": hardware, "gpus": ["NVIDIA H200"]}, "commit": commit, "versions": {"torch": "2"}}
+    origin["command"] = f"python -m {commit}"
     report = Report(what, hardware=hardware, seed=7, date=datetime.date(2026, 1, 2), origin=origin, summary=commit)
     for name, value in metrics.items():
         report.metric(name, value, limit=1.0, note=commit)
@@ -23,6 +24,7 @@ def test_later_runs_add_and_replace():
     assert both["metrics"] == {"x": 1.0, "y": 3.0, "z": 4.0}
     assert both["notes"] == {"x": "aaa", "y": "bbb", "z": "bbb"}
     assert both["commit"] == "bbb"
+    assert both["command"] == "python -m bbb"
     assert [part["commit"] for part in both["config"]["parts"]] == ["aaa", "bbb"]
     assert both["hardware"]["gpus"] == ["NVIDIA H200"]
     assert both["summary"] == "bbb"
