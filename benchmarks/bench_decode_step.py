@@ -78,6 +78,8 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--lane-ways", type=names, default=["graphs", "fused", "resident"])
     parser.add_argument("--lane-seconds", type=float, default=0.3)
     parser.add_argument("--pairs", default="", help="unlike lanes: a.b1.4k+b.b1.4k,...")
+    parser.add_argument("--steady-seconds", type=float, default=0.0, help="for which unlike lanes are watched too")
+    parser.add_argument("--name", default="decode_step", help="of the result")
     parser.add_argument("--layers", type=int, default=None, help="only the last so many layers")
     parser.add_argument("--skip", default="", help="parts to leave out: equality,host")
     return parser.parse_args()
@@ -89,7 +91,7 @@ class Bench:
     def __init__(self, options: argparse.Namespace, gpus: Gpus, report: Report) -> None:
         self.options, self.gpus, self.report = options, gpus, report
         self.steps = Steps(gpus, report, options.ways, SEED)
-        self.lanes = LanesBench(gpus, report, options.lane_ways, options.lane_seconds, SEED)
+        self.lanes = LanesBench(gpus, report, options.lane_ways, options.lane_seconds, SEED, options.steady_seconds)
         self.failures: dict[str, str] = {}
         self.paired: dict[str, Drawn] = {}
 
@@ -146,7 +148,7 @@ def main() -> None:
     num_gpus = torch.cuda.device_count()
     config = {name: vars(options)[name] for name in ("layouts", "batches", "contexts", "lane_seconds")}
     origin = {"commit": options.commit} if options.commit else {}
-    report = Report("decode_step", hardware=f"h200-x{num_gpus}", config=config, seed=SEED, origin=origin)
+    report = Report(options.name, hardware=f"h200-x{num_gpus}", config=config, seed=SEED, origin=origin)
     report.summary = "Random weights at true shapes; `rest` is what the step takes beyond both sides' busy times."
     gc.freeze()  # so that collections are short
     bench = Bench(options, Gpus(num_gpus), report)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from benchmarks.resident_model import ResidentModel
@@ -23,6 +24,11 @@ NO_WAITS = WaitRule(deadline_s=None)
 
 def step_ms_together(lanes: Sequence[SplitModel], context: Sequence[int], seconds: float) -> list[float]:
     """Mean time of each lane's steps while all of them are at work, steps enqueued ahead."""
+    return [_mean_ms(moments) for moments in moments_together(lanes, context, seconds)]
+
+
+def moments_together(lanes: Sequence[SplitModel], context: Sequence[int], seconds: float) -> list[list[float]]:
+    """When each lane's steps began, in milliseconds on one clock, while all of them are at work."""
     events: list[list[torch.cuda.Event]] = [[] for _ in lanes]
     done = [0] * len(lanes)
     for model, tokens in zip(lanes, context, strict=True):
@@ -45,7 +51,7 @@ def step_ms_together(lanes: Sequence[SplitModel], context: Sequence[int], second
         model.synchronize()
     if any(epoch for model in lanes for epoch in model.late()):
         raise RuntimeError("a wait missed its deadline")
-    return [_mean_ms(moments) for moments in _common_window(events)]
+    return _common_window(events)
 
 
 def _common_window(events: Sequence[Sequence[torch.cuda.Event]]) -> list[list[float]]:
@@ -60,6 +66,16 @@ def _mean_ms(moments: Sequence[float]) -> float:
     if len(moments) < 3:
         raise RuntimeError(f"{len(moments)} steps ended while all lanes were at work; measure for longer")
     return (moments[-1] - moments[0]) / (len(moments) - 1)
+
+
+def window_means_ms(moments: Sequence[float], window_ms: float) -> list[float]:
+    """Mean time of the steps that began in each whole window of so long."""
+    starts = np.asarray(moments)
+    found = []
+    for begin in np.arange(starts[0], starts[-1] - window_ms, window_ms):
+        within = starts[(starts >= begin) & (starts < begin + window_ms)]
+        found.append(_mean_ms(within.tolist()))
+    return found
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,22 @@ from typing import Any
 
 import torch
 
-from benchmarks.lanes_at_work import NO_WAITS, Busy, busy_times, scheduled_ms, step_ms_together
+from benchmarks.lanes_at_work import (
+    NO_WAITS,
+    Busy,
+    busy_times,
+    moments_together,
+    scheduled_ms,
+    step_ms_together,
+    window_means_ms,
+)
 from benchmarks.report import Report
 from benchmarks.split_model import Gpus, SplitModel
 from benchmarks.ways import WAYS, Drawn, split_model
 from crosspool.planner.roofline import StageTimes
 
-TARGET = 0.95
+TARGET, SHALLOW_LIMIT = 0.95, 1.05
+STEADY_WINDOW_MS, STEADY_LIMIT = 1000.0, 1.05
 
 
 @dataclass(frozen=True)
@@ -45,10 +54,13 @@ class Lone:
 
 
 class LanesBench:
-    """ways: each is measured with all lanes driven alike."""
+    """ways: each is measured with all lanes driven alike. steady_s: how long unlike lanes are watched for drifts."""
 
-    def __init__(self, gpus: Gpus, report: Report, ways: Sequence[str], seconds: float, seed: int) -> None:
+    def __init__(
+        self, gpus: Gpus, report: Report, ways: Sequence[str], seconds: float, seed: int, steady_s: float = 0.0
+    ) -> None:
         self.gpus, self.report, self.ways, self.seconds, self.seed = gpus, report, ways, seconds, seed
+        self.steady_s = steady_s
         self._lone: dict[tuple[str, int, str], Lone] = {}
 
     def equal(self, drawn: Drawn, layout: str, batch: int, context: int) -> None:
@@ -90,11 +102,34 @@ class LanesBench:
             self.report.metric(f"pipeline_efficiency.{pair}", gain / best, limit=TARGET, note="the target")
             for case, step, scheduled in zip(cases, together, ideal, strict=True):
                 self.report.metric(f"tbt_ms.{pair}.{case.drawn.name}", step, limit=scheduled, note="of the schedule")
+            layers = [case.drawn.spec.num_layers for case in cases]
+            if len(set(layers)) > 1:
+                shallow = layers.index(min(layers))
+                over, note = together[shallow] / ideal[shallow], f"{cases[shallow].name}'s, over the schedule's"
+                self.report.metric(f"shallow_tbt.{pair}", over, limit=SHALLOW_LIMIT, note=note)
             print(
                 f"{pair}: gain {gain:.3f} of {best:.3f} ({gain / best:.1%}); steps {together[0]:.3f} and "
                 f"{together[1]:.3f}, scheduled {ideal[0]:.3f} and {ideal[1]:.3f} ms",
                 flush=True,
             )
+            if self.steady_s > 0:
+                self.steady(all_drawn, text, way)
+
+    def steady(self, all_drawn: Mapping[str, Drawn], text: str, way: str) -> None:
+        """Unlike lanes for a long time: whether any second of it was slower, as when their phases lock."""
+        cases = [_case(all_drawn, part) for part in text.split("+")]
+        lanes = self._lanes_of(cases, way)
+        together = moments_together(lanes, [case.context for case in cases], self.steady_s)
+        for model in lanes:
+            model.stop()
+        for case, moments in zip(cases, together, strict=True):
+            means = window_means_ms(moments, STEADY_WINDOW_MS)
+            slowest = max(means) / (sum(means) / len(means))
+            metric = f"steady.{text}.{way}.{case.drawn.name}"
+            self.report.samples(f"{metric}.window_ms", means)
+            note = f"slowest window of {STEADY_WINDOW_MS / 1e3:g} s of {self.steady_s:g} s, over the mean"
+            self.report.metric(f"{metric}.slowest_window", slowest, limit=STEADY_LIMIT, note=note)
+            print(f"{metric}: {sum(means) / len(means):.3f} ms, slowest window {slowest:.4f} of that", flush=True)
 
     def _busy(self, name: str, lone: Lone) -> None:
         for label, value in (("one", lone.step), ("attention", lone.busy.attention), ("ffn", lone.busy.ffn)):
@@ -113,11 +148,15 @@ class LanesBench:
             self._lone[key] = Lone(step, busy)
         return self._lone[key]
 
-    def _together(self, cases: Sequence[Case], way: str) -> list[float]:
+    def _lanes_of(self, cases: Sequence[Case], way: str) -> list[SplitModel]:
         lanes: list[SplitModel] = []
         for index, case in enumerate(cases):
             beside = lanes[0] if lanes else None
             lanes.append(self._model(case, way, seed=self.seed + index, beside=beside))
+        return lanes
+
+    def _together(self, cases: Sequence[Case], way: str) -> list[float]:
+        lanes = self._lanes_of(cases, way)
         steps = step_ms_together(lanes, [case.context for case in cases], self.seconds)
         for model in lanes:
             model.stop()

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from benchmarks.lanes_at_work import Busy, scheduled_ms
+from benchmarks.lanes_at_work import Busy, scheduled_ms, window_means_ms
 
 pytestmark = pytest.mark.judge
 
@@ -41,3 +41,8 @@ def test_a_shallow_model_beside_a_deep_one_keeps_its_own_pace():
     assert shallow < 0.7 * deep
     assert deep > 3.0
     assert shallow > 2.2
+
+
+def test_windows_show_a_second_in_which_steps_took_longer():
+    moments = [*range(0, 1000, 2), *range(1000, 2000, 4), *range(2000, 4001, 2)]
+    assert window_means_ms(moments, 1000.0) == pytest.approx([2.0, 4.0, 2.0])

@@ -43,6 +43,7 @@ class ClusterConfig:
     control: Control = "graphs"  # of decode on GPUs
     steps_ahead: StepsAhead = "host"  # of decode on GPUs that the host does not drive
     transport: Transport = "auto"  # of hidden states between GPUs
+    run_lanes: int = 0  # lanes, from the first on, whose decode steps may come in runs; GPUs get ready for them
     devices: tuple[tuple[str, int], ...] = ()  # (rank, GPU); a rank not named takes its place among the ranks
     joins_halves: bool = False  # a model whose KV rank and only weights rank share a host and a GPU runs undivided
     arenas: tuple[tuple[str, ...], ...] = ()  # KV ranks that share one arena's frames; those not named have one each

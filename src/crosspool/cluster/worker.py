@@ -216,6 +216,7 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
         has_processes=config.layout == "processes",
         control=config.control,
         goes_ahead=config.steps_ahead == "device",
+        run_lanes=config.run_lanes,
         order=config.order,
         transport=config.transport,
         team=_team(config),

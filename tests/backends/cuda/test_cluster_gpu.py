@@ -157,6 +157,7 @@ def start(num_weights, directories, control="graphs", transport="auto"):
             frame_bytes=FRAME_BYTES,
             max_tokens_per_step=128,
             num_lanes=2,
+            run_lanes=2,
             spin_us=200_000,
             start_timeout_s=120.0,
             step_deadline_s=5.0,

@@ -43,6 +43,11 @@ class FFNPassKind:
     bucket: int
     is_fused: bool
 
+    @property
+    def is_run(self) -> bool:
+        """Whether runs consist of such passes (`ffn_run.py` says why not of fused ones)."""
+        return not self.is_fused
+
 
 @dataclass(frozen=True, slots=True)
 class FFNWay:

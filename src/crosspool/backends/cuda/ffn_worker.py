@@ -7,7 +7,6 @@ of prompts in `ffn_chunk_run.py`.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
 
 import torch
 
@@ -19,6 +18,7 @@ from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.ffn_chunk_run import run_ffn_chunk
 from crosspool.backends.cuda.ffn_half import FFNHalf
 from crosspool.backends.cuda.ffn_passes import FFNModel, FFNPasses, FFNPassKind, FFNWay
+from crosspool.backends.cuda.ffn_prepare import prepare_passes
 from crosspool.backends.cuda.ffn_run import run_several
 from crosspool.backends.cuda.ffn_step import run_step
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
@@ -29,7 +29,7 @@ from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.lanes import WorkerLanes
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceOutlet, Site
-from crosspool.backends.cuda.passes import BUCKETS, PASS_TOKENS, bucket_of
+from crosspool.backends.cuda.passes import PASS_TOKENS, bucket_of
 from crosspool.backends.cuda.patience import Patience
 from crosspool.backends.cuda.random_slices import draw_share, num_bytes
 from crosspool.backends.cuda.resident_ffn import ResidentFFN
@@ -54,13 +54,18 @@ class CudaFFNWorker:
         control: Control = "graphs",
         order: str = "priority",
         goes_ahead: bool = False,
+        run_lanes: int = 0,
     ) -> None:
-        """order: of `ClusterConfig`; under any but priority, prompts' kernels have decode's priority beside it."""
+        """order: of `ClusterConfig`; under any but priority, prompts' kernels have decode's priority beside it.
+
+        run_lanes: of `CudaAttentionWorker`.
+        """
         self._site, self._kernels = site, kernels
         self._resident = ResidentFFN(site, kernels) if control == "resident" else None
         self._models: dict[str, FFNModel] = {}
         self._lanes = WorkerLanes(site, rule, kernels, is_host_driven=control == "host", goes_ahead=goes_ahead)
         self._passes = FFNPasses(site, kernels, is_host_driven=control == "host")
+        self._run_lanes = run_lanes
         self._fit: dict[int, int] = {}  # by lane: the step that was found fit to be handed over ahead
         self._joined: set[str] = set()  # KV ranks that run this worker's layers themselves
         is_cuda = site.device.type == "cuda"
@@ -110,12 +115,15 @@ class CudaFFNWorker:
                 self._passes.chunks_of(model, number)
             finish(self._site.device)
             warm_up_ffn(self._kernels, model.layers, routers, self._lanes.prefill_streams().all)
-        kinds = tuple(product(BUCKETS, (False, True) if self._turns.may_fuse else (False,)))
+
+        def tell() -> None:
+            progress(total, total)  # a load that was given up ends here
+
         # no lane is open where a KV rank beside this one runs the passes
         for number, lane, links in self._lanes.open_to([placement.kv_rank]):
-            for bucket, is_fused in kinds:
-                self._passes.find(FFNWay(name, model, number, lane, links), FFNPassKind(bucket, is_fused))
-                progress(total, total)  # a load that was given up ends here
+            way = FFNWay(name, model, number, lane, links)
+            may_fuse, may_run = self._turns.may_fuse, number < self._run_lanes
+            prepare_passes(self._passes, self._resident, way, tell, may_fuse=may_fuse, may_run=may_run)
 
     def open_link(
         self,

@@ -24,6 +24,11 @@ class KVPassKind:
     samples: bool
     is_decode: bool
 
+    @property
+    def is_run(self) -> bool:
+        """Whether runs consist of such passes."""
+        return self.samples and self.is_decode
+
     def row_numbers(self, used: int) -> list[int]:
         """Which row of a step each row of the pass holds; those that are not in use repeat the first."""
         return [row if row < used else 0 for row in range(self.bucket)]

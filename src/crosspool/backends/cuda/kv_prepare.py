@@ -51,8 +51,12 @@ def prepare_passes(
     weights_ranks: Sequence[str],
     joined: JoinedFFN | None,
     tell: Callable[[], None],
+    run_lanes: int = 0,
 ) -> None:
-    """Capture the model's passes for every lane that is open. tell: raises where the load was given up."""
+    """Capture the model's passes for every lane that is open, in the first `run_lanes` also in their loops.
+
+    tell: raises where the load was given up.
+    """
     if model.split != "one":
         return  # passes are captured for the shares that take part in them
     if joined is not None:
@@ -61,4 +65,6 @@ def prepare_passes(
         way = KVWay(name, model, number, lane, links, joined=joined)
         for kind in kinds_ahead(site, () if joined is not None else weights_ranks):
             found.find(way, kind)
+            if kind.is_run and number < run_lanes:
+                lane.find_loop(name, links, kind)
             tell()

@@ -57,10 +57,12 @@ class CudaAttentionWorker:
         is_host_driven: bool = False,
         goes_ahead: bool = False,
         host_frames: HostFrames | None = None,
+        run_lanes: int = 0,
     ) -> None:
         """first_frame: number of this rank's frame 0 where there are several KV ranks, `kv_ranks` in their order.
 
-        host_frames: beside `frames`, for pages that the pool gives up.
+        host_frames: beside `frames`, for pages that the pool gives up. run_lanes: how many lanes, from the first on, will
+        take runs of steps: loads capture their loops.
         """
         self._site, self._kernels, self._frames, self._is_host_driven = site, kernels, frames, is_host_driven
         self.host_frames = host_frames
@@ -68,6 +70,7 @@ class CudaAttentionWorker:
         self._models = KVModels(site, frames, first_frame, kv_ranks)
         self._lanes = WorkerLanes(site, rule, kernels, is_host_driven=is_host_driven, goes_ahead=goes_ahead)
         self._passes = KVPasses(site, kernels, is_host_driven=is_host_driven)
+        self._run_lanes = run_lanes
         self._sequences: dict[int, Sequence] = {}
         self._joined: dict[str, JoinedFFN] = {}
         self._ahead = KVAhead(site.rank, self._models, self._lanes, self._sequences)
@@ -121,7 +124,8 @@ class CudaAttentionWorker:
         def tell() -> None:
             progress(model.num_bytes, model.num_bytes)  # a load that was given up ends here
 
-        prepare_passes(self._passes, self._site, self._lanes, name, model, placement.weights_ranks, joined, tell)
+        ranks = placement.weights_ranks
+        prepare_passes(self._passes, self._site, self._lanes, name, model, ranks, joined, tell, self._run_lanes)
 
     def join(self, rank: str, ffn: JoinedFFN) -> None:
         """Run the whole of models whose only weights rank is `rank`, which shares this process and GPU."""

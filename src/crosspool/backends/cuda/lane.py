@@ -52,7 +52,7 @@ class WorkerLane:
         self._lock = threading.Lock()
         self._passes: dict[tuple[str, Links, Hashable], Capturable] = {}
         self._graphs: dict[tuple[str, Links, Hashable], StepGraph | SegmentGraphs] = {}
-        self._loops: dict[tuple[str, Links, Hashable], LoopGraph] = {}  # captured at the first run
+        self._loops: dict[tuple[str, Links, Hashable], LoopGraph] = {}
 
     def open_link(
         self, peer: str, region: memoryview, capacity: int, is_kv: bool, ring: Callable[[], None]
@@ -114,7 +114,8 @@ class WorkerLane:
     def captured(self, model: str, key: Hashable, *, in_loop: bool) -> Capturable | None:
         """The model's pass under `key`, if it was captured, in its loop or alone; over whatever links."""
         kept = self._loops if in_loop else self._graphs
-        return next((self._passes[found] for found in kept if found[0] == model and found[2] == key), None)
+        found = (at for at in tuple(kept) if at[0] == model and at[2] == key)  # a load may add to them meanwhile
+        return next((self._passes[at] for at in found), None)
 
     def _capture(self, source: Capturable, links: Links, name: str) -> StepGraph | SegmentGraphs:
         if not self._is_host_driven:
@@ -134,17 +135,25 @@ class WorkerLane:
         with torch.cuda.stream(self.stream):
             graph.replay()
 
-    def run_loop(self, model: str, links: Links, key: Hashable) -> None:
-        """Enqueue the pass in its loop, for all the steps of a run."""
-        self._replayed_s = time.monotonic()
+    def find_loop(self, model: str, links: Links, key: Hashable) -> LoopGraph:
+        """The pass that `find_pass` has found under `key`, in its loop, captured where that is new; GPUs only."""
         loop = self._loops.get((model, links, key))
-        if loop is None:
-            with self._lock, on_device(self.site.device):
+        if loop is not None:
+            return loop
+        with self._lock, on_device(self.site.device):
+            loop = self._loops.get((model, links, key))
+            if loop is None:
                 name = f"{self.site.rank} {model} {key}"
                 source = self._passes[model, links, key]
                 assert isinstance(source, Repeatable), f"a {type(source).__name__} does not repeat"
                 loop = capture_loop(source, self._capture_stream, name, may_be_skipped=self.goes_ahead)
                 self._loops[model, links, key] = loop
+            return loop
+
+    def run_loop(self, model: str, links: Links, key: Hashable) -> None:
+        """Enqueue the pass in its loop, for all the steps of a run."""
+        self._replayed_s = time.monotonic()
+        loop = self.find_loop(model, links, key)
         with torch.cuda.stream(self.stream):
             loop.replay()
 

@@ -35,7 +35,7 @@ class ResidentFFN:
 
     def can_serve_ahead(self, model: str, number: int, lane: WorkerLane, rows: int) -> bool:
         """Whether the model's pass may be posted at once, behind passes of the lane that are here already."""
-        is_made = any((name, at, count) == (model, number, rows) for name, at, _, count in self._passes)
+        is_made = any((name, at, count) == (model, number, rows) for name, at, _, count in tuple(self._passes))
         return is_made and self.can_serve(lane) and lane not in self._launched
 
     def before_launch(self, lane: WorkerLane) -> None:
@@ -64,18 +64,37 @@ class ResidentFFN:
         key = (model, number, links, rows)
         served = self._passes.get(key)
         if served is None:
+            self._server.stop()  # what fills new buffers needs the GPU
             served = self._passes[key] = self._make(model, layers, number, lane, links, rows, takes_choices)
         self._server.post(lane.memory, served, base, place)
+
+    def prepare(
+        self,
+        model: str,
+        layers: Sequence[FFNLayerWeights],
+        number: int,
+        lane: WorkerLane,
+        links: Links,
+        rows: Sequence[int],
+        *,
+        takes_choices: bool = False,
+    ) -> None:
+        """Make the passes of so many rows each, so that no later one has to: for that the server leaves."""
+        self._server.stop()
+        for count in rows:
+            served = self._make(model, layers, number, lane, links, count, takes_choices)
+            self._passes[model, number, links, count] = served
+            self._server.reserve(served.smem_bytes)
 
     def drop(self, model: str | None = None, links: Sequence[Any] = ()) -> None:
         """Forget the passes of a model, or those over any of these links. Its passes under way are ended first."""
         self._server.stop()
         self._passes = {
             key: served
-            for key, served in self._passes.items()
+            for key, served in tuple(self._passes.items())
             if key[0] != model and not any(link in key[2] for link in links)
         }
-        self._scratch = {key: scratch for key, scratch in self._scratch.items() if key[0] != model}
+        self._scratch = {key: scratch for key, scratch in tuple(self._scratch.items()) if key[0] != model}
 
     def _make(
         self,
@@ -87,7 +106,6 @@ class ResidentFFN:
         rows: int,
         takes_choices: bool,
     ) -> ServedPass:
-        self._server.stop()  # what fills new buffers needs the GPU
         with on_device(self._site.device):
             scratch = self._scratch.get((model, number))
             if scratch is None:

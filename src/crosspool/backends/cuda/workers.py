@@ -53,10 +53,12 @@ class CudaWorkers:
         goes_ahead: bool = False,
         transport: Transport = "auto",
         team: Team | None = None,
+        run_lanes: int = 0,
     ) -> None:
         """goes_ahead: a lane's next decode step may be handed over while the present one runs (`BeginsAhead`).
 
-        team: of ranks whose channels lie in NVSHMEM's memory; this returns once all have come.
+        team: of ranks whose channels lie in NVSHMEM's memory; this returns once all have come. run_lanes: of
+        `ClusterConfig`.
         """
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(MAX_CONNECTIONS))  # read when CUDA starts
         index, count = devices[rank], torch.cuda.device_count()
@@ -73,6 +75,7 @@ class CudaWorkers:
         self._site = Site(rank, device, driver, devices, server, partition, transport, heap)
         self._rule = WaitRule(deadline_s=deadline_s)
         self._control, self._order, self._goes_ahead = control, order, goes_ahead
+        self._run_lanes = run_lanes
 
     def attention(
         self,
@@ -107,6 +110,7 @@ class CudaWorkers:
             is_host_driven=self._control == "host",
             goes_ahead=self._goes_ahead,
             host_frames=host_frames,
+            run_lanes=self._run_lanes,
         )
         return worker, frames if isinstance(frames, DeviceFrames) else None
 
@@ -118,4 +122,5 @@ class CudaWorkers:
             control=self._control,
             order=self._order,
             goes_ahead=self._goes_ahead,
+            run_lanes=self._run_lanes,
         )

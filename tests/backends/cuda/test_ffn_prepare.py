@@ -1,0 +1,59 @@
+"""Which passes a weights rank makes before a model is ready, for whatever will run them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from crosspool.backends.cuda.ffn_passes import FFNPassKind, FFNWay
+from crosspool.backends.cuda.ffn_prepare import prepare_passes
+from crosspool.backends.cuda.passes import BUCKETS
+
+pytestmark = pytest.mark.judge
+
+
+class Rank:
+    def __init__(self):
+        self.passes, self.loops, self.served = [], [], []
+        self.num_told = 0
+
+    def find(self, way, kind):
+        self.passes.append(kind)
+
+    def find_loop(self, name, links, kind):
+        assert kind in self.passes, "the pass comes before its loop"
+        self.loops.append(kind)
+
+    def prepare(self, name, layers, number, lane, links, rows, *, takes_choices):
+        self.served += [(name, number, links, count, takes_choices) for count in rows]
+
+    def tell(self):
+        self.num_told += 1
+
+    def prepared(self, *, is_resident=False, may_fuse=False, may_run=False):
+        model = SimpleNamespace(layers=("layer",), takes_choices=True)
+        way = FFNWay("m", model, 1, self, ("link",))
+        prepare_passes(self, self if is_resident else None, way, self.tell, may_fuse=may_fuse, may_run=may_run)
+        assert self.num_told == len(self.passes), "a load can be given up after each"
+        return self
+
+
+@pytest.mark.parametrize("may_fuse", [False, True])
+def test_every_pass_is_ready_before_the_first_step(may_fuse):
+    rank = Rank().prepared(may_fuse=may_fuse)
+    assert set(rank.passes) == {FFNPassKind(bucket, fused) for bucket in BUCKETS for fused in {False, may_fuse}}
+    assert rank.loops == rank.served == []
+
+
+def test_a_lane_that_takes_runs_has_their_loops_of_passes_that_are_not_fused():
+    rank = Rank().prepared(may_fuse=True, may_run=True)
+    assert rank.loops == [FFNPassKind(bucket, False) for bucket in BUCKETS]
+
+
+def test_a_resident_server_has_the_layers_of_every_pass():
+    rank = Rank().prepared(is_resident=True)
+    assert rank.served == [("m", 1, ("link",), bucket, True) for bucket in BUCKETS]
+    assert len(rank.passes) == len(BUCKETS), "launched where it cannot serve"
