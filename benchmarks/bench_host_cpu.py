@@ -1,6 +1,6 @@
 """What do the hosts of two ranks take of a core while a lane decodes in runs that its devices take by themselves?
 
-    python -m benchmarks.bench_host_cpu [--step-ms 2.5] [--steps 8] [--tokens 1600] [--out DIRECTORY]
+    python -m benchmarks.bench_host_cpu [--step-ms 2.5] [--steps 8] [--steps-ahead device] [--out DIRECTORY]
 
 A device is a clock here: a run of steps has ended so far as time has passed since its records were written. Everything
 else is real: loops of ranks and hosts in threads of their own, sockets, doorbells, records, commits. No GPU is needed,
@@ -14,6 +14,7 @@ import select
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from crosspool.cluster.control import ControlSocket
 from crosspool.cluster.doorbell import Board, Doorbell, ringer
 from crosspool.cluster.host_loop import HostLoop
 from crosspool.cluster.messages import FromRank, ToRank
+from crosspool.cluster.rank_halves import header_of
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.rank_process import SocketInbox
 from crosspool.cluster.region import ArrayRegion
@@ -49,21 +51,26 @@ SPIN_US = 200.0
 
 
 class ClockedLane(LaneMemory):
-    """A lane whose device ends a step of its newest run every `step_s` seconds."""
+    """A lane whose device ends a step every `step_s` seconds, as long as it has one."""
 
     def __init__(self, step_s: float) -> None:
         super().__init__(torch.device("cpu"), WaitRule())
-        self._clocked_s, self._begun_s, self._ends = step_s, 0.0, [0]
+        self._clocked_s = step_s
+        self._ends: deque[tuple[float, int]] = deque()  # when, and the epoch
+        self._until_s = 0.0
 
     def go(self, header: StepHeader) -> None:
-        self._begun_s = time.monotonic()
-        self._ends = [base + LAYERS for base, _ in places(header, LAYERS)]
+        """A run is handed over; it begins at once, or behind the one that is under way."""
+        self._until_s = max(self._until_s, time.monotonic())
+        for base, _ in places(header, LAYERS):
+            self._until_s += self._clocked_s
+            self._ends.append((self._until_s, base + LAYERS))
 
     @property
     def done_epoch(self) -> int:
-        num_ended = int((time.monotonic() - self._begun_s) / self._clocked_s)
-        if num_ended:
-            self._host_words[DONE] = self._ends[min(num_ended, len(self._ends)) - 1]
+        now_s = time.monotonic()
+        while self._ends and self._ends[0][0] <= now_s:
+            self._host_words[DONE] = self._ends.popleft()[1]
         return int(self._host_words[DONE])
 
 
@@ -86,6 +93,16 @@ class ClockedWorker:
     def __init__(self, step_s: float) -> None:
         self.lane = ClockedLane(step_s)
         self.sequences: dict[int, Sequence] = {}
+        self._ahead = 0  # the step that was found fit to be handed over while the one before is under way
+
+    def may_begin_ahead(self, work: StepDescriptor | StepHeader) -> bool:
+        """As the CUDA workers, of a step that nothing makes wait but the one before."""
+        if self.lane.nears_end:
+            self._ahead = header_of(work).step_seq
+        return self.lane.nears_end
+
+    def takes_ahead(self, header: StepHeader) -> bool:
+        return header.step_seq == self._ahead
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None: ...
 
@@ -110,24 +127,37 @@ class ClockedOutlet:
 
 
 class ClockedAttention(ClockedWorker):
+    batch: Batch | None = None
+
     def run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
         for new in step.joining:
             self.sequences[new.sequence_id] = Sequence(new, step.header.model, 1, 1000)
-        batch, inlet = Batch(step.part(0), self.sequences, PAGE_TOKENS), ClockedInlet(self.lane)
-        yield Wait((LaneIdle(self.lane), inlet), OPEN_EPOCH)
+        is_ahead, inlet = self.takes_ahead(step.header), ClockedInlet(self.lane)
+        batch = Batch(step.part(0), self.sequences, PAGE_TOKENS, self.batch if is_ahead else None)
+        self.batch = batch
+        if not is_ahead:
+            yield Wait((LaneIdle(self.lane), inlet), OPEN_EPOCH)
         slots = push_run(self.lane, batch, step.header, LAYERS, 1, PAGE_TOKENS)
         self.lane.go(step.header)
-        return (yield from read_run(self.lane, batch, step, slots, LAYERS, (inlet,)))  # type: ignore[arg-type]
+        if is_ahead:
+            yield Wait((), OPEN_EPOCH)
+        sampled = yield from read_run(self.lane, batch, step, slots, LAYERS, (inlet,))  # type: ignore[arg-type]
+        self.lane.nears_end = False
+        return sampled
 
 
 class ClockedFFN(ClockedWorker):
     def run(self, header: StepHeader, links: LaneLinks) -> HalfStep[None]:
-        inlet = ClockedInlet(self.lane)
-        yield Wait((LaneIdle(self.lane), inlet), OPEN_EPOCH)
-        for base, place in places(header, LAYERS):
+        is_ahead, inlet = self.takes_ahead(header), ClockedInlet(self.lane)
+        if not is_ahead:
+            yield Wait((LaneIdle(self.lane), inlet), OPEN_EPOCH)
+        for base, place in places(header, LAYERS, may_be_first=is_ahead):
             self.lane.post(base, LAYERS, 1 << 40, place)
         self.lane.go(header)
+        if is_ahead:
+            yield Wait((), OPEN_EPOCH)
         yield from read_end(self.lane, header, LAYERS, inlet)  # type: ignore[arg-type]
+        self.lane.nears_end = False
 
 
 class Hosted:
@@ -176,8 +206,11 @@ class Lane:
         self._board, self._bells = Board(ArrayRegion(Board.num_bytes(2))), [Doorbell.create() for _ in range(3)]
         step_s = options.step_ms / 1e3
         attention, ffn = ClockedAttention(step_s), ClockedFFN(step_s)
-        workers = {"kv0": RankWorker(attention_worker=attention, links=attention)}
-        workers["w0"] = RankWorker(ffn_worker=ffn, links=ffn)
+        is_ahead = options.steps_ahead == "device"
+        workers = {
+            "kv0": RankWorker(attention_worker=attention, links=attention, ahead=attention if is_ahead else None),
+            "w0": RankWorker(ffn_worker=ffn, links=ffn, ahead=ffn if is_ahead else None),
+        }
         self.hosts = {
             name: Hosted(number, name, worker, self._board, self._bells)
             for number, (name, worker) in enumerate(workers.items())
@@ -271,6 +304,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--step-ms", type=float, default=2.5)
     parser.add_argument("--steps", type=int, default=8, help="of a run")
+    parser.add_argument("--steps-ahead", choices=("host", "device"), default="host")
     parser.add_argument("--tokens", type=int, default=1600)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()

@@ -29,7 +29,7 @@ class ScriptedAttention:
         self.fails_at = None
         self.forgotten = []
         self.told = {}  # by layer: tokens that its wait tells
-        self.nap_s = self.rest_until_s = 0.0
+        self.rest = None  # of its waits
         self.models = set()
         self.may_begin_ahead = lambda work: True
 
@@ -57,9 +57,7 @@ class ScriptedAttention:
                 for outlet in links.outlets.values():
                     outlet.put(layer, epoch(header.step_seq, layer), np.ones((1, 8), np.float32))
                 told = self.told.get(layer, ())
-                yield Wait(
-                    tuple(links.inlets.values()), epoch(header.step_seq, layer), told, self.nap_s, self.rest_until_s
-                )
+                yield Wait(tuple(links.inlets.values()), epoch(header.step_seq, layer), told, self.rest)
             return (header.step_seq,)
         except GeneratorExit:
             self.closed.append((header.lane, header.step_seq))

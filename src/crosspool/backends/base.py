@@ -44,15 +44,14 @@ class Wait(NamedTuple):
     """What a half-step needs before its next segment: every one of `inlets` at `epoch`.
 
     told: tokens of each step of a run that has ended since the last wait; the rank tells them while the run goes on.
-    nap_s: nothing stands still if it looks so late, since a device goes on by itself; 0: it is to look all the time.
-    rest_until_s: before then (time.monotonic) it probably has not come, and a rank that may nap need not look.
+    rest: says at any moment (time.monotonic) for how many seconds nobody need look, since a device goes on by itself
+    and will hardly have come so far sooner; None, and whenever it says 0: it is to look all the time.
     """
 
     inlets: Sequence[Inlet]
     epoch: int
     told: tuple[tuple[SampledToken, ...], ...] = ()
-    nap_s: float = 0.0
-    rest_until_s: float = 0.0
+    rest: Callable[[float], float] | None = None
 
     def satisfied(self) -> bool:
         epoch = self.epoch

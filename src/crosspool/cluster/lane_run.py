@@ -114,7 +114,7 @@ class LaneRun:
     def nap_s(self, now_s: float) -> float:
         """How late a look at it may come: nothing stands still meanwhile, and it would hardly find anything."""
         wait = self._wait
-        return 0.0 if wait is None or wait.nap_s == 0.0 else max(wait.nap_s, wait.rest_until_s - now_s)
+        return 0.0 if wait is None or wait.rest is None else wait.rest(now_s)
 
     def waits_since(self, now_s: float) -> None:
         """Start the clock of the wait that the last segment ended in."""

@@ -36,7 +36,8 @@ class Lane:
 
     def __init__(self, sampling=(GREEDY, GREEDY), step_s=0.0):
         self.memory = LaneMemory(CPU, WaitRule())
-        self.memory.pace.step_s = step_s
+        self.pace = self.memory.pace_of("m", len(sampling))
+        self.pace.step_s = step_s
         rows, sequences = [], {}
         for number, params in enumerate(sampling):
             new = NewSequence(sequence_id=number, prompt_token_ids=(1, 2, 3), output_token_ids=(4,), sampling=params)
@@ -136,7 +137,7 @@ def test_a_run_that_the_device_ended_early_is_read_up_to_there():
     with pytest.raises(StopIteration) as end:
         next(lane.half)
     assert ids([end.value.value]) == [[5, 99]]
-    assert lane.memory.pace.step_s == 1e-3, "an early end says nothing of how long steps take"
+    assert lane.pace.step_s == 1e-3, "an early end says nothing of how long steps take"
 
 
 def test_a_run_that_the_device_ended_for_lack_of_pages_says_so():
@@ -151,7 +152,7 @@ def test_a_run_that_the_device_ended_for_lack_of_pages_says_so():
 
 def test_a_rank_without_rows_looks_half_way_and_at_the_end():
     lane = Lane()
-    lane.memory.pace.step_s = 2e-3
+    lane.pace.step_s = 2e-3
     half = read_end(lane.memory, lane.step.header, LAYERS, None)
     first = next(half)
     assert lane.awaited(first) == STEPS // 2

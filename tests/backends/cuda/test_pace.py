@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from crosspool.backends.cuda.pace import EARLY, TELL_S, Pace
-
-NAP_S = 5e-5
+from crosspool.backends.cuda.pace import EARLY, LATE, NAP_S, TELL_S, URGENT_NAP_S, Pace
 
 
-def run(pace: Pace, step_s: float, num_steps: int = 8, late_s: float = 2e-5) -> tuple[float, int]:
-    """One run as a host without rows reads it: how late it saw the end, and how many looks that took."""
+def run(
+    pace: Pace, step_s: float, num_steps: int = 8, late_s: float = 2e-5, *, is_followed: bool = False
+) -> tuple[float, int]:
+    """One run as a host without rows reads it: how late it saw the end, and how many looks that took.
+
+    late_s: how much longer every rest takes. is_followed: the next run lies on the device already.
+    """
     now, num_looks = 100.0, 0
     pace._clock = lambda: now
     pace.begin(now)
     for wanted in (num_steps // 2, num_steps):
-        look_s = pace.look_s(wanted)
+        pace.look_for(wanted, lambda wanted=wanted: wanted == num_steps and not is_followed)
         assert pace.arrived(0), "a rank looks once before it rests"
-        now = max(now, look_s) + late_s
-        num_looks += pace.arrived(0)
         while now < 100.0 + wanted * step_s:
-            now += NAP_S + late_s
+            now += pace.nap_s(now) + late_s
             num_looks += pace.arrived(0)
         num_ended = int((now - 100.0) / step_s + 1e-9)
         if num_ended < num_steps:
@@ -36,7 +37,7 @@ def test_a_pace_is_learned_in_few_runs_and_then_costs_few_looks():
         run(pace, 2.5e-3)
     for _ in range(20):
         late_s, num_looks = run(pace, 2.5e-3)
-        assert late_s < 2 * NAP_S
+        assert late_s < 2 * URGENT_NAP_S + 4e-5
         assert num_looks <= 9
     assert pace.step_s == pytest.approx(2.5e-3, rel=0.02)
 
@@ -45,7 +46,7 @@ def test_a_pace_is_learned_in_few_runs_and_then_costs_few_looks():
 def test_a_pace_follows_when_a_neighbour_comes_or_goes(step_s):
     pace = Pace()
     run(pace, 2.5e-3)
-    late = [run(pace, step_s)[0] for _ in range(14)]
+    late = [run(pace, step_s)[0] for _ in range(24)]
     assert pace.step_s == pytest.approx(step_s, rel=0.06)
     assert late[-1] < 0.06 * 8 * step_s
 
@@ -56,7 +57,7 @@ def test_a_host_whose_rests_are_long_does_not_take_them_for_steps(late_s):
     pace = Pace()
     run(pace, 5e-3, late_s=late_s)
     late = [run(pace, 2.5e-3, late_s=late_s)[0] for _ in range(25)]
-    assert max(late[-5:]) < 2 * (NAP_S + late_s) + 2e-4
+    assert max(late[-5:]) < 2 * (URGENT_NAP_S + late_s) + 2e-4
 
 
 def test_a_host_that_came_late_once_does_not_stay_late():
@@ -65,15 +66,31 @@ def test_a_host_that_came_late_once_does_not_stay_late():
     run(pace, 2.5e-3, late_s=4e-3)
     late = [run(pace, 2.5e-3)[0] for _ in range(12)]
     assert late[0] < 0.11 * 8 * 2.5e-3
-    assert late[-1] < 2 * NAP_S
+    assert late[-1] < 2 * (URGENT_NAP_S + 2e-5)
 
 
-def test_the_first_look_for_an_end_comes_a_little_early():
+def test_where_the_device_goes_on_a_look_is_seldom_for_nothing_and_a_token_seldom_late():
     pace = Pace()
-    assert pace.look_s(8) == 0.0, "nothing is known: look at once"
+    for _ in range(6):
+        run(pace, 2.5e-3, is_followed=True)
+    found = [run(pace, 2.5e-3, is_followed=True) for _ in range(40)]
+    assert sum(num_looks for _, num_looks in found) / len(found) < 2.6, "two a run, each of which finds something"
+    assert max(late_s for late_s, _ in found) < 0.06 * 8 * 2.5e-3
+
+
+def test_the_first_look_for_an_end_is_a_little_early_where_the_device_then_stands_still():
+    pace = Pace()
+    pace.look_for(8, lambda: True)
+    assert pace.nap_s(100.0) == URGENT_NAP_S, "nothing is known: look at once"
     pace.begin(100.0)
     pace.step_s = 2e-3
-    assert pace.look_s(4) == pytest.approx(100.0 + (1 - EARLY) * 8e-3)
+    is_urgent = True
+    pace.look_for(4, lambda: is_urgent)
+    assert pace.nap_s(100.0) == pytest.approx((1 - EARLY) * 8e-3)
+    assert pace.nap_s(100.0079999) == URGENT_NAP_S
+    is_urgent = False
+    assert pace.nap_s(100.0) == pytest.approx((1 + LATE) * 8e-3), "the next run has been handed over since"
+    assert pace.nap_s(100.009) == NAP_S
 
 
 @pytest.mark.parametrize("step_s", [0.0, 1.1e-3, 2.5e-3, 9.0e-3, 30e-3])

@@ -77,6 +77,11 @@ class Batch:
             return None
         return np.array([[*own, *[-1] * (STOP_IDS - len(own))] for own in stops], dtype=np.int32)
 
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Those of all rows."""
+        return frozenset().union(*[sequence.sampling.stop_token_ids for sequence in self._sequences])
+
     def ended(self, tokens: Mapping[int, SampledToken]) -> set[int]:
         """The rows that drew, among `tokens` by row, one of their stop tokens."""
         return {idx for idx, token in tokens.items() if self._sequences[idx].ends_with(self.rows[idx], token.token_id)}

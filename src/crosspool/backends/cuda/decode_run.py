@@ -18,12 +18,6 @@ from crosspool.backends.cuda.sampling import fill_sampling, needs_host, sampling
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepHeader, epoch, run_over
 
-NAP_S = 5e-4
-"""How late tokens may be read while the device is at later ones."""
-
-LAST_NAP_S = 5e-5
-"""The same at the end of a run, when the device is to get its next one."""
-
 
 def runs_on_device(batch: Batch) -> bool:
     """Whether the device can draw every row's tokens and tell which of them end it."""
@@ -83,8 +77,10 @@ def read_run(
     A run that the device has not begun, since all its sequences had ended, gives tokens that nobody wants. Raises
     ValueError where the device ended the run for lack of pages.
     """
-    pace, num_steps, num_rows = memory.pace, step.num_steps, len(batch.rows)
-    first_base = epoch(step.header.step_seq, 0) - 1
+    num_steps, num_rows = step.num_steps, len(batch.rows)
+    pace, first_base = memory.pace_of(step.header.model, num_rows), epoch(step.header.step_seq, 0) - 1
+    last_epoch = first_base + num_steps * num_layers
+    sequence_ids, stop_tokens = [row.sequence_id for row in batch.rows], batch.stop_tokens
     ended: set[int] = set()
     told: list[tuple[SampledToken, ...]] = []
     num_read = 0
@@ -92,12 +88,11 @@ def read_run(
     while num_read < num_steps and len(ended) < num_rows:
         wanted = num_read + pace.num_at_once(num_steps - num_read)
         memory.nears_end = wanted == num_steps
-        nap_s = LAST_NAP_S if memory.nears_end else NAP_S
-        yield Wait((pace, *inlets), first_base + wanted * num_layers, tuple(told), nap_s, pace.look_s(wanted))
+        pace.look_for(wanted, lambda: memory.nears_end and memory.last_epoch == last_epoch)
+        yield Wait((pace, *inlets), first_base + wanted * num_layers, tuple(told), pace.nap_s)
         num_ended = min(num_steps, max(wanted, (memory.done_epoch - first_base) // num_layers))
         told = []
-        for idx in range(num_read, num_ended):
-            tokens = memory.tokens(slots[idx], num_rows)
+        for idx, tokens in enumerate(memory.tokens_of(slots[num_read:num_ended], num_rows), num_read):
             if tokens[0] < 0 and idx == 0:  # the run before ended with all its sequences
                 batch.end_run(num_steps)
                 return batch.last_tokens()
@@ -106,8 +101,9 @@ def read_run(
                     f"the run ended after {idx} of {num_steps} steps: a row lacks a page; "
                     "send the pages of all its steps with it"
                 )
-            pairs = zip(batch.rows, tokens, strict=True)
-            told.append(tuple([SampledToken(row.sequence_id, token) for row, token in pairs]))
+            told.append(tuple([SampledToken(*pair) for pair in zip(sequence_ids, tokens, strict=True)]))
+            if stop_tokens.isdisjoint(tokens):
+                continue
             ended |= batch.ended(dict(enumerate(told[-1])))
             if len(ended) == num_rows:
                 break
@@ -126,16 +122,19 @@ def read_run(
 
 def read_end(memory: LaneMemory, header: StepHeader, num_layers: int, inlet: DeviceInlet) -> HalfStep[None]:
     """Wait for the end of a run, as a rank without rows does: one look half-way, which keeps its pace."""
-    pace, num_steps, first_base = memory.pace, header.num_steps, epoch(header.step_seq, 0) - 1
-    over = run_over(header.step_seq, num_steps, num_layers)
+    num_steps, first_base = header.num_steps, epoch(header.step_seq, 0) - 1
+    pace, over = memory.pace_of(header.model, header.num_tokens), run_over(header.step_seq, num_steps, num_layers)
+    last_epoch = first_base + num_steps * num_layers
     pace.begin(time.monotonic())
     memory.nears_end = False
     half = num_steps // 2
-    yield Wait((pace, inlet), first_base + half * num_layers, (), NAP_S, pace.look_s(half))
+    pace.look_for(half, lambda: False)
+    yield Wait((pace, inlet), first_base + half * num_layers, (), pace.nap_s)
     num_ended = max(0, (memory.done_epoch - first_base) // num_layers)
     if num_ended < num_steps:
         pace.goes_on(time.monotonic(), num_ended)
     memory.nears_end = True
-    yield Wait((pace, inlet), first_base + num_steps * num_layers, (), LAST_NAP_S, pace.look_s(num_steps))
+    pace.look_for(num_steps, lambda: memory.last_epoch == last_epoch)
+    yield Wait((pace, inlet), last_epoch, (), pace.nap_s)
     if memory.done_epoch < over:
         pace.ends(time.monotonic(), num_steps)

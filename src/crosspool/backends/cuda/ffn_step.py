@@ -6,6 +6,7 @@ from crosspool.backends.cuda.fused_turns import FusedTurns
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.passes import passes
 from crosspool.backends.cuda.resident_ffn import ResidentFFN
+from crosspool.backends.cuda.step_end import await_end
 from crosspool.scheduler.step import StepHeader
 
 
@@ -54,7 +55,7 @@ def run_step(
             yield Wait((), OPEN_EPOCH)
             behind = 0
         lane.memory.nears_end = True
-        yield Wait((inlet,), last_epoch)
+        yield from await_end(lane, header, (inlet,), last_epoch)
         has_ended = True
     finally:
         turns.end(header.lane)

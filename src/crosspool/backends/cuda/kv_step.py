@@ -14,6 +14,7 @@ from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.outcome import Outcome
 from crosspool.backends.cuda.passes import Pass, passes
 from crosspool.backends.cuda.sampling import fill_sampling, sampling_records
+from crosspool.backends.cuda.step_end import await_end
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepHeader
 
@@ -55,7 +56,7 @@ def run_step(
             yield Wait((), OPEN_EPOCH)
             behind = 0
         lane.memory.nears_end = True
-        yield Wait(inlets, last_epoch)
+        yield from await_end(lane, header, inlets, last_epoch)
         if outcome.is_copying():
             yield Wait((outcome,), last_epoch)
         has_ended = True

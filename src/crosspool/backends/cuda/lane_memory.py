@@ -1,5 +1,6 @@
 """One lane's words on one rank: epoch base and cursor on the device, and pinned words that host and device share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from crosspool.backends.cuda.pace import Pace
 from crosspool.backends.cuda.passes import PASS_TOKENS
+from crosspool.backends.cuda.step_pace import StepPace
 from crosspool.backends.cuda.transport_params import MAX_PEERS, LaneView
 from crosspool.units import align_up
 
@@ -108,9 +110,18 @@ class LaneMemory:
         self._tokens: npt.NDArray[np.int32] = self.host_tokens.numpy()
         self._cursor = 0
         self._last_epoch = 0
-        self.pace = Pace()
+        self._paces: dict[tuple[str, int], Pace] = {}
+        self._step_paces: dict[tuple[str, int], StepPace] = {}
         self._left = (0, 0)  # passes that were left behind others, and go on no more than those
         self.nears_end = False  # what runs is at its last steps: the next step may be handed over
+
+    def pace_of(self, model: str, num_rows: int) -> Pace:
+        """Of the lane's runs of so many rows of the model."""
+        return self._paces.setdefault((model, num_rows), Pace())
+
+    def step_pace_of(self, model: str, num_rows: int) -> StepPace:
+        """Of its single steps."""
+        return self._step_paces.setdefault((model, num_rows), StepPace())
 
     @property
     def done_epoch(self) -> int:
@@ -239,6 +250,11 @@ class LaneMemory:
         """What the pass of this slot sampled."""
         first = slot * PASS_TOKENS
         found: list[int] = self._tokens[first : first + rows].tolist()
+        return found
+
+    def tokens_of(self, slots: Sequence[int], rows: int) -> list[list[int]]:
+        """The same of several slots."""
+        found: list[list[int]] = self._tokens.reshape(RING_SLOTS, PASS_TOKENS)[slots, :rows].tolist()
         return found
 
     def view(self) -> LaneView:
