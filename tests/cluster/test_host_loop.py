@@ -6,7 +6,7 @@ import time
 import pytest
 
 from crosspool.cluster.doorbell import Board, Doorbell, ringer
-from crosspool.cluster.host_loop import HostLoop
+from crosspool.cluster.host_loop import LONG_NAP_S, HostLoop
 from crosspool.cluster.local import ThreadInbox
 from crosspool.cluster.messages import CloseChannels, Stop
 from crosspool.cluster.region import ArrayRegion
@@ -201,3 +201,33 @@ def test_a_message_ends_a_nap(rig):
     rig.host.turn()
     assert loop.handled == [CloseChannels("w0")]
     assert time.monotonic() - begun_s < 0.09, "the nap after the message is one whole, that before none"
+
+
+@pytest.mark.parametrize(("nap_s", "is_deaf"), [(1e-3, False), (LONG_NAP_S, True)])
+def test_a_long_nap_is_ended_by_the_doorbell_alone(rig, monkeypatch, nap_s, is_deaf):
+    """What may wait for the next look does, and who cannot wait sees that the host naps, and rings."""
+    watched = []
+
+    def doze(fds, _, __, seconds):
+        assert rig.board.naps(1)
+        assert rig.board.may_sleep(1)
+        watched.append(tuple(fds))
+        return ([], [], [])
+
+    monkeypatch.setattr("select.select", doze)
+    rig.host._fds = [rig.doorbell.read_fd, rig.parent.read_fd]
+    (loop,) = rig.loops
+    loop.is_busy, loop.nap = True, nap_s
+    assert rig.host.turn()
+    assert not rig.board.naps(1)
+    assert watched == [(rig.doorbell.read_fd,) if is_deaf else (rig.doorbell.read_fd, rig.parent.read_fd)]
+
+
+def test_a_host_does_not_nap_over_a_message_that_came_before(rig, monkeypatch):
+    monkeypatch.setattr("select.select", lambda *_: pytest.fail("it naps"))
+    (loop,) = rig.loops
+    loop.is_busy, loop.nap = True, 0.02
+    rig.inbox.to_host.append(("r0", CloseChannels("w0")))
+    rig.host._rest()
+    assert rig.host._take_messages()
+    assert loop.handled == [CloseChannels("w0")]

@@ -70,10 +70,18 @@ class Board:
         return _WORDS * LINE_BYTES * (num_hosts + 1)
 
     def may_sleep(self, host: int) -> bool:
-        return self._words[_asleep(host)] != 0
+        return self._words[_asleep(host)] != _AWAKE
 
     def set_asleep(self, host: int, asleep: bool) -> None:
-        self._words[_asleep(host)] = asleep
+        self._words[_asleep(host)] = _ASLEEP if asleep else _AWAKE
+
+    def naps(self, host: int) -> bool:
+        """Whether it may look away for a while, and not see its descriptors."""
+        return self._words[_asleep(host)] == _NAPS
+
+    def set_napping(self, host: int) -> None:
+        """Until the next `set_asleep`."""
+        self._words[_asleep(host)] = _NAPS
 
     def beat(self, host: int) -> int:
         return self._words[_beat(host)]
@@ -115,6 +123,7 @@ def ringer(doorbell: Doorbell, board: Board, host: int) -> Callable[[], None]:
 
 
 _WORDS = 4
+_AWAKE, _ASLEEP, _NAPS = range(3)
 
 
 def _asleep(host: int) -> int:

@@ -19,6 +19,9 @@ BUSY_NAP_S = 0.05
 BLIND_NAP_S = 0.005
 """The same where descriptors cannot tell of messages meanwhile."""
 
+LONG_NAP_S = 5e-3
+"""In shorter ones every message is taken at once: beside what the rank waits for, its turn would not be short."""
+
 SELECT_FDS = 1024
 """`select` knows descriptors below this."""
 
@@ -135,15 +138,25 @@ class HostLoop:
             self._doorbell.drain()
 
     def _nap(self, seconds: float) -> None:
-        """Rest for so long, or until a message comes."""
-        if self._fds[-1] < SELECT_FDS:  # microseconds count, and `poll` knows whole milliseconds only
-            readable, _, _ = select.select(self._fds, (), (), seconds)
-        else:
-            time.sleep(min(seconds, BLIND_NAP_S))
-            readable = []
+        """Rest for so long, or until a message comes; in a long nap one that may wait for the next look does."""
+        self._board.set_napping(self._host)
+        self._fence.full()  # see `doorbell.ringer`
+        readable: Sequence[int] = ()
+        if not self._inbox.has_messages():
+            readable = self._doze(seconds)
+        self._board.set_asleep(self._host, False)
         self._has_slept |= bool(readable)
         if self._doorbell.read_fd in readable:
             self._doorbell.drain()
+
+    def _doze(self, seconds: float) -> Sequence[int]:
+        """The descriptors that have ended it."""
+        if self._fds[-1] >= SELECT_FDS:
+            time.sleep(min(seconds, BLIND_NAP_S))
+            return ()
+        fds = self._fds if seconds < LONG_NAP_S else (self._doorbell.read_fd,)
+        readable, _, _ = select.select(fds, (), (), seconds)  # `poll` knows whole milliseconds only
+        return readable
 
     def _look_around(self) -> bool:
         """Whether work comes within the time of a spin. What there is to look at stays the same meanwhile."""

@@ -56,6 +56,11 @@ class Step:
     behind: int = 0
 
 
+def may_wait(message: object) -> bool:
+    """Whether a host that naps, since all its ranks wait for devices, may find the message at its next look."""
+    return isinstance(message, Step) and message.behind > 0
+
+
 @dataclass(frozen=True, slots=True)
 class AbortStep:
     """End the step if it still runs here. A KV rank answers `StepEnded` if it did; its result else came before."""

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.control import ControlSocket
 from crosspool.cluster.doorbell import Board, Doorbell
-from crosspool.cluster.messages import Boot, FromRank, ToRank
+from crosspool.cluster.fence import Fence
+from crosspool.cluster.messages import Boot, FromRank, ToRank, may_wait
 from crosspool.cluster.region import FileRegion
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class ProcessHost:
         self._board_file = board_file
         self._spawner = spawner
         self._num_launches = 0
+        self._fence = Fence()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: ControlSocket[FromRank, ToRank] | None = None
 
@@ -100,12 +102,15 @@ class ProcessHost:
         if self._control is not None:
             self._control.queue((rank, message))
             self._board.add_post(self._host)
+            if not may_wait(message):
+                self._end_nap()
 
     def flush(self) -> bool:
         if self._control is None or not self._control.has_unsent:
             return False
         self._control.flush()
         self._board.add_post(self._host)
+        self._end_nap()
         return self._control.has_unsent
 
     def receive(self) -> Sequence[tuple[str, FromRank]]:
@@ -116,6 +121,12 @@ class ProcessHost:
 
     def nudge(self) -> None:
         self._doorbells[self._host].ring()
+
+    def _end_nap(self) -> None:
+        """A host that sleeps is woken by its socket; one that naps may look at its doorbell alone."""
+        self._fence.full()  # see `doorbell.ringer`: posted first, looked at last
+        if self._board.naps(self._host):
+            self._doorbells[self._host].ring()
 
     def show_stacks(self) -> None:
         if self._process is not None and self._process.poll() is None:

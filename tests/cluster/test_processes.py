@@ -1,0 +1,58 @@
+"""Which messages make a host that naps look at once."""
+
+from __future__ import annotations
+
+import select
+from types import SimpleNamespace
+
+import pytest
+
+from crosspool.cluster.config import ClusterConfig
+from crosspool.cluster.doorbell import Board, Doorbell
+from crosspool.cluster.messages import AbortStep, Forget, Step
+from crosspool.cluster.processes import ProcessHost
+from crosspool.cluster.region import ArrayRegion
+from crosspool.scheduler.step import StepHeader
+
+HEADER = StepHeader(lane=0, model="m", step_seq=2, phase="decode", num_tokens=1)
+
+
+@pytest.fixture
+def host():
+    board, bells = Board(ArrayRegion(Board.num_bytes(2))), [Doorbell.create() for _ in range(3)]
+    config = ClusterConfig(num_frames=4, frame_bytes=4096, max_tokens_per_step=8)
+    made = ProcessHost(config, 0, bells, board, None, None)
+    made.sent = []
+    made._control = SimpleNamespace(queue=made.sent.append, flush=lambda: None, has_unsent=True)
+    yield SimpleNamespace(process=made, board=board, bell=bells[0])
+    for bell in bells:
+        bell.close()
+
+
+def has_rung(host):
+    return bool(select.select([host.bell.read_fd], (), (), 0)[0])
+
+
+@pytest.mark.parametrize(
+    ("message", "rings"),
+    [(Step(HEADER, 1), False), (Step(HEADER), True), (AbortStep(0, 1), True), (Forget((1,)), True)],
+)
+def test_only_a_step_behind_another_waits_for_the_end_of_a_nap(host, message, rings):
+    host.board.set_napping(0)
+    host.process.send("kv0", message)
+    assert host.process.sent == [("kv0", message)]
+    assert host.board.post(0) == 1
+    assert has_rung(host) == rings
+
+
+@pytest.mark.parametrize("is_asleep", [False, True])
+def test_a_host_that_does_not_nap_is_told_by_its_socket(host, is_asleep):
+    host.board.set_asleep(0, is_asleep)
+    host.process.send("kv0", AbortStep(0, 1))
+    assert not has_rung(host)
+
+
+def test_what_had_no_room_in_the_socket_ends_a_nap_when_it_is_sent(host):
+    host.board.set_napping(0)
+    assert host.process.flush()
+    assert has_rung(host)
