@@ -237,6 +237,12 @@ def deployment(options: argparse.Namespace, prefill: Prefill = "inline") -> Depl
     )
 
 
+def driven(config: DeploymentConfig, options: argparse.Namespace) -> DeploymentConfig:
+    """The same with what drives decode as on the command line."""
+    pools = replace(config.pools, control=options.control, steps_ahead=options.steps_ahead)
+    return replace(config, pools=pools, scheduling=replace(config.scheduling, decode_steps=options.decode_steps))
+
+
 def on_gpus(config: DeploymentConfig, num_gpus: int) -> ClusterConfig:
     """Its cluster, all ranks in processes of their own on one GPU where there is only that."""
     cluster = cluster_config(config)
@@ -245,7 +251,7 @@ def on_gpus(config: DeploymentConfig, num_gpus: int) -> ClusterConfig:
 
 async def run(options: argparse.Namespace) -> None:
     names = options.models.split(",")
-    config = deployment(options, options.prefill)
+    config = driven(deployment(options, options.prefill), options)
     clustered = on_gpus(config, options.gpus)
     layout = "one GPU for both pools" if options.gpus == 1 else "one GPU for each pool"
     hardware = "h200" if options.gpus == 1 else f"h200-x{options.gpus}"
@@ -256,8 +262,11 @@ async def run(options: argparse.Namespace) -> None:
         "layers": options.layers,
         "prefill": options.prefill,
         "batch_invariant": options.batch_invariant,
+        "control": config.pools.driven_by,
+        "decode_steps": options.decode_steps,
+        "steps_ahead": options.steps_ahead,
     }
-    report = Report("recovery", hardware=hardware, config=shape, seed=7)
+    report = Report(options.name, hardware=hardware, config=shape, seed=7)
     report.summary = f"Ranks lost under traffic, {layout}; " + (
         "random weights, made anew on the device." if options.parent is None else "checkpoints in the page cache."
     )
@@ -320,6 +329,12 @@ def main() -> None:
     parser.add_argument("--backend", default="cuda")
     parser.add_argument("--prefill", default="inline")
     parser.add_argument("--batch-invariant", action="store_true", help="as of `crosspool serve`")
+    parser.add_argument(
+        "--control", choices=("host", "graphs", "resident"), default=None, help="as of `crosspool serve`"
+    )
+    parser.add_argument("--decode-steps", type=int, default=1, help="as of `crosspool serve`")
+    parser.add_argument("--steps-ahead", choices=("host", "device"), default="host", help="as of `crosspool serve`")
+    parser.add_argument("--name", default="recovery", help="of the result")
     parser.add_argument("--quiet-s", type=float, default=3.0, help="between a recovery and the next fault")
     parser.add_argument("--bound-s", type=float, default=75.0)
     parser.add_argument("--target-s", type=float, default=60.0)
