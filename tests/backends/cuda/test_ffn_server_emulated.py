@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 
 import pytest
 
@@ -156,6 +158,41 @@ def test_lanes_of_different_models_take_turns_and_none_is_mixed_up(tmp_path):
     for lane in lanes:
         assert lane.answered == BASE + len(lane.layers)
         lane.check(len(lane.layers) - 1)
+
+
+@pytest.mark.parametrize("is_posted_late", [False, True])
+def test_a_lane_begins_its_next_pass_while_anothers_is_under_way(is_posted_late, tmp_path):
+    """Else lanes of unlike models would take equally long for a step. The deep lane's last rows come only then."""
+    shallow = Lane(layers_of("qwen3_moe", tmp_path, 2), 1, seed=1)
+    deep = Lane(layers_of("deepseek_v2", tmp_path, 40), 1, seed=2, rule=WaitRule(deadline_s=60.0))
+    shallow.raise_flag(BASE * 3 + 2)
+    deep.raise_flag(BASE + (1 if not is_posted_late else 39))
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [shallow.memory, deep.memory], idle_s=0.0)
+    server.reserve(max(lane.served.smem_bytes for lane in (shallow, deep)))
+    deep.memory.post(BASE, 40, deep.served.layers.data_ptr())
+    if not is_posted_late:
+        shallow.memory.post(BASE, 2, shallow.served.layers.data_ptr())
+    ended = []
+
+    def watch():
+        until_s = time.monotonic() + 20
+        while shallow.memory.done_epoch < BASE + 2 and time.monotonic() < until_s:
+            time.sleep(1e-4)
+        if is_posted_late:
+            shallow.memory.post(BASE * 2, 2, shallow.served.layers.data_ptr())
+        while shallow.memory.done_epoch < BASE * 2 + 2 and time.monotonic() < until_s:
+            time.sleep(1e-4)
+        ended.append((shallow.memory.done_epoch, deep.memory.done_epoch))
+        deep.raise_flag(BASE + 40)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    server.post(shallow.memory, shallow.served, BASE if is_posted_late else BASE * 2)
+    watcher.join()
+    assert ended == [(BASE * 2 + 2, 0)]
+    assert deep.memory.done_epoch == BASE + 40
+    shallow.check(1)
+    deep.check(39)
 
 
 def test_two_passes_posted_ahead_run_in_order(tmp_path):

@@ -10,6 +10,8 @@
 
 constexpr int MAX_LANES = 16;
 constexpr int LOOKS = 32;  // looks at the flags between two at the host's words, while a pass is under way
+constexpr u32 TURNS = 8;   // layers between two looks for passes of lanes that have none, however soon rows come
+constexpr int NO_LANE = -1;
 
 enum ServerWord { STOP = 0, LEFT = 1 };            // pinned: the launch that is to leave; the launch that left
 // Device: sequence and layer; base of its pass; epoch to tell the host, or 0; the rows' epoch where they were not there
@@ -48,7 +50,7 @@ struct ServerSmem {
   ServedLayer served;
   LaneState states[MAX_LANES];
   u64 order[ORDER_WORDS];  // this turn's
-  int lane, has_given_up;  // block 0: whose turn it is, and whether its rows did not come
+  int lane, has_given_up;  // block 0: whose pass goes on behind this turn, and whether the turn's rows did not come
 };
 constexpr int SERVER_SMEM_BYTES = (sizeof(ServerSmem) + 127) / 128 * 128;
 
@@ -109,6 +111,10 @@ struct Arbiter {
     if (load_relaxed(lane.view.host + ABORT) >= s.base) end_early(lane, s, true);
     else if (timer_ns() - s.since > static_cast<u64>(lane.view.deadline_ns)) end_early(lane, s, true);
   }
+  // New passes alone, of lanes that have none: a look across the bus takes as long as a crossing.
+  DEVICE void look_for_passes() {
+    if (is_mine && states[l].count == 0) take_pass(p, p.lanes[l], states[l]);
+  }
   // The lane that has been ready longest; -1: none.
   DEVICE int oldest_ready() const {
     const bool ready = is_mine && states[l].count > 0 && states[l].is_ready;
@@ -135,6 +141,10 @@ struct Arbiter {
       warp_sync();
       s.has_given_up = 0;
     }
+    if (turn % TURNS == 0) {
+      look_for_passes();
+      warp_sync();
+    }
     u64 idle_since = timer_ns();
     for (u32 looks = 0;; ++looks) {
       look_at_flag();
@@ -142,8 +152,9 @@ struct Arbiter {
       const int ready = oldest_ready(), chosen = ready >= 0 ? ready : only_one();
       if (chosen >= 0) {
         if (l == chosen) {
-          publish(turn, ready >= 0);
-          s.lane = l;
+          const bool is_last = publish(turn, ready >= 0);
+          s.lane = is_last ? NO_LANE : l;
+          if (is_last) take_pass(p, p.lanes[l], states[l]);  // while others work: a lane waits for no other's pass
         }
         return;
       }
@@ -162,7 +173,8 @@ struct Arbiter {
       }
     }
   }
-  DEVICE void publish(u32 turn, bool rows_are_there) {
+  // Whether it is the last layer of its pass.
+  DEVICE bool publish(u32 turn, bool rows_are_there) {
     LaneState& s = states[l];
     const bool is_last = s.layer + 1 == s.count;
     p.order[PASS] = s.base;
@@ -173,6 +185,7 @@ struct Arbiter {
     s.since = timer_ns();
     if (is_last) s.count = 0;
     else ++s.layer;
+    return is_last;
   }
   // Asked to, or idle for too long; a pass that is posted meanwhile is not left behind.
   DEVICE bool may_leave(u64 idle_since) {
