@@ -189,11 +189,14 @@ def test_kept_results_of_the_benchmarks_are_read(tmp_path):
     batch = "decode_us_a_layer.glm-4.7-flash.1+1.b{}.{}k.graphs.{}"
     newer = {batch.format(1, 4, "ffn"): 40.0, batch.format(8, 4, "ffn"): 150.0, batch.format(8, 1, "ffn"): 140.0}
     newer |= {batch.format(1, 4, "rest"): -3.0, batch.format(8, 4, "rest"): 6.0, batch.format(1, 4, "tail"): 2.0}
+    served = "decode_us_a_layer.glm-4.7-flash.1+1.b2.4k.{}.ffn"
+    newer |= {served.format("fused"): 61.0, served.format("graphs"): 99.0}
     newer |= {"pipeline_efficiency.glm-4.7-flash.b4+glm-4.7-flash.b4.4k.fused": 0.9}
     newer |= {"pipeline_efficiency.glm-4.7-flash.b4+qwen3-30b-a3b.b4.4k.fused": 0.5}
     steps.write_text(json.dumps({"metrics": newer}))
     cost = with_measurements(pooled("glm-4.7-flash"), read_measured([ffn, attention, steps]), "glm-4.7-flash")
-    one, eight = (cost.times(decode_work(rows, 4096)) for rows in (1, 8))
+    one, two, eight = (cost.times(decode_work(rows, 4096)) for rows in (1, 2, 8))
+    assert two.ffn_s == pytest.approx(61e-6), "as a server runs it"
     assert (one.ffn_s, eight.ffn_s) == (pytest.approx(40e-6), pytest.approx(145e-6)), "as whole steps show it"
     assert (one.crossing_s, eight.crossing_s) == (pytest.approx(0.05e-6), pytest.approx(3e-6))
     assert cost.beside_others(decode_work(8, 0)) == pytest.approx(1 / 0.9)

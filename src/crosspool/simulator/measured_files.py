@@ -10,7 +10,7 @@
         "lanes_efficiency": {"1": 0.9, "8": 0.93}}}}          # rows -> of two lanes, against what stage times allow
 
 Every part may be left out; then the roofline stands. What whole steps show of a stage is preferred to what it takes by
-itself.
+itself: steps with a layer as one kernel (`fused`), as a server runs them, before those of three kernels (`graphs`).
 """
 
 import json
@@ -27,7 +27,7 @@ from crosspool.simulator.measured import MeasuredModel, MeasuredTable, sorted_po
 _FFN = re.compile(r"moe_us\.(?P<model>.+)\.b(?P<batch>\d+)\.uniform\.p50")
 _ATTENTION = re.compile(r"attention_half_us\.(?P<model>.+)\.(?P<context>\d+)k\.b(?P<batch>\d+)\.p50")
 _IN_STEP = re.compile(
-    r"decode_us_a_layer\.(?P<model>.+)\.1\+1\.b(?P<batch>\d+)\.(?P<context>\d+)k\.graphs\.(?P<part>ffn|rest)"
+    r"decode_us_a_layer\.(?P<model>.+)\.1\+1\.b(?P<batch>\d+)\.(?P<context>\d+)k\.(?P<way>graphs|fused)\.(?P<part>ffn|rest)"
     r"|decode_ms\.(?P<old_model>.+)\.1\+1\.b(?P<old_batch>\d+)\.(?P<old_context>\d+)k\.graphs"
     r"\.(?P<old_part>ffn|crossing)_us_a_layer"
 )
@@ -63,8 +63,7 @@ def read_measured(paths: Sequence[Path]) -> MeasuredTable:
 def _entries(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """The table in a kept result. Crossings are those of whole steps: what both halves do not account for."""
     entries: dict[str, dict[str, Any]] = {}
-    crossings: dict[str, dict[str, list[float]]] = {}
-    ffns: dict[str, dict[str, list[float]]] = {}
+    in_steps: dict[tuple[str, str, str], dict[str, list[float]]] = {}  # model, batch, part -> way -> values
     efficiencies: dict[str, dict[str, list[float]]] = {}
     for name, value in metrics.items():
         if found := _FFN.fullmatch(name):
@@ -78,19 +77,18 @@ def _entries(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
             prefill[str(1024 * int(found["context"]))] = value
         elif found := _IN_STEP.fullmatch(name):
             model, batch = found["model"] or found["old_model"], found["batch"] or found["old_batch"]
-            part = found["part"] or found["old_part"]
-            if part == "ffn":
-                ffns.setdefault(model, {}).setdefault(batch, []).append(value)
-            elif part in ("rest", "crossing"):
-                crossings.setdefault(model, {}).setdefault(batch, []).append(value / 2)
+            part, way = found["part"] or found["old_part"], found["way"] or "graphs"
+            in_steps.setdefault((model, batch, part), {}).setdefault(way, []).append(value)
         elif found := _LANES.fullmatch(name):
             efficiencies.setdefault(found["model"], {}).setdefault(found["batch"], []).append(value)
-    for model, points in ffns.items():
-        entries.setdefault(model, {})["ffn_us"] = {"1": {batch: median(values) for batch, values in points.items()}}
-    for model, points in crossings.items():
-        entries.setdefault(model, {})["crossing_us"] = {
-            batch: max(LEAST_CROSSING_US, median(values)) for batch, values in points.items()
-        }
+    for model in {model for model, _, part in in_steps if part == "ffn"}:
+        entries.setdefault(model, {})["ffn_us"] = {"1": {}}  # in place of what the stage takes by itself
+    for (model, batch, part), by_way in in_steps.items():
+        entry, value = entries.setdefault(model, {}), median(by_way.get("fused") or by_way["graphs"])
+        if part == "ffn":
+            entry["ffn_us"]["1"][batch] = value
+        else:
+            entry.setdefault("crossing_us", {})[batch] = max(LEAST_CROSSING_US, value / 2)
     for model, points in efficiencies.items():
         entries.setdefault(model, {})["lanes_efficiency"] = {
             batch: min(1.0, median(values)) for batch, values in points.items()
