@@ -111,15 +111,18 @@ def full_spec(name: str, num_layers: int | None = None) -> ModelSpec:
     return spec if num_layers is None else replace(spec, layers=spec.layers[-num_layers:])
 
 
-def write_model_dir(directory: Path, name: str) -> Path:
-    """A model directory without weights (`--weights random`): config, and a tokenizer of words w0, w1, ... by id."""
+def write_model_dir(directory: Path, name: str, num_layers: int | None = None) -> Path:
+    """A model directory without weights (`--weights random`): config, and a tokenizer of words w0, w1, ... by id.
+
+    num_layers: of the model, the first ones; None: all.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
     path = directory / name
     path.mkdir(parents=True, exist_ok=True)
-    config = CONFIGS[name]
+    config = CONFIGS[name] | ({} if num_layers is None else {"num_hidden_layers": num_layers})
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     words = {f"w{number}": number for number in range(config["vocab_size"])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))

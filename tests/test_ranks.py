@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import httpx2
 import pytest
 
 from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig, ServerConfig
 from crosspool.errors import CrossPoolError
-from crosspool.launch import cluster_config, demo_models, engine_config, prepare_models
+from crosspool.launch import cluster_config, demo_models, engine_config, prepare_models, with_prefill_room
+from crosspool.models.tensors import weight_bytes
 from crosspool.ranks import (
     hosts,
     kv_bytes_of_each,
@@ -18,7 +21,7 @@ from crosspool.ranks import (
     weights_ranks,
     weights_ranks_of,
 )
-from crosspool.units import KiB, MiB
+from crosspool.units import GiB, KiB, MiB
 from tests.support.live_deployment import live_deployment
 
 MODELS = tuple(ModelConfig(source=f"/models/{name}") for name in "abc")
@@ -51,7 +54,20 @@ def test_prefill_ranks_have_a_lane_each():
     [
         (dict(num_prefill_ranks=2), "prefill_ranks is 2 with prefill inline; set prefill dedicated"),
         (dict(prefill="dedicated", num_prefill_ranks=0), "prefill_ranks is 0; it must be at least 1"),
-        (dict(prefill="dedicated", backend="cuda"), "prefill is dedicated with backend cuda; .* use inline"),
+        (dict(prefill_gpus=(1,)), r"prefill_gpus is \[1\] with prefill inline; set prefill dedicated"),
+        (
+            dict(prefill="dedicated", prefill_pool_bytes=8),
+            "prefill_pool_bytes is 8 with backend numpy, .* leave it out",
+        ),
+        (
+            dict(prefill="dedicated", backend="cuda", prefill_gpus=(1, 2)),
+            "prefill_gpus names 2 GPUs for 1 prefill ranks; give one for each",
+        ),
+        (
+            dict(prefill="dedicated", backend="cuda", transport="nvshmem"),
+            "transport is nvshmem with prefill dedicated, .*; use auto",
+        ),
+        (dict(prefill="dedicated", backend="cuda", prefill_gpus=(-1,)), r"prefill_gpus is \[-1\]; GPUs are numbered"),
         (dict(prefill="dedicated", baseline="static"), "prefill is dedicated with baseline static, .* use inline"),
     ],
 )
@@ -113,6 +129,42 @@ def test_pools_may_share_gpus_and_then_processes():
         cluster_config(deployment(backend="cuda", num_gpus=1, control="resident"))
     with pytest.raises(ValueError, match="gpus is 2 with backend numpy, which uses none"):
         deployment(num_gpus=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "hosts_wanted", "devices_wanted"),
+    [
+        ({}, (("kv0",), ("w0",), ("p0",)), (0, 1, 2)),
+        (dict(num_gpus=2), (("kv0", "w0"), ("p0",)), (0, 0, 1)),
+        (dict(num_gpus=1), (("kv0", "w0", "p0"),), (0, 0, 0)),
+        (dict(prefill_gpus=(0,)), (("kv0", "p0"), ("w0",)), (0, 1, 0)),
+        (dict(num_gpus=1, prefill_gpus=(3,)), (("kv0", "w0"), ("p0",)), (0, 0, 3)),
+    ],
+)
+def test_prefill_ranks_get_the_last_gpus_or_those_that_they_are_given(changes, hosts_wanted, devices_wanted):
+    config = deployment(backend="cuda", prefill="dedicated", **changes)
+    cluster = cluster_config(config)
+    assert cluster.all_hosts == hosts_wanted
+    assert tuple(cluster.device_of[rank] for rank in ("kv0", "w0", "p0")) == devices_wanted
+
+
+def test_several_prefill_ranks_share_what_is_left():
+    config = deployment(backend="cuda", prefill="dedicated", num_prefill_ranks=2, num_weights_ranks=2, num_gpus=4)
+    assert cluster_config(config).device_of == {"kv0": 0, "w0": 1, "w1": 0, "p0": 2, "p1": 3}
+
+
+def test_a_prefill_ranks_room_is_two_of_the_largest_model_unless_it_is_given():
+    config = deployment(backend="cuda", prefill="dedicated", models=demo_models())
+    models = prepare_models(config)
+    largest = max(weight_bytes(model.served.spec) for model in models)
+    room = with_prefill_room(config, models).pools.prefill_pool_bytes
+    assert room is not None
+    assert 2 * largest <= room < 2.1 * largest + GiB
+    given = replace(config, pools=replace(config.pools, prefill_pool_bytes=5 * GiB))
+    assert with_prefill_room(given, models) == given
+    assert cluster_config(given).prefill_pool_bytes == engine_config(given).prefill_pool_bytes == 5 * GiB
+    inline = deployment(backend="cuda", models=demo_models())
+    assert with_prefill_room(inline, models) == inline
 
 
 def test_a_weights_rank_beside_the_kv_rank_may_take_less():

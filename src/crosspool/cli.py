@@ -82,6 +82,12 @@ def serve(
         str | None, typer.Option(help="inline in the pools, or dedicated: on ranks of its own  [inline]")
     ] = None,
     prefill_ranks: Annotated[int | None, typer.Option(help="ranks that compute prompts, with dedicated  [1]")] = None,
+    prefill_gpus: Annotated[
+        str | None, typer.Option(help="GPU of each prefill rank (cuda), such as 1  [the last ones]")
+    ] = None,
+    prefill_pool_bytes: Annotated[
+        str | None, typer.Option(help="whole models in turn on each prefill rank's GPU  [two of the largest]")
+    ] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs that the ranks share in turn (cuda)  [one a rank]")] = None,
     transport: Annotated[
         str | None, typer.Option(help="between GPUs: auto, peer, host or nvshmem memory (cuda)  [auto]")

@@ -113,6 +113,8 @@ class PoolsConfig:
     weights_shares: tuple[float, ...] = ()  # relative width of each weights rank's slices; none: equal ones
     prefill: Prefill = "inline"  # dedicated: by ranks that hold whole models, instead of by the pools
     num_prefill_ranks: int = 1  # with dedicated
+    prefill_gpus: tuple[int, ...] = ()  # of each prefill rank; none: behind the pools', of their own
+    prefill_pool_bytes: int | None = None  # of each one's GPU, for whole models; None: for two of the largest
     num_gpus: int | None = None  # that the ranks share, in turn; None: one for each
     transport: Transport = "auto"  # memory by which hidden states cross between GPUs
 
@@ -150,15 +152,34 @@ class PoolsConfig:
         self._check_shares()
         self._check_host_pool()
         self._check_transport()
+        self._check_prefill()
+
+    def _check_prefill(self) -> None:
         if self.num_prefill_ranks < 1:
             raise ValueError(f"prefill_ranks is {self.num_prefill_ranks}; it must be at least 1")
-        if self.num_prefill_ranks > 1 and self.prefill == "inline":
-            raise ValueError(f"prefill_ranks is {self.num_prefill_ranks} with prefill inline; set prefill dedicated")
-        if self.prefill == "dedicated" and self.backend != "numpy":
+        given = {"prefill_ranks": self.num_prefill_ranks > 1, "prefill_gpus": bool(self.prefill_gpus)}
+        given["prefill_pool_bytes"] = self.prefill_pool_bytes is not None
+        values = {
+            "prefill_ranks": self.num_prefill_ranks,
+            "prefill_gpus": list(self.prefill_gpus),
+            "prefill_pool_bytes": self.prefill_pool_bytes,
+        }
+        for name in [name for name, is_given in given.items() if is_given]:
+            if self.prefill == "inline":
+                raise ValueError(f"{name} is {values[name]} with prefill inline; set prefill dedicated")
+            if self.backend != "cuda" and name != "prefill_ranks":
+                raise ValueError(
+                    f"{name} is {values[name]} with backend {self.backend}, which uses no GPU; leave it out"
+                )
+        if self.prefill_gpus and len(self.prefill_gpus) != self.num_prefill_ranks:
             raise ValueError(
-                f"prefill is dedicated with backend {self.backend}; only the NumPy backend has prefill ranks, so use "
-                "inline"
+                f"prefill_gpus names {len(self.prefill_gpus)} GPUs for {self.num_prefill_ranks} prefill ranks; "
+                "give one for each"
             )
+        if any(gpu < 0 for gpu in self.prefill_gpus):
+            raise ValueError(f"prefill_gpus is {list(self.prefill_gpus)}; GPUs are numbered from 0")
+        if self.prefill == "dedicated" and self.transport == "nvshmem":
+            raise ValueError("transport is nvshmem with prefill dedicated, whose ranks are not of its team; use auto")
         if self.prefill == "dedicated" and self.baseline is not None:
             raise ValueError(f"prefill is dedicated with baseline {self.baseline}, which has no pools; use inline")
 

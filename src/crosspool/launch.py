@@ -23,6 +23,7 @@ from crosspool.errors import CheckpointError, CrossPoolError, UnsupportedModelEr
 from crosspool.model_source import model_directory
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import DType
+from crosspool.models.tensors import weight_bytes
 from crosspool.preflight import check_machine, check_slices
 from crosspool.ranks import (
     are_apart,
@@ -42,6 +43,7 @@ from crosspool.ranks import (
 from crosspool.server.catalogue import Catalogue, ModelFrontend, SamplingDefaults
 from crosspool.server.chat import load_chat_template
 from crosspool.server.tokenizer import TextTokenizer
+from crosspool.units import GiB, align_up
 
 DEMO_MODELS = Path(__file__).parent / "demo_models"
 
@@ -57,6 +59,9 @@ class PreparedModel:
 BACKEND_NAMES = {"numpy": "NumPy", "cuda": "CUDA"}
 BACKEND_DTYPES: dict[Backend, DType] = {"numpy": "float32", "cuda": "bfloat16"}
 """What each backend computes in and its cache holds."""
+
+WHOLE_MODEL_SLACK = 1.02
+"""What a model takes on a prefill rank's GPU, in parts of its weights: layers are padded, routers lie there twice."""
 
 CUDA_SPIN_US = 200_000.0
 """A GPU tells of a step's end in memory, so a rank with a step under way looks at it instead of sleeping."""
@@ -89,6 +94,7 @@ def engine_config(config: DeploymentConfig) -> EngineConfig:
         frame_bytes=config.pools.frame_bytes,
         kv_ranks=kv_ranks(config),
         prefill_ranks=prefill_ranks(config),
+        prefill_pool_bytes=config.pools.prefill_pool_bytes or 0,
         num_decode_lanes=num_decode_lanes,
         num_prefill_lanes=num_prefill_lanes,
         decode_steps=scheduling.decode_steps,
@@ -128,6 +134,7 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         kv_backing=config.pools.kv_backing,
         weights_ranks=weights_ranks(config),
         prefill_ranks=prefill_ranks(config),
+        prefill_pool_bytes=config.pools.prefill_pool_bytes or 0,
         hosts=() if are_apart(config) else hosts(config),
         order=order(config),
         num_frames=engine.num_frames,
@@ -155,7 +162,8 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
 
 def _shared_gpus(cluster: ClusterConfig, config: DeploymentConfig) -> ClusterConfig:
     """Two pools: ranks that share a GPU share a process, since two processes of a GPU only take turns on it."""
-    if hosts(config) and config.pools.driven_by == "resident":
+    crowded = [group for group in hosts(config) if len(group) > 1 and set(group) & set(weights_ranks(config))]
+    if crowded and config.pools.driven_by == "resident":
         raise CrossPoolError(
             f"control is resident with gpus {config.pools.num_gpus}; a resident FFN server needs a GPU of its own, "
             "so use graphs, or a GPU for each rank"
@@ -197,11 +205,23 @@ def _start_cluster(cluster: ClusterConfig, config: DeploymentConfig) -> Cluster:
     return ApartCluster(started, num_slots(config)) if are_apart(config) else started
 
 
-def start_engine(config: DeploymentConfig) -> AsyncEngine:
+def with_prefill_room(config: DeploymentConfig, models: Sequence[PreparedModel]) -> DeploymentConfig:
+    """The same, with room for two of the largest of its models on prefill ranks' GPUs where nothing was said."""
+    pools = config.pools
+    if pools.backend != "cuda" or pools.prefill != "dedicated" or pools.prefill_pool_bytes is not None:
+        return config
+    largest = max((weight_bytes(model.served.spec) for model in models), default=0)
+    room = align_up(int(2 * largest * WHOLE_MODEL_SLACK), GiB)
+    return replace(config, pools=replace(pools, prefill_pool_bytes=room))
+
+
+def start_engine(config: DeploymentConfig, models: Sequence[PreparedModel] = ()) -> AsyncEngine:
     """The two pools and the engine, running, with no models yet. The caller closes it.
 
+    models: those that will be loaded first, by which what is not set is sized.
     Raises CrossPoolError for what no machine could serve, then for what this one cannot give.
     """
+    config = with_prefill_room(config, models)
     cluster = cluster_config(config)
     check_machine(config.pools)
     return AsyncEngine(Engine(engine_config(config), _start_cluster(cluster, config)).start())

@@ -38,8 +38,11 @@ def prefill_ranks(config: DeploymentConfig) -> tuple[str, ...]:
 def hosts(config: DeploymentConfig) -> tuple[tuple[str, ...], ...]:
     """Ranks that share a process; none where each has one of its own."""
     if config.pools.baseline is None:
-        ranks, gpus = (*kv_ranks(config), *weights_ranks(config)), _num_places(config)
-        return () if gpus >= len(ranks) else tuple(ranks[gpu::gpus] for gpu in range(gpus))
+        by_gpu: dict[int, list[str]] = {}
+        for rank, gpu in _gpu_of(config).items():
+            by_gpu.setdefault(gpu, []).append(rank)
+        is_shared = any(len(group) > 1 for group in by_gpu.values())
+        return tuple(tuple(by_gpu[gpu]) for gpu in sorted(by_gpu)) if is_shared else ()
     if are_apart(config):
         return tuple(
             (own_rank(kv, slot), own_rank(w, slot))
@@ -75,7 +78,8 @@ def devices(config: DeploymentConfig) -> tuple[tuple[str, int], ...]:
     """(rank, GPU) of the ranks that do not simply have one each, in order. A baseline's place is a GPU."""
     places = _num_places(config)
     if config.pools.baseline is None:
-        return tuple((rank, gpu) for gpu, group in enumerate(hosts(config)) for rank in group)
+        own = _gpu_of(config)
+        return () if list(own.values()) == list(range(len(own))) else tuple(own.items())
     if are_apart(config):
         slots = num_slots(config)
         ranks = [
@@ -146,6 +150,19 @@ def order(config: DeploymentConfig) -> str:
     if config.pools.order is not None:
         return config.pools.order
     return "priority" if config.pools.baseline is None else "ticket"
+
+
+def _gpu_of(config: DeploymentConfig) -> dict[str, int]:
+    """The GPU of each rank of two pools. Prefill ranks get GPUs of their own, the last ones, unless they are placed.
+
+    Where `gpus` has no room for that, the pools share what is left, one GPU at least, and prefill ranks what there is.
+    """
+    pools, placed = config.pools, config.pools.prefill_gpus
+    ranks, own = (*kv_ranks(config), *weights_ranks(config)), prefill_ranks(config)
+    gpus = pools.num_gpus or len(ranks) + (0 if placed else len(own))
+    shared = min(len(ranks), gpus if placed else max(1, gpus - len(own)))
+    found = {rank: idx % shared for idx, rank in enumerate(ranks)}
+    return found | {rank: placed[idx] if placed else (shared + idx) % gpus for idx, rank in enumerate(own)}
 
 
 def _num_places(config: DeploymentConfig) -> int:

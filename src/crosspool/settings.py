@@ -50,6 +50,7 @@ ENV_PREFIX = "CROSSPOOL_"
 
 Size = Annotated[int | str, Field(description="bytes, or a number with KiB, MiB or GiB")]
 Words = Annotated[list[str], NoDecode, Field(description="a list; separated by commas in an environment variable")]
+Integers = Annotated[list[int], NoDecode, Field(description="a list; separated by commas in a flag or a variable")]
 Numbers = Annotated[list[float], NoDecode, Field(description="a list; separated by commas in a flag or a variable")]
 
 
@@ -149,7 +150,19 @@ class Settings(BaseSettings):
         description="memory by which hidden states cross between GPUs: peer, host or nvshmem; auto: a peer's where "
         "GPUs reach each other, else the host's",
     )
-    gpus: int | None = Field(None, description="GPUs that the ranks share in turn, with cuda; default: one for each")
+    prefill_gpus: Integers = Field(
+        [], description="GPU of each prefill rank, such as 1; default: GPUs of their own, behind those of the pools"
+    )
+    prefill_pool_bytes: Size | None = Field(
+        None,
+        description="memory of each prefill rank's GPU for whole models, which take turns in it; default: two of the "
+        "largest",
+    )
+    gpus: int | None = Field(
+        None,
+        description="GPUs of all ranks, with cuda: prefill ranks get the last ones, the pools share the others in "
+        "turn; default: one for each",
+    )
     max_num_seqs: int = Field(32, description="sequences of a model that run at once")
     max_num_batched_tokens: int | None = Field(
         None, description="prompt tokens of one prefill step; default: 512; 8192 with cuda and one KV rank"
@@ -174,7 +187,9 @@ class Settings(BaseSettings):
     dtype: DTypeChoice = Field("auto", description="dtype of weights in memory; auto: the backend's own")
     download_dir: str | None = Field(None, description="where Hugging Face ids are stored; default: the hub's cache")
 
-    @field_validator("allowed_origins", "weights_shares", "disable_access_log_for_endpoints", mode="before")
+    @field_validator(
+        "allowed_origins", "weights_shares", "prefill_gpus", "disable_access_log_for_endpoints", mode="before"
+    )
     @classmethod
     def _split(cls, value: Any) -> Any:
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
@@ -317,6 +332,8 @@ def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> 
             weights_shares=tuple(settings.weights_shares),
             prefill=settings.prefill,
             num_prefill_ranks=settings.prefill_ranks,
+            prefill_gpus=tuple(settings.prefill_gpus),
+            prefill_pool_bytes=None if settings.prefill_pool_bytes is None else parse_size(settings.prefill_pool_bytes),
             num_gpus=settings.gpus,
             transport=settings.transport,
         ),

@@ -219,6 +219,11 @@ class TestChannelBook:
         assert book.missing([narrow, wide], lambda rank: rank != "w0") == [Link(0, "kv0", "p0", 2000)]
 
     def test_a_lost_rank_needs_its_links_anew_and_an_unused_pair_is_closed(self):
+        parts = ChannelBook(num_lanes=1, max_tokens_per_step=10, hands_in_parts=True)
+        links = parts.missing(
+            [placement("c", prefill_ranks=("p0",), kv_row_width=20, context_tokens=100)], lambda _: True
+        )
+        assert {link.capacity for link in links if link.peer == "p0"} == {200}, "a chunk's own KV"
         book = ChannelBook(num_lanes=1, max_tokens_per_step=1)
         models = [placement("a"), placement("b", weights_ranks=("w1",))]
         assert len(book.missing(models, lambda rank: True)) == 2

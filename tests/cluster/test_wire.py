@@ -19,6 +19,7 @@ HEADER = StepHeader(
     kv_rank="kv1",
     num_steps=2,
     prefill_rank="p1",
+    next_model="n",
 )
 ROW = StepRow(
     sequence_id=5,

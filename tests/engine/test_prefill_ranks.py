@@ -89,6 +89,45 @@ def test_a_model_that_the_rank_does_not_hold_runs_in_the_pools():
     drive.check_all_ended()
 
 
+def test_a_chunk_of_few_tokens_runs_in_the_pools_and_waits_for_them():
+    drive = drive_of("a", rerun_tokens=8)
+    drive.add("a", prompt=40, max_tokens=1)  # chunks of 16, 16 and 8
+    drive.run()
+    assert prefills(drive) == [("a", "p0"), ("a", "p0"), ("a", None)]
+    drive.cluster.durations["a"] = 0.01
+    drive.cluster.lose("w0", drive.now, back_in_s=2.0)
+    count = len(drive.cluster.steps)
+    drive.add("a", prompt=8, max_tokens=1)
+    drive.run(until_s=drive.now + 1.0)
+    assert prefills(drive, count) == []
+    drive.run()
+    assert prefills(drive, count) == [("a", None)]
+    drive.check_all_ended()
+
+
+def test_a_step_tells_the_rank_which_model_comes_next():
+    drive = drive_of("a", "b")
+    drive.cluster.durations.update(a=0.001, b=0.001)
+    for name in "ab":
+        drive.add(name, prompt=16, max_tokens=1)
+    drive.run()
+    headers = [step.header for step in drive.cluster.steps if step.header.phase == "prefill"]
+    assert [(header.model, header.next_model) for header in headers] == [("a", "b"), ("b", None)]
+
+
+def test_between_models_that_are_in_place_at_once_the_older_prompt_comes_first():
+    for room, wanted in ((0, ["a", "b", "b", "a"]), (1 << 40, ["a", "b", "a", "b"])):
+        drive = drive_of("a", "b", prefill_pool_bytes=room)
+        drive.cluster.durations.update(a=0.001, b=0.001)
+        for _ in range(2):
+            for name in "ab":
+                drive.add(name, prompt=16, max_tokens=1)
+                drive.now += 1e-9  # far less than a switch
+            drive.run()
+        assert [model for model, _ in prefills(drive)] == wanted
+        assert drive.core.stats(drive.now).prefill_switches == {"p0": 2 if room else 3}
+
+
 def test_what_crosses_at_once_is_bounded_but_for_a_single_sequence():
     drive = drive_of("a")
     ids = [drive.add("a", prompt=8)[0] for _ in range(3)]

@@ -6,42 +6,64 @@ import random
 
 import pytest
 
-from crosspool.scheduler.residency import PATIENCE, Residency, WaitingModel
+from crosspool.scheduler.residency import PATIENCE, SWITCH_BYTES_PER_S, Residency, WaitingModel
+
+SECOND = SWITCH_BYTES_PER_S
+"""Bytes that take a second to bring in."""
+
+
+def waiting_model(name, since_s, switch_s):
+    return WaitingModel(name, since_s, switch_s * SECOND)
 
 
 def test_the_model_in_place_keeps_the_rank_until_another_has_waited_several_switches_longer():
     residency = Residency(patience=4.0)
-    residency.take("a")
+    residency.take("a", SECOND)
     for wait_s, first in ((3.9, "a"), (4.1, "b")):
-        waiting = [WaitingModel("a", 10.0, 1.0), WaitingModel("b", 10.0 - wait_s, 1.0)]
+        waiting = [waiting_model("a", 10.0, 1.0), waiting_model("b", 10.0 - wait_s, 1.0)]
         assert residency.order(waiting, 20.0)[0] == first
 
 
 def test_an_empty_rank_takes_the_oldest_prompt_and_a_cheap_switch_comes_before_an_equal_dear_one():
     residency = Residency()
-    waiting = [WaitingModel("dear", 5.0, 2.0), WaitingModel("cheap", 5.0, 1.0)]
+    waiting = [waiting_model("dear", 5.0, 2.0), waiting_model("cheap", 5.0, 1.0)]
     assert residency.order(waiting, 9.0) == ["cheap", "dear"]
-    assert residency.order([WaitingModel("new", 8.0, 1.0), WaitingModel("old", 1.0, 1.0)], 9.0) == ["old", "new"]
+    assert residency.order([waiting_model("new", 8.0, 1.0), waiting_model("old", 1.0, 1.0)], 9.0) == ["old", "new"]
 
 
 def test_at_a_tie_the_model_in_place_stays():
     residency = Residency(patience=0.0)
-    residency.take("b")
-    assert residency.order([WaitingModel("a", 1.0, 1.0), WaitingModel("b", 1.0, 1.0)], 2.0) == ["b", "a"]
+    residency.take("b", SECOND)
+    assert residency.order([waiting_model("a", 1.0, 1.0), waiting_model("b", 1.0, 1.0)], 2.0) == ["b", "a"]
 
 
 def test_a_model_that_is_gone_is_no_longer_in_place():
     residency = Residency()
-    residency.take("a")
+    residency.take("a", SECOND)
     residency.forget("b")
     assert residency.resident == "a"
     residency.forget("a")
     assert residency.resident is None
-    residency.take("a")
+    residency.take("a", SECOND)
     assert residency.num_switches == 2
     residency.lost()
-    residency.take("a")
+    residency.take("a", SECOND)
     assert residency.num_switches == 3, "a rank that was lost has nothing in place"
+
+
+def test_between_models_that_are_in_place_at_once_the_oldest_prompt_comes_first():
+    residency = Residency(patience=4.0, room_bytes=2.5 * SECOND)
+    for name in "abc":
+        residency.take(name, SECOND)
+    assert residency.num_switches == 3
+    waiting = [WaitingModel("a", 1.0, SECOND), WaitingModel("b", 4.0, SECOND), WaitingModel("c", 4.5, SECOND)]
+    assert residency.order(waiting, 5.0) == ["b", "c", "a"], "a had to leave for c"
+    residency.take("b", SECOND)
+    residency.take("c", SECOND)
+    assert residency.num_switches == 3
+    assert residency.order(waiting, 9.1)[0] == "b"
+    residency.take("a", SECOND)
+    assert residency.order(waiting, 9.1) == ["a", "c", "b"], "b was used longest ago"
 
 
 def simulate(rates, switch_s, work_s, seconds, patience, seed):
@@ -55,14 +77,14 @@ def simulate(rates, switch_s, work_s, seconds, patience, seed):
         while place < len(arrivals) and arrivals[place][0] <= now:
             queues[arrivals[place][1]].append(arrivals[place][0])
             place += 1
-        waiting = [WaitingModel(name, queue[0], switch_s) for name, queue in queues.items() if queue]
+        waiting = [waiting_model(name, queue[0], switch_s) for name, queue in queues.items() if queue]
         if not waiting:
             now = arrivals[place][0] if place < len(arrivals) else seconds
             continue
         name = residency.order(waiting, now)[0]
         if name != residency.resident:
             now, switching = now + switch_s, switching + switch_s
-        residency.take(name)
+        residency.take(name, switch_s * SECOND)
         longest = max(longest, now - queues[name].pop(0))
         now, working = now + work_s, working + work_s
         served[name] += 1

@@ -22,8 +22,9 @@ class Link:
 class ChannelBook:
     """Open links. Sizes follow the models that are placed now: a wider model, or a further lane, opens new ones."""
 
-    def __init__(self, num_lanes: int, max_tokens_per_step: int) -> None:
-        self._num_lanes = num_lanes
+    def __init__(self, num_lanes: int, max_tokens_per_step: int, *, hands_in_parts: bool = False) -> None:
+        """hands_in_parts: earlier KV crosses to a prefill rank in parts that fit the channel; else at once."""
+        self._num_lanes, self._hands_in_parts = num_lanes, hands_in_parts
         self._max_tokens = max_tokens_per_step
         self._open: dict[tuple[int, str, str], int] = {}
 
@@ -62,7 +63,8 @@ class ChannelBook:
         for placement in placements:
             for home in placement.homes:
                 rows = placement.crossing_width * self._max_tokens
-                handed = placement.kv_row_width * max(self._max_tokens, placement.context_tokens)
+                earlier = 0 if self._hands_in_parts else placement.context_tokens
+                handed = placement.kv_row_width * max(self._max_tokens, earlier)
                 pairs = dict.fromkeys(((home, peer) for peer in placement.weights_ranks), rows)
                 pairs |= dict.fromkeys(((home, peer) for peer in placement.prefill_ranks), max(rows, handed))
                 for peer in placement.shares(home):

@@ -28,6 +28,7 @@ class ClusterConfig:
     kv_ranks: tuple[str, ...] = ("kv0",)
     weights_ranks: tuple[str, ...] = ("w0",)
     prefill_ranks: tuple[str, ...] = ()  # each computes chunks of prompts, one model at a time
+    prefill_pool_bytes: int = 0  # of each prefill rank's GPU, for whole models that are in place at once
     hosts: tuple[tuple[str, ...], ...] = ()  # ranks that share a thread or process; those not named get one each
     backend: str = "numpy"  # or `cuda`, or a module (`worker.make_worker`)
     num_frames: int  # of each KV rank

@@ -83,7 +83,9 @@ class RankCluster:
             max_failed_starts=config.max_failed_starts,
         )
         self._roster = Roster()
-        self._channels = ChannelBook(config.num_lanes, config.max_tokens_per_step)
+        self._channels = ChannelBook(
+            config.num_lanes, config.max_tokens_per_step, hands_in_parts=config.backend == "cuda"
+        )
         self._memory: dict[str, dict[str, int]] = {rank: {} for rank in config.ranks}
         self._backings: dict[str, BackingCounts] = {}
         self._endings: dict[int, str] = {}  # why a host ends, as it told itself

@@ -148,7 +148,7 @@ def make_worker(config: ClusterConfig, rank: str) -> RankWorker:
     `ffn_worker(rank)`.
     """
     is_kv = rank in config.kv_ranks
-    if rank in config.prefill_ranks and config.backend != "numpy":
+    if rank in config.prefill_ranks and config.backend not in ("numpy", "cuda"):
         raise ValueError(f"{rank} is a prefill rank, which backend {config.backend} does not have; use prefill inline")
     if config.backend == "numpy":
         return _numpy_worker(config, rank)
@@ -241,5 +241,8 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
             copying=attention.host_frames,
             ahead=attention if config.steps_ahead == "device" else None,
         )
+    if rank in config.prefill_ranks:
+        prefill = workers.prefill(config.prefill_pool_bytes)
+        return RankWorker(prefill_worker=prefill, links=prefill)
     ffn = workers.ffn()
     return RankWorker(ffn_worker=ffn, links=ffn, ahead=ffn if config.steps_ahead == "device" else None)

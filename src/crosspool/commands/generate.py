@@ -99,7 +99,7 @@ async def _generate(
     config = deployment(directories, (), None, flags)
     console = Console(stderr=True)
     models = prepare_models(config)
-    engine = start_engine(config)
+    engine = start_engine(config, models)
     try:
         with shown_while_loading(engine, console):
             await load_models(engine, models)

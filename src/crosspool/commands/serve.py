@@ -103,7 +103,7 @@ async def _serve(config: DeploymentConfig, console: Console) -> None:
     listener = listen(config.server)  # before anything is loaded: a taken port is told at once
     with listener:
         models = prepare_models(config)
-        engine = start_engine(config)
+        engine = start_engine(config, models)
         host, port = listener.getsockname()[:2]
         scheme = "http" if config.server.ssl_certfile is None else "https"
 

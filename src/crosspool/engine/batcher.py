@@ -120,6 +120,7 @@ def make_step(
     joining: Items[NewSequence],
     num_steps: int = 1,
     prefill_rank: str | None = None,
+    next_model: str | None = None,
 ) -> StepDescriptor:
     header = StepHeader(
         lane=lane,
@@ -131,5 +132,6 @@ def make_step(
         kv_rank=kv_rank,
         num_steps=num_steps,
         prefill_rank=prefill_rank,
+        next_model=next_model,
     )
     return StepDescriptor(header=header, rows=tuple(rows), joining=tuple(joining))

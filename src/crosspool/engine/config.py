@@ -21,12 +21,14 @@ class EngineConfig:
     frame_bytes: int = 2 * MiB
     kv_ranks: tuple[str, ...] = ("kv0",)  # in the order in which their frames are numbered, as the cluster has them
     prefill_ranks: tuple[str, ...] = ()  # that compute prompts beside the pools, a prefill lane each
+    prefill_pool_bytes: int = 0  # of each prefill rank: what models in place may take; 0: it holds one at a time
     num_decode_lanes: int = 2
     num_prefill_lanes: int = 1
     decode_steps: int = 1  # that a batch may take by itself before the engine hands out more
     max_num_seqs: int = 32  # admitted sequences of one model: the largest decode batch
     max_num_batched_tokens: int = 512  # tokens of one prefill chunk, over all its sequences
-    rerun_tokens: int = 0  # of a step that runs generated tokens again, whose KV was lost; 0: they count as a prompt's
+    rerun_tokens: int = 0  # of a step that runs generated tokens again, whose KV was lost; 0: they count as a prompt's.
+    # Prefill steps of no more tokens run in the pools: on GPUs by decode's kernels
     batch_invariant: bool = False  # prefill steps run one prompt alone
     max_queue: int = 64  # queued sequences of one model; beyond it QueueFullError
     max_queue_per_key: int | None = None  # of them, those of one API key; None: as many as there is place for

@@ -7,7 +7,7 @@ from crosspool.engine.batcher import Chunk
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.ranks import RankHealth
 from crosspool.models.tensors import weight_bytes
-from crosspool.scheduler.residency import SWITCH_BYTES_PER_S, Residency, WaitingModel
+from crosspool.scheduler.residency import Residency, WaitingModel
 
 
 class PrefillRanks:
@@ -16,9 +16,10 @@ class PrefillRanks:
     A rank that is away costs time alone: its lane's prompts run in the pools until it is back.
     """
 
-    def __init__(self, names: Items[str], ranks: RankHealth) -> None:
+    def __init__(self, names: Items[str], ranks: RankHealth, room_bytes: int = 0) -> None:
+        """room_bytes: of each rank, for models that are in place at once; 0: one at a time."""
         self._names, self._ranks = tuple(names), ranks
-        self._residencies = {name: Residency() for name in names}
+        self._residencies = {name: Residency(room_bytes=room_bytes) for name in names}
 
     def of_lane(self, number: int) -> str | None:
         """The rank of the prefill lane of this number, if it is up."""
@@ -40,12 +41,11 @@ class PrefillRanks:
         for load in loads:
             arrivals = [sequence.request.arrival_s for sequence in load.prefilling.values() if not sequence.in_step]
             if arrivals:
-                seconds = weight_bytes(load.model.spec) / SWITCH_BYTES_PER_S
-                waiting.append(WaitingModel(load.model.name, min(arrivals), seconds))
+                waiting.append(WaitingModel(load.model.name, min(arrivals), weight_bytes(load.model.spec)))
         return self._residencies[rank].order(waiting, now_s)
 
-    def take(self, rank: str, model: str) -> None:
-        self._residencies[rank].take(model)
+    def take(self, rank: str, load: ModelLoad) -> None:
+        self._residencies[rank].take(load.model.name, weight_bytes(load.model.spec))
 
     def remove_model(self, name: str) -> None:
         for residency in self._residencies.values():

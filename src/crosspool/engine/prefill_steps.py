@@ -32,6 +32,7 @@ class PrefillSteps:
         starter: StepStart,
     ) -> None:
         self._num_decode_lanes = config.num_decode_lanes
+        self._rerun_tokens = config.rerun_tokens
         self._rule = PrefillRule(
             max_tokens=config.max_num_batched_tokens,
             rerun_tokens=config.rerun_tokens,
@@ -55,10 +56,13 @@ class PrefillSteps:
         turns = self._turns.ready(names)
         if rank is not None:
             own = [self._loads[name] for name in turns if self._prefill_ranks.computes(rank, self._loads[name])]
-            for name in self._prefill_ranks.order(rank, own, now):
-                step = self._step_of(lane, self._loads[name], now, rank)
+            ordered = self._prefill_ranks.order(rank, own, now)
+            for name in ordered:
+                following = next((other for other in ordered if other != name), None)
+                step = self._step_of(lane, self._loads[name], now, rank, following)
                 if step is not None:
-                    self._prefill_ranks.take(rank, name)
+                    if step.header.prefill_rank is not None:
+                        self._prefill_ranks.take(rank, self._loads[name])
                     return step
             turns = [name for name in turns if self._loads[name] not in own]
         for name in turns:
@@ -68,20 +72,31 @@ class PrefillSteps:
         return None
 
     def _step_of(
-        self, lane: Lane, load: ModelLoad, now: float, prefill_rank: str | None = None
+        self,
+        lane: Lane,
+        load: ModelLoad,
+        now: float,
+        prefill_rank: str | None = None,
+        next_model: str | None = None,
     ) -> StepDescriptor | None:
+        """next_model: whose prompts the prefill rank will probably be given next."""
         waiting = [sequence for sequence in load.prefilling.values() if not sequence.in_step]
-        homes = load.homes_of(waiting, self._ranks)
+        homes_up = load.homes_of(waiting, self._ranks)
+        homes = homes_up
         if prefill_rank is not None:  # no weights rank has a part in it
             homes = [home for home in load.needs if self._ranks.are_up((home,))]
         for home in homes:
             chunks = self._chunks(load, home, [sequence for sequence in waiting if sequence.kv_rank == home])
-            if prefill_rank is not None:
+            rank = prefill_rank
+            if rank is not None:
                 chunks = with_bounded_past(chunks, load.model.model_limit)
+                if sum(chunk.num_tokens for chunk in chunks) <= self._rerun_tokens:  # decode's kernels run these
+                    rank, chunks = None, chunks if home in homes_up else []
             if chunks:
                 self._note(load.model.name, waiting, chunks)
                 batch, rows = [chunk.sequence for chunk in chunks], [prefill_row(chunk) for chunk in chunks]
-                return self._starter.start(lane, load, home, batch, rows, now, prefill_rank=prefill_rank)
+                following = None if rank is None else next_model
+                return self._starter.start(lane, load, home, batch, rows, now, prefill_rank=rank, next_model=following)
         return None
 
     def _chunks(self, load: ModelLoad, home: str, waiting: Items[Sequence]) -> list[Chunk]:

@@ -28,6 +28,7 @@ class StepStart:
         now: float,
         num_steps: int = 1,
         prefill_rank: str | None = None,
+        next_model: str | None = None,
     ) -> StepDescriptor:
         """`rows`: one for each sequence of the batch, in its order. num_steps: of a run."""
         self._turns[lane.phase].take(load.model.name)
@@ -49,6 +50,7 @@ class StepStart:
             joining=joining,
             num_steps=num_steps,
             prefill_rank=prefill_rank,
+            next_model=next_model,
         )
         lane.start(step, tuple(batch), now)
         return step

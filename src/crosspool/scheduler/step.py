@@ -55,6 +55,7 @@ class StepHeader:
     kv_rank: str = "kv0"  # leads the step: the home of its sequences
     num_steps: int = 1  # of a run: decode steps that follow each other by themselves
     prefill_rank: str | None = None  # computes the chunk and hands its KV over; None: both pools compute it
+    next_model: str | None = None  # that the prefill rank will probably be asked for next; a hint
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

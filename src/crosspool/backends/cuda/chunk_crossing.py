@@ -34,19 +34,21 @@ class ChunkCrossing:
     def wait(self, layer: int, piece: Piece) -> None:
         """Kernels behind this one find every peer's rows of the layer in their slots."""
         wait_for = Flags.at([link.inbox.flag for link in self.links])
-        self._cross(1, wait_for=wait_for, wait_layer=self.plan.crossing(layer, piece))
+        cross(self.kernels, self.lane, 1, wait_for=wait_for, wait_layer=self.plan.crossing(layer, piece))
 
     def raise_flags(self, layer: int, piece: Piece) -> None:
         """Tell the peers that what earlier kernels wrote to their slots is there."""
         raise_for = Flags.at([link.outbox.flag for link in self.links])
-        self._cross(1, raise_for=raise_for, raise_layer=self.plan.crossing(layer, piece))
+        cross(self.kernels, self.lane, 1, raise_for=raise_for, raise_layer=self.plan.crossing(layer, piece))
 
     def put(self, layer: int, piece: Piece, rows: torch.Tensor) -> None:
         """Copy (tokens, hidden) bf16 to every peer's slot, then raise the flags."""
         check("rows", rows, (piece.num_tokens, self.hidden), torch.bfloat16)
         raise_for = Flags.at([link.outbox.flag for link in self.links])
         slots = [place(link.outbox, layer, piece, self.hidden, torch.bfloat16).address for link in self.links]
-        self._cross(
+        cross(
+            self.kernels,
+            self.lane,
             piece.num_tokens,
             raise_for=raise_for,
             rows=address(rows),
@@ -83,17 +85,19 @@ class ChunkCrossing:
                     overlap=False,
                 )
 
-    def _cross(self, blocks: int, **fields: object) -> None:
-        params = CrossParams(view=self.lane.view(), **fields)
-        self.kernels.launch(
-            "transport",
-            "cross",
-            grid=(blocks, 1, 1),
-            threads=_BLOCK,
-            smem_bytes=256,
-            params=params,
-            overlap=False,
-        )
+
+def cross(kernels: Launcher, lane: LaneMemory, blocks: int, **fields: object) -> None:
+    """Enqueue a wait, a copy (a block a row) and a raised flag, each where `fields` (of `CrossParams`) name it."""
+    params = CrossParams(view=lane.view(), **fields)
+    kernels.launch(
+        "transport",
+        "cross",
+        grid=(blocks, 1, 1),
+        threads=_BLOCK,
+        smem_bytes=256,
+        params=params,
+        overlap=False,
+    )
 
 
 def place(channel: ChannelMap, layer: int, piece: Piece, hidden: int, dtype: torch.dtype) -> Rows:

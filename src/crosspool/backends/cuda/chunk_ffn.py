@@ -155,9 +155,9 @@ class ChunkFFN:
         weights: FFNLayerWeights | None = None,
         row_experts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(rows, width) bf16 from (rows, 2 * width): gate, then up."""
-        rows = gate_up.shape[0]
-        out = torch.empty(rows, width, dtype=torch.bfloat16, device=self.device)
+        """(rows, width) bf16 from (rows, 2 * width): gate, then up; of rows by expert, those that have one."""
+        out = torch.empty(gate_up.shape[0], width, dtype=torch.bfloat16, device=self.device)
+        rows = len(out) if row_experts is None else len(row_experts)
         params = ActivateParams(
             gate=address(gate_up),
             bias=None if weights is None else address(weights.gate_up_bias),

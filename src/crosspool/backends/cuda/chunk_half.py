@@ -46,6 +46,15 @@ _WARPS = 4
 IntArray = npt.NDArray[np.int64]
 
 
+def head_logits(kernels: Launcher, head: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+    """(rows, vocabulary) fp32 logits of (rows, hidden) bf16, enqueued on torch's current stream."""
+    out = torch.empty(len(normed), len(head), dtype=torch.float32, device=normed.device)
+    for first in range(0, len(normed), HEAD_ROWS):
+        part = slice(first, first + HEAD_ROWS)
+        gemv(kernels, head, normed[part], out[part], overlap=False)
+    return out
+
+
 class ChunkHalf:
     """One step's rows on one device. Everything is enqueued on torch's current stream; nothing waits for it."""
 
@@ -61,8 +70,12 @@ class ChunkHalf:
         sizes: SpanSizes | None = None,
         libraries: Mapping[GQASpec | MLASpec, Library] | None = None,
     ) -> None:
-        """sizes: of the library's spans; None: those of the device. libraries: how a shape's spans run, if captured."""
+        """sizes: of the library's spans; None: those of the device. libraries: how a shape's spans run, if captured.
+
+        geometry: of one layer alone where the cache serves all layers in turn.
+        """
         self._libraries = libraries or {}
+        self._has_one_layer = geometry.num_layers == 1
         self._kernels, self.spec, self._weights = kernels, spec, weights
         device, tokens = arena.device, len(batch.token_ids)
         self._device = device
@@ -115,6 +128,11 @@ class ChunkHalf:
         self._norm(piece, norm, partials)
 
     @property
+    def cache(self) -> PagedCache:
+        """Where the step's sequences have their slots."""
+        return self._cache
+
+    @property
     def residual(self) -> torch.Tensor:
         """(tokens, hidden) fp32."""
         return self._residual
@@ -122,12 +140,12 @@ class ChunkHalf:
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """(len(tokens), vocabulary) fp32 logits of these tokens of the step, after the last `add`."""
         (index,) = upload_all([np.array(tokens, dtype=np.int32)], self._device)
-        rows = self._normed.index_select(0, index)
-        out = torch.empty(len(tokens), self.spec.vocab_size, dtype=torch.float32, device=self._device)
-        for first in range(0, len(tokens), HEAD_ROWS):
-            part = slice(first, first + HEAD_ROWS)
-            gemv(self._kernels, self._weights.head, rows[part], out[part], overlap=False)
-        return out
+        return head_logits(self._kernels, self._weights.head, self._normed.index_select(0, index))
+
+    def rows(self, tokens: Sequence[int]) -> torch.Tensor:
+        """(len(tokens), hidden) fp32: the residual stream of these tokens of the step."""
+        (index,) = upload_all([np.array(tokens, dtype=np.int32)], self._device)
+        return self._residual.index_select(0, index)
 
     def _norm(self, piece: Piece, norm: torch.Tensor, partials: Sequence[Rows | torch.Tensor]) -> None:
         part = slice(piece.start, piece.stop)
@@ -140,6 +158,10 @@ class ChunkHalf:
             partials=partials,
             overlap=False,
         )
+
+    def _cached(self, layer: int) -> int:
+        """The layer of the cache that holds this one."""
+        return 0 if self._has_one_layer else layer
 
     def _rope(self, spec: GQASpec | MLASpec, piece: Piece) -> RopeTable:
         whole = self._ropes[spec.rope]
@@ -165,13 +187,21 @@ class ChunkHalf:
             spec,
             inputs,
             self._cache,
-            layer,
+            self._cached(layer),
             self._positions[part],
             q[: piece.num_tokens],
             table_rows=self._table_rows[part],
         )
         return gqa_attention(
-            self._kernels, spec, q, piece.num_tokens, self._cache, layer, part_of, attention.sinks, self._library(spec)
+            self._kernels,
+            spec,
+            q,
+            piece.num_tokens,
+            self._cache,
+            self._cached(layer),
+            part_of,
+            attention.sinks,
+            self._library(spec),
         )
 
     def _mla(self, layer: int, piece: Piece, weights: AttentionLayerWeights, attention: MLAWeights) -> torch.Tensor:
@@ -203,7 +233,7 @@ class ChunkHalf:
             positions=address(self._positions[part]),
             table_rows=address(self._table_rows[part]),
             q=address(queries),
-            cache=self._cache.view(layer),
+            cache=self._cache.view(self._cached(layer)),
         )
         self._kernels.launch(
             "chunk_attention",
@@ -215,7 +245,15 @@ class ChunkHalf:
             overlap=False,
         )
         return mla_attention(
-            self._kernels, spec, attention, queries, tokens, self._cache, layer, part_of, self._library(spec)
+            self._kernels,
+            spec,
+            attention,
+            queries,
+            tokens,
+            self._cache,
+            self._cached(layer),
+            part_of,
+            self._library(spec),
         )
 
     def _queries(self, spec: GQASpec | MLASpec, piece: Piece, part: PieceAttention) -> torch.Tensor:

@@ -61,6 +61,10 @@ class GatherSlotsParams(ctypes.Structure):
     _fields_ = [("cache", CacheView), *((name, _P) for name in ("table_rows", "positions", "out")), ("slots", _I)]
 
 
+class ScatterSlotsParams(ctypes.Structure):
+    _fields_ = [("cache", CacheView), *((name, _P) for name in ("table_rows", "positions", "rows")), ("slots", _I)]
+
+
 class MergePartParams(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("part", "log_sums", "acc", "sums")),

@@ -7,12 +7,11 @@ launches take, and the next pieces may keep to a part of the device as soon as s
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from crosspool.backends.base import HalfStep, Wait
-from crosspool.backends.cuda.chunk_plan import ChunkPlan
 from crosspool.backends.cuda.lane import WorkerLane
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import DeviceInlet
@@ -29,11 +28,24 @@ NO_CROSSING = -1
 """Yielded by a chunk's kernels where they wait for nobody and others may be served."""
 
 
+class Crossings(Protocol):
+    """What a chunk's flags are numbered by: crossing n carries the epoch base + n + 1."""
+
+    @property
+    def base(self) -> int: ...
+
+    @property
+    def num_crossings(self) -> int: ...
+
+    @property
+    def last_epoch(self) -> int: ...
+
+
 def run_pieces(
     launcher: Launcher,
     lane: WorkerLane,
     inlets: Sequence[DeviceInlet],
-    plan: ChunkPlan,
+    plan: Crossings,
     kernels: Iterator[int],
     has_neighbours: Callable[[], bool],
     patience: Patience = ENDLESS,

@@ -138,4 +138,5 @@ def joined_chunk(
             half.add(layer, piece, [out])
             yield plan.crossing(layer, piece)
     if batch.sampled:
-        sample_rows(kernels, half, batch, batch.sampled, outcome)
+        logits = half.logits([row.token for row in batch.sampled])
+        sample_rows(kernels, logits, batch, batch.sampled, outcome)

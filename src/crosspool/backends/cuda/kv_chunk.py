@@ -46,18 +46,18 @@ def kv_chunk(
         half.add(last, piece, crossing.received(last, piece, torch.float32))
     crossing.clear_words()
     if batch.sampled:
-        sample_rows(kernels, half, batch, batch.sampled, outcome)
+        logits = half.logits([row.token for row in batch.sampled])
+        sample_rows(kernels, logits, batch, batch.sampled, outcome)
 
 
 def sample_rows(
-    kernels: Launcher, half: ChunkHalf, batch: Batch, sampled: Sequence[SampledRow], outcome: Outcome
+    kernels: Launcher, logits: torch.Tensor, batch: Batch, sampled: Sequence[SampledRow], outcome: Outcome
 ) -> None:
-    """Logits of the rows that end here, their tokens, and both to where the host finds them after the chunk."""
-    logits = half.logits([row.token for row in sampled])
+    """Tokens of the rows that end here, from their logits, and both to where the host finds them after the chunk."""
     records = sampling_records(len(sampled))
     for index, row in enumerate(sampled):
         fill_sampling(records, index, batch.sampling_row(row))
-    sampler = Sampler(kernels, len(sampled), half.spec.vocab_size, logits.device)
+    sampler = Sampler(kernels, len(sampled), logits.shape[1], logits.device)
     (words,) = upload_all([records.view("<i4").reshape(len(sampled), SAMPLING_WORDS)], logits.device)
     sampler.rows.copy_(words)
     tokens = pinned((len(sampled),), torch.int32, logits.device)

@@ -1,6 +1,6 @@
 """Runs a chunk of prompts on the KV rank, with graphs for its spans where no other chunk of the model has them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.batch import Batch
@@ -8,12 +8,12 @@ from crosspool.backends.cuda.chunk_crossing import ChunkCrossing
 from crosspool.backends.cuda.chunk_half import ChunkHalf
 from crosspool.backends.cuda.chunk_plan import chunk_plan
 from crosspool.backends.cuda.chunk_rows import ChunkRows
-from crosspool.backends.cuda.chunk_run import run_pieces
+from crosspool.backends.cuda.chunk_run import Crossings, run_pieces
 from crosspool.backends.cuda.joined import joined_chunk
 from crosspool.backends.cuda.kv_chunk import kv_chunk
 from crosspool.backends.cuda.kv_models import KVModel
 from crosspool.backends.cuda.kv_passes import KVWay
-from crosspool.backends.cuda.lane import LaneIdle
+from crosspool.backends.cuda.lane import LaneIdle, WorkerLane
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.outcome import Outcome
@@ -49,7 +49,6 @@ def run_kv_chunk(
         rows = ChunkRows(batch.token_ids, batch.positions, batch.row_of_token, batch.tables)
         return ChunkHalf(kernels, model.spec, model.weights, model.frames, model.geometry, rows, plan, None, libraries)
 
-    has_ended = False
     try:
         if way.joined is None:
             maps = [link.map() for link in way.links]
@@ -58,14 +57,30 @@ def run_kv_chunk(
         else:
             ffn = way.joined.chunks_of(way.name, way.number)
             enqueued = joined_chunk(kernels, make_half, ffn, plan, batch, outcome)
+        return (yield from run_to_end(kernels, lane, inlets, plan, enqueued, has_neighbours, outcome))
+    finally:
+        for each in graphs.values():
+            each.is_taken = False
+
+
+def run_to_end(
+    kernels: Launcher,
+    lane: WorkerLane,
+    inlets: Sequence[DeviceInlet],
+    plan: Crossings,
+    enqueued: Iterator[int],
+    has_neighbours: Callable[[], bool],
+    outcome: Outcome,
+) -> HalfStep[tuple[SampledToken, ...]]:
+    """`run_pieces` on a KV rank, then the tokens; a chunk that is given up half-way ends on the device all the same."""
+    has_ended = False
+    try:
         yield from run_pieces(kernels, lane, inlets, plan, enqueued, has_neighbours)
         yield Wait(inlets, plan.last_epoch)
         if outcome.is_copying():
             yield Wait((outcome,), plan.last_epoch)
         has_ended = True
     finally:
-        for each in graphs.values():
-            each.is_taken = False
         if not has_ended:
             lane.give_up(plan.last_epoch)
     return outcome.finish()

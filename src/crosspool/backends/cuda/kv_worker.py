@@ -1,7 +1,8 @@
 """The KV pool's CUDA worker: takes models, links and steps, and gives each step to what runs it.
 
 A step is one graph replay per pass, then sampling from what the device left (`kv_step.py`). A run of steps is in
-`kv_run.py`, a chunk of prompts in `kv_chunk_run.py`, the part of a step that another KV rank leads in `kv_share.py`.
+`kv_run.py`, a chunk of prompts in `kv_chunk_run.py` or, with a prefill rank, `handed_home.py`, the part of a step that
+another KV rank leads in `kv_share.py`.
 """
 
 import time
@@ -14,6 +15,7 @@ from crosspool.backends.cuda.chunk_support import runs_in_pieces
 from crosspool.backends.cuda.decode_run import runs_on_device
 from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.frames import KVFrames
+from crosspool.backends.cuda.handed_home import run_handed
 from crosspool.backends.cuda.host_frames import HostFrames
 from crosspool.backends.cuda.joined import JoinedFFN, JoinedInlet, JoinedLink
 from crosspool.backends.cuda.kv_ahead import KVAhead, draws_all
@@ -171,12 +173,14 @@ class CudaAttentionWorker:
         shares = self._taking_part(step, model, batch, links)
         inlets = device_inlets((*links.inlets.values(), *shares))
         ends = tuple(inlet.link for inlet in inlets)
+
+        def has_neighbours() -> bool:
+            return self._lanes.decodes_beside(lane, time.monotonic())
+
+        if header.prefill_rank is not None:
+            return (yield from run_handed(kernels, header, model, lane, inlets[0], batch, has_neighbours))
         way = KVWay(header.model, model, header.lane, lane, ends, len(shares), self._joined_by(tuple(links.inlets)))
         if model.split == "one" and runs_in_pieces(header, model.spec):
-
-            def has_neighbours() -> bool:
-                return self._lanes.decodes_beside(lane, time.monotonic())
-
             return (yield from run_kv_chunk(kernels, header, way, inlets, batch, has_neighbours))
         if ahead is None:
             yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)

@@ -39,6 +39,8 @@ Tensors = dict[str, torch.Tensor]
 Copy = Callable[[int, int, int], None]
 """(to address, from address, bytes): enqueued on the stream that was torch's current one when it was made."""
 Place = Callable[[Extent, torch.Tensor, Copy], None]
+Room = Callable[[int | None, tuple[int, ...], torch.dtype], torch.Tensor]
+"""(layer, shape, dtype): zeroed memory for a tensor."""
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -58,9 +60,11 @@ def stream_share(
     num_threads: int = NUM_THREADS,
     extent_bytes: int = EXTENT_BYTES,
     also: Collection[str] = (),
+    room: Room | None = None,
 ) -> tuple[Tensors, list[Tensors]]:
     """(the model's own tensors, those of each layer): bf16, the router's fp32. also: as `plan_load` takes it.
 
+    room: where tensors lie on `device`; None: in memory of their own.
     Host memory beyond the page cache is two blocks a thread. An error leaves nothing allocated.
     """
     model: Tensors = {}
@@ -75,10 +79,12 @@ def stream_share(
         with Checkpoint(directory.path) as checkpoint:
             plan = plan_load(checkpoint, directory, pool, slice_index, num_slices, shares, also=also)
             for destination in plan.destinations:
-                name = destination.tensor.name
+                name, layer = destination.tensor.name, destination.tensor.layer
+                if room is not None:
+                    holder(layer)[name] = room(layer, destination.shape, _dtype(name))
+                    continue
                 make = torch.zeros if destination.is_zero else torch.empty
-                held = make(destination.shape, dtype=_dtype(name), device=device)
-                holder(destination.tensor.layer)[name] = held
+                holder(layer)[name] = make(destination.shape, dtype=_dtype(name), device=device)
             total = payload_bytes(checkpoint, plan)
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()  # memory freed just now may still be in use there

@@ -16,6 +16,7 @@ from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.link import Site
 from crosspool.backends.cuda.nvshmem_team import Team
+from crosspool.backends.cuda.prefill_worker import CudaPrefillWorker
 from crosspool.backends.cuda.shared_arena import SharedArena
 from crosspool.backends.cuda.sm_partition import SmPartition
 from crosspool.backends.cuda.uploads import pin_ahead
@@ -113,6 +114,10 @@ class CudaWorkers:
             run_lanes=self._run_lanes,
         )
         return worker, frames if isinstance(frames, DeviceFrames) else None
+
+    def prefill(self, room_bytes: int) -> CudaPrefillWorker:
+        """room_bytes: device memory for whole models that are in place at once."""
+        return CudaPrefillWorker(self._site, self._kernels, self._rule, room_bytes)
 
     def ffn(self) -> CudaFFNWorker:
         return CudaFFNWorker(

@@ -1,5 +1,6 @@
 // What surrounds the attention of a chunk. MLA: each token's own latent and rope key to the cache, queries turned, and
-// latents of earlier tokens gathered from their frames, so that large products can expand them. For all: parts merged.
+// latents of earlier tokens gathered from their frames, so that large products can expand them. For all: parts merged,
+// and slots taken from and put into frames, which is how a prefill rank and a home hand KV to each other.
 #include "cache.cuh"
 #include "rope.cuh"
 #include "system.cuh"
@@ -57,6 +58,25 @@ KERNEL(gather_slots, GatherSlotsParams, MLA_WARPS * 32, 1) {
   if (slot >= p.slots) return;
   const u8* from = slot_address(p.cache, p.table_rows[slot], p.positions[slot]);
   u8* to = p.out + static_cast<i64>(slot) * p.cache.token_bytes;
+  for (int i = threadIdx.x % 32 * 16; i < p.cache.token_bytes; i += 512) store16(to + i, load16(from + i));
+}
+
+struct ScatterSlotsParams {
+  CacheView cache;
+  const int* table_rows;  // (slots)
+  const int* positions;   // (slots)
+  const u8* rows;         // (slots, token_bytes)
+  int slots;
+};
+
+// The way back: one warp a slot. What a peer has written lies behind a flag that an earlier kernel has waited for.
+KERNEL(scatter_slots, ScatterSlotsParams, MLA_WARPS * 32, 1) {
+  const int slot = blockIdx.x * MLA_WARPS + threadIdx.x / 32;
+  grid_launch_dependents();
+  grid_wait();
+  if (slot >= p.slots) return;
+  const u8* from = p.rows + static_cast<i64>(slot) * p.cache.token_bytes;
+  u8* to = slot_address(p.cache, p.table_rows[slot], p.positions[slot]);
   for (int i = threadIdx.x % 32 * 16; i < p.cache.token_bytes; i += 512) store16(to + i, load16(from + i));
 }
 

@@ -1,0 +1,82 @@
+"""Host memory in groups, and whole models in it: the same bytes wherever they lie."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from crosspool.backends.cuda.driver import Driver  # noqa: E402
+from crosspool.backends.cuda.host_blob import HUGE_PAGE_BYTES, HostBlob  # noqa: E402
+from crosspool.backends.cuda.host_model import OWN, load_whole  # noqa: E402
+from crosspool.backends.cuda.link import Site  # noqa: E402
+from crosspool.backends.cuda.places import Place  # noqa: E402
+from crosspool.backends.cuda.streaming import stream_share  # noqa: E402
+from crosspool.backends.cuda.swap import Swapper  # noqa: E402
+from crosspool.backends.cuda.weights import pack_attention_weights, pack_ffn_weights  # noqa: E402
+from crosspool.backends.cuda.whole_weights import tensors_of  # noqa: E402
+from crosspool.cluster.base import ModelPlacement  # noqa: E402
+from crosspool.models.directory import read_model_dir  # noqa: E402
+from tests.support.tiny_models import write_tiny_model  # noqa: E402
+
+pytestmark = pytest.mark.judge
+
+CPU = torch.device("cpu")
+SITE = Site("p0", CPU, Driver("p0"), {"p0": 0}, None)
+
+
+def nothing(loaded: int, total: int) -> None: ...
+
+
+def test_groups_begin_at_huge_pages_and_tensors_lie_in_them_in_turn():
+    blob = HostBlob(SITE, {"a": 100, "b": HUGE_PAGE_BYTES + 1})
+    assert [(group.start, group.stop) for group in blob.groups.values()] == [
+        (0, HUGE_PAGE_BYTES),
+        (HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES),
+    ]
+    assert blob.memory.data_ptr() % HUGE_PAGE_BYTES == 0
+    first, second = (blob.put("b", (3, 5), torch.bfloat16) for _ in range(2))
+    assert (blob.offset(first), blob.offset(second)) == (HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 256)
+    assert not first.any()
+    first.fill_(1)
+    assert blob.memory[HUGE_PAGE_BYTES : HUGE_PAGE_BYTES + 30].any()
+    assert blob.offset(torch.zeros(3)) is None
+    with pytest.raises(ValueError, match=r"group a of .* has no room for 2097408 bytes"):
+        blob.put("a", (HUGE_PAGE_BYTES + 256,), torch.uint8)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss", "qwen2_moe", "llama"])
+def test_a_whole_model_is_both_pools_weights_and_comes_to_a_place_as_it_is(family, tmp_path):
+    directory = read_model_dir(write_tiny_model(tmp_path / family, family, dtype="bfloat16", tokenizer=False))
+    spec = directory.spec
+    placement = ModelPlacement(
+        name="m",
+        directory=directory.path,
+        hidden_size=spec.hidden_size,
+        kv_rank="kv0",
+        weights_ranks=("w0", "w1"),
+        prefill_ranks=("p0",),
+        page_tokens=8,
+        frame_bytes=2**16,
+        kv_dtype="bfloat16",
+    )
+    told = []
+    host = load_whole(directory, placement, SITE, lambda loaded, total: told.append((loaded, total)))
+    assert told[-1][0] == told[-1][1]
+    own, layers = stream_share(directory, "kv", CPU, nothing)
+    attention = pack_attention_weights(spec, own, iter(layers))
+    ffn = pack_ffn_weights(spec, iter(stream_share(directory, "weights", CPU, nothing)[1]))
+    place = Place(torch.full((host.num_bytes,), 7, dtype=torch.uint8))
+    for weights in (host.weights, Swapper(CPU).bring(host, place).weights):
+        assert torch.equal(weights.embed, attention.embed)
+        assert torch.equal(weights.final_norm, attention.final_norm)
+        for number, layer in enumerate(weights.layers):
+            for found, wanted in ((layer.attention, attention.layers[number]), (layer.ffn, ffn[number])):
+                pairs = list(zip(tensors_of(found), tensors_of(wanted), strict=True))
+                assert pairs
+                assert all(torch.equal(one, other) for one, other in pairs)
+    groups = host.blob.groups
+    assert list(groups) == [OWN, *range(spec.num_layers)]
+    for number, layer in enumerate(host.weights.layers):
+        at = [host.blob.offset(tensor) for tensor in tensors_of(layer)]
+        assert all(offset is not None and groups[number].start <= offset < groups[number].stop for offset in at)

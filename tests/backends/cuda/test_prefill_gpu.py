@@ -1,0 +1,147 @@
+"""Prefill ranks on GPUs behind the engine: tokens of the two pools, models in turn, a killed rank, shared GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from crosspool.cluster.start import start_cluster  # noqa: E402
+from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig  # noqa: E402
+from crosspool.core import SamplingParams  # noqa: E402
+from crosspool.engine.async_engine import AsyncEngine  # noqa: E402
+from crosspool.engine.engine import Engine  # noqa: E402
+from crosspool.engine.request import GenerationRequest  # noqa: E402
+from crosspool.launch import cluster_config, engine_config, prepare_models  # noqa: E402
+from crosspool.units import MiB  # noqa: E402
+from tests.support.tiny_models import write_tiny_model  # noqa: E402
+
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
+
+FAMILIES = ("qwen3_moe", "deepseek_v2")
+CHUNK = 192
+ONE_PLACE, TWO_PLACES = 12 * MiB, 40 * MiB
+OWN_GPU = {"num_gpus": 2}
+BESIDE_THE_KV_RANK = {"num_gpus": 2, "prefill_gpus": (0,)}
+ALL_ON_ONE = {"num_gpus": 1}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        write_tiny_model(root / family, family, dtype="bfloat16", max_position_embeddings=2048)
+    return tuple(ModelConfig(source=str(root / family), name=family) for family in FAMILIES)
+
+
+class Running:
+    """A deployment with its models loaded, and the prefill steps that it was given."""
+
+    def __init__(self, config: DeploymentConfig) -> None:
+        self.cluster = start_cluster(cluster_config(config))
+        self.num_dedicated = self.num_inline = 0
+        submit = self.cluster.submit
+
+        def counted(step):
+            self.num_dedicated += step.header.prefill_rank is not None
+            self.num_inline += step.header.prefill_rank is None and step.header.phase == "prefill"
+            submit(step)
+
+        self.cluster.submit = counted
+        self.engine = AsyncEngine(Engine(engine_config(config), self.cluster).start())
+
+    def kill(self, rank: str) -> None:
+        (host,) = [host for host in self.cluster._hosts if rank in host.ranks]
+        os.kill(host.pid, signal.SIGKILL)
+
+    async def answers(self, tag: str, count: int = 6) -> list[list[int]]:
+        """Tokens of prompts of several chunks, of both models at once."""
+
+        async def answer(index: int) -> list[int]:
+            rng, model = random.Random(index % 4), FAMILIES[index % 2]
+            prompt = [rng.randrange(1, 500) for _ in range(150 + 130 * (index % 4))] + [7 + index] * (index // 4 * 40)
+            request = GenerationRequest(
+                request_id=f"{tag}-{index}",
+                model=model,
+                prompt_token_ids=tuple(prompt),
+                sampling=SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True),
+            )
+            return [token async for output in self.engine.generate(request) for token in output.token_ids]
+
+        first = await asyncio.gather(*map(answer, range(min(count, 4))))
+        return first + await asyncio.gather(*map(answer, range(4, count)))
+
+
+@asynccontextmanager
+async def deployed(models, placed, room, **pools):
+    if room:
+        pools |= {"prefill": "dedicated", "prefill_pool_bytes": room}
+    config = DeploymentConfig(
+        models=models,
+        pools=PoolsConfig(backend="cuda", kv_pool_bytes=64 * MiB, **placed, **pools),
+        scheduling=SchedulingConfig(
+            max_num_batched_tokens=CHUNK, batch_invariant=True, enable_prefix_caching=False, max_num_seqs=8
+        ),
+    )
+    prepared, running = prepare_models(config), Running(config)
+    try:
+        for model in prepared:
+            await running.engine.add_model(model.served)
+        yield running
+    finally:
+        await running.engine.close()
+
+
+@pytest.fixture(scope="module")
+def expected(models):
+    """What the two pools answer."""
+
+    async def found():
+        async with deployed(models, ALL_ON_ONE, 0) as running:
+            return await running.answers("pools")
+
+    return asyncio.run(found())
+
+
+@pytest.mark.parametrize(
+    ("placed", "room"),
+    [(OWN_GPU, TWO_PLACES), (BESIDE_THE_KV_RANK, ONE_PLACE), (ALL_ON_ONE, ONE_PLACE)],
+    ids=["own-gpu", "beside-the-kv-rank", "all-on-one"],
+)
+def test_prompts_of_a_prefill_rank_give_the_tokens_of_the_pools(models, expected, placed, room):
+    async def check():
+        async with deployed(models, placed, room) as running:
+            assert await running.answers("dedicated") == expected
+            assert running.num_dedicated >= 12
+            print(running.engine.memory_bytes())
+
+    asyncio.run(check())
+
+
+def test_models_take_turns_and_a_killed_prefill_rank_costs_no_request(models, expected):
+    async def check():
+        async with deployed(models, OWN_GPU, ONE_PLACE) as running:
+            hurt = asyncio.create_task(running.answers("hurt"))
+            await asyncio.sleep(0.03)
+            running.kill("p0")
+            assert await hurt == expected
+            assert await running.answers("meanwhile") == expected
+            assert running.num_inline > 0, "while the rank is away its prompts run in the pools"
+            assert running.engine.stats().ranks_down or running.num_dedicated
+            until_s = time.monotonic() + 60
+            while running.engine.stats().ranks_down:
+                assert time.monotonic() < until_s, "the prefill rank does not come back"
+                await asyncio.sleep(0.1)
+            before = running.num_dedicated
+            assert await running.answers("after") == expected
+            assert running.num_dedicated > before, "the rank is back and is not used"
+            assert running.engine.stats().prefill_switches["p0"] > 2
+
+    asyncio.run(check())

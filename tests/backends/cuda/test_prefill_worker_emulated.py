@@ -1,0 +1,150 @@
+"""A prefill rank's CUDA worker on a CPU: the tokens of the two pools, whatever was cached before and is in place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from crosspool.backends.base import LaneLinks  # noqa: E402
+from crosspool.backends.cuda import chunk_plan  # noqa: E402
+from crosspool.backends.cuda.lane_memory import WaitRule  # noqa: E402
+from crosspool.backends.cuda.prefill_worker import CudaPrefillWorker  # noqa: E402
+from crosspool.cluster.channel import link_bytes  # noqa: E402
+from crosspool.cluster.region import ArrayRegion  # noqa: E402
+from crosspool.models.directory import read_model_dir  # noqa: E402
+from crosspool.scheduler.step import StepDescriptor, StepHeader, StepRow  # noqa: E402
+from crosspool.units import MiB  # noqa: E402
+from tests.backends.cuda.test_workers_emulated import (  # noqa: E402
+    Pair,
+    decode_step,
+    greedy,
+    prefill_step,
+    prompt_of,
+    site,
+)
+from tests.support.half_turns import take_turns  # noqa: E402
+from tests.support.tiny_models import write_tiny_model  # noqa: E402
+
+pytestmark = [pytest.mark.judge, pytest.mark.triton]
+
+
+def nothing(loaded, total) -> None: ...
+
+
+class DedicatedPair(Pair):
+    """The two pools and a prefill rank beside them; `most_slots`: of the channels between that and the home."""
+
+    def __init__(self, directory, most_slots: int = 64, room_bytes: int = 64 * MiB) -> None:
+        super().__init__(directory)
+        devices = {"kv0": 0, "w0": 1, "p0": 2}
+        self.placement = replace(self.placement, prefill_ranks=("p0",), context_tokens=80)
+        self.prefill = CudaPrefillWorker(site("p0", devices), self.kernels, WaitRule(), room_bytes)
+        self.prefill.add_model(self.placement, nothing)
+        width = directory.spec.kv_elements_per_token_layer
+        capacity = max(-(-width * most_slots // 2), 4 * directory.spec.hidden_size)
+        region = ArrayRegion(link_bytes(capacity)).map()
+        self.home = self.kv.open_link(0, "p0", region, capacity, lambda: None)
+        self.rank = self.prefill.open_link(0, "kv0", region, capacity, lambda: None)
+
+    def prompt(self, step: StepDescriptor, max_segments: int | None = None):
+        """Run a chunk on the prefill rank."""
+        step = replace(step, header=replace(step.header, prefill_rank="p0"))
+        (home_out, home_in), (out, inlet) = self.home, self.rank
+        halves = {
+            "kv0": self.kv.run(step, LaneLinks({"p0": home_out}, {"p0": home_in})),
+            "p0": self.prefill.run(step, LaneLinks({"kv0": out}, {"kv0": inlet})),
+        }
+        result, _ = take_turns(halves, "kv0", max_segments=max_segments)
+        return result
+
+
+def later_chunk(prompt, start, stop, step_seq):
+    header = StepHeader(lane=0, model="tiny", step_seq=step_seq, phase="prefill", num_tokens=stop - start)
+    row = StepRow(
+        sequence_id=1,
+        token_ids=tuple(prompt[start:stop]),
+        num_cached_tokens=start,
+        num_new_tokens=stop - start,
+        sample=stop == len(prompt),
+    )
+    return StepDescriptor(header=header, rows=(row,))
+
+
+def first_chunk(directory, prompt, count, step_seq=1):
+    step = prefill_step(directory, prompt, step_seq, greedy(), num_pages=10)
+    (row,) = step.rows
+    row = replace(row, token_ids=tuple(prompt[:count]), num_new_tokens=count, sample=count == len(prompt))
+    return replace(step, header=replace(step.header, num_tokens=count), rows=(row,))
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v2", "gpt_oss", "qwen2_moe"])
+def directory(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("m") / "tiny"
+    return read_model_dir(write_tiny_model(path, request.param, dtype="bfloat16", tokenizer=False))
+
+
+@pytest.mark.parametrize("most_slots", [64, 36])
+def test_chunks_of_a_prefill_rank_leave_the_cache_and_tokens_of_the_two_pools(directory, most_slots, monkeypatch):
+    monkeypatch.setattr(chunk_plan, "PIECE_TOKENS", 16)
+    prompt, cut = prompt_of(directory, 70), 36
+    inline, dedicated = Pair(directory), DedicatedPair(directory, most_slots)
+    found = []
+    for run, pair in ((inline.run, inline), (dedicated.prompt, dedicated)):
+        assert run(first_chunk(directory, prompt, cut)) == ()
+        tokens = [run(later_chunk(prompt, cut, len(prompt), 2))[0].token_id]
+        arena = pair.kv._frames._arena.clone()
+        for idx in range(3):
+            tokens.append(pair.run(decode_step({1: len(prompt) + idx}, 3 + idx))[0].token_id)
+        found.append((tokens, arena))
+    (tokens, arena), (own_tokens, own_arena) = found
+    assert own_tokens == tokens
+    is_same = arena[1:] == own_arena[1:]
+    assert bool(is_same.all()), f"{int((~is_same).sum())} bytes of KV differ"
+
+
+def test_a_chunk_that_was_given_up_is_run_again(directory):
+    prompt = prompt_of(directory, 40)
+    (expected,) = Pair(directory).run(first_chunk(directory, prompt, 40))
+    pair = DedicatedPair(directory)
+    assert pair.prompt(first_chunk(directory, prompt, 40), max_segments=3) is None
+    (found,) = pair.prompt(first_chunk(directory, prompt, 40, step_seq=2))
+    assert found.token_id == expected.token_id
+
+
+def test_two_models_take_turns_in_one_place_and_next_to_each_other_in_two(directory, tmp_path):
+    other = read_model_dir(write_tiny_model(tmp_path / "other", "qwen3_moe", dtype="bfloat16", tokenizer=False, seed=3))
+    prompt = prompt_of(directory, 40)
+    pair = DedicatedPair(directory)
+    one = pair.prefill._models["tiny"].host.num_bytes
+    whole = pair.prefill.memory_bytes()
+    assert (whole["whole_models"], whole["host_weights"]) == (one, one)
+    (expected,) = pair.prompt(first_chunk(directory, prompt, 40))
+    assert pair.prefill._models.places.models() == ("tiny",)
+    pair.prefill.add_model(replace(pair.placement, name="other", directory=other.path), nothing)
+    pair.prefill._models.bring_next("other")
+    assert set(pair.prefill._models.places.models()) == {"tiny", "other"}
+    (again,) = pair.prompt(first_chunk(directory, prompt, 40, step_seq=2))
+    assert again.token_id == expected.token_id
+    pair.prefill.remove_model("other")
+    assert pair.prefill._models.places.models() == ("tiny",)
+    with pytest.raises(ValueError, match=r"model 'other' is not on rank p0; it has \['tiny'\]"):
+        pair.prefill._models["other"]
+
+
+def test_a_model_larger_than_the_room_is_refused_with_the_numbers(directory):
+    with pytest.raises(
+        ValueError, match=r"p0: tiny takes .* GiB whole and prefill_pool_bytes is 0.0 GiB; set at least"
+    ):
+        DedicatedPair(directory, room_bytes=100)
+
+
+def test_a_row_without_tokens_is_refused(directory):
+    step = decode_step({1: 4}, 1)
+    step = replace(step, header=replace(step.header, prefill_rank="p0"))
+    pair = DedicatedPair(directory)
+    with pytest.raises(ValueError, match="sequence 1 brings no tokens; a prefill rank runs prompts only"):
+        next(pair.prefill.run(step, LaneLinks({"kv0": pair.rank[0]}, {"kv0": pair.rank[1]})))
