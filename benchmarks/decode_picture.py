@@ -1,6 +1,6 @@
 """The curves of a kept `decode_step` result as a picture: `python -m benchmarks.decode_picture RESULT.json [WAY]`.
 
-Milliseconds of a step over the batch, a panel for each model, a line for each context, and beside it what its bytes take.
+Milliseconds of a step over the batch, a panel for each model, a line for each context, and beside it that of its bytes.
 """
 
 from __future__ import annotations
