@@ -13,7 +13,8 @@ GROUPS: Mapping[str, str] = {
     "enable_prefix_caching batch_invariant decode_steps seed",
     "Memory": "kv_pool_bytes frame_bytes kv_backing host_pool_bytes",
     "Pools and ranks": "backend gpus weights_ranks weights_shares kv_ranks kv_split prefill prefill_ranks "
-    "prefill_gpus prefill_pool_bytes layout control route order pipeline steps_ahead recovery_timeout baseline",
+    "prefill_gpus prefill_pool_bytes layout transport control route order pipeline steps_ahead recovery_timeout "
+    "baseline",
     "Logs and metrics": "log_level log_format disable_access_log_for_endpoints metrics_compat otlp_traces_endpoint",
 }
 """Names of parameters, by heading, in the order in which they are shown. The others come last."""
