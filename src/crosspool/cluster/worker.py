@@ -22,6 +22,7 @@ from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.kv_pool.host_tier import FrameCopy
 from crosspool.scheduler.step import StepDescriptor, StepHeader
+from crosspool.units import align_up
 
 if TYPE_CHECKING:
     from crosspool.backends.cuda.nvshmem_team import Team
@@ -31,8 +32,8 @@ DEVICE_DEADLINE = 0.8
 """Part of a step's deadline after which a wait on a device gives up, so that the device is free when the host does."""
 
 
-TEAM_WIDTH = 4096
-"""Hidden size for which a team has memory in each of its lanes' channels."""
+TEAM_WIDTH = 4096 + 256
+"""Elements a token for which a team has memory in every channel of a lane: a hidden size, and a router's choices."""
 
 
 class LoadsModels(Protocol):
@@ -201,10 +202,11 @@ def _team(config: ClusterConfig) -> "Team | None":
     if config.transport != "nvshmem":
         return None
     from crosspool.backends.cuda.nvshmem_team import Team
+    from crosspool.backends.cuda.symmetric_heap import PART_ALIGNED
 
-    peers = max(len(config.kv_ranks), len(config.weights_ranks))
-    num_bytes = config.num_lanes * peers * channel_bytes(config.max_tokens_per_step * TEAM_WIDTH)
-    return Team(config.ranks, config.token, num_bytes)
+    num_links = config.num_lanes * (len(config.ranks) - 1)
+    link_bytes = align_up(channel_bytes(config.max_tokens_per_step * TEAM_WIDTH), PART_ALIGNED)
+    return Team(config.ranks, config.token, num_links * link_bytes)
 
 
 def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from crosspool.backends.cuda.nvshmem import Nvshmem
 from crosspool.units import align_up
 
-_ALIGNED = 256
+PART_ALIGNED = 256
+"""Parts begin at multiples of so many bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class SymmetricHeap:
 
     def take(self, num_bytes: int) -> SymmetricPart:
         """Raises ValueError where the block is used up."""
-        start = align_up(self._taken, _ALIGNED)
+        start = align_up(self._taken, PART_ALIGNED)
         if start + num_bytes > self._num_bytes:
             raise ValueError(
                 f"{self._rank}: channels of {num_bytes} bytes more do not fit the {self._num_bytes} bytes that its "
