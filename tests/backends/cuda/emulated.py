@@ -30,6 +30,11 @@ class EmulatedKernels:
         library.set_order(self.backwards, cooperative)
         getattr(library, kernel)(ctypes.byref(params), (ctypes.c_uint * 3)(*grid), threads, smem_bytes)
 
+    def looks_after_release(self, source: str) -> int:
+        """Since the last call: looks for a peer's words by blocks that had let the kernels behind theirs begin."""
+        found: int = self._library(source).take_looks_after_release()
+        return found
+
     def _library(self, source: str) -> ctypes.CDLL:
         if source not in self._libraries:
             self._libraries[source] = ctypes.CDLL(str(_build(source, self.is_hopper)))

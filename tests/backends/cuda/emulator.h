@@ -33,6 +33,7 @@ struct Block {
   Barrier barrier;
   std::vector<Warp> warps;
   std::vector<unsigned char> smem;
+  bool has_released = false;  // a thread has let the kernels behind begin
 };
 
 inline std::vector<Fiber> fibers;
@@ -42,6 +43,7 @@ inline jmp_buf scheduler;
 inline bool backwards = false;  // blocks run last to first: what depends on their order fails one way or the other
 inline Dim block_dim, grid_dim;
 inline std::function<void()> body;
+inline unsigned looks_after_release = 0;
 constexpr size_t kStack = 256 * 1024;
 
 inline void yield() { if (!_setjmp(current->point)) _longjmp(scheduler, 1); }
@@ -121,6 +123,13 @@ inline auto exchange(const T& value, F read) {
   return result;
 }
 }  // namespace emulator
+
+// Looks for a peer's words since the last call, by threads of blocks that had let the kernels behind begin.
+extern "C" unsigned take_looks_after_release() {
+  const unsigned found = emulator::looks_after_release;
+  emulator::looks_after_release = 0;
+  return found;
+}
 
 extern "C" void set_order(int backwards, int cooperative) {
   emulator::backwards = backwards != 0;
@@ -253,4 +262,5 @@ inline void copy_async_commit() {}
 template <int N>
 inline void copy_async_wait() {}
 inline void grid_wait() {}
-inline void grid_launch_dependents() {}
+inline void grid_launch_dependents() { emulator::current->block->has_released = true; }
+inline void look_for_words() { emulator::looks_after_release += emulator::current->block->has_released; }

@@ -24,6 +24,11 @@ class LazyEngine:
         number = len(self._batches)
         return lambda: self.num_ended >= number
 
+    @property
+    def num_enqueued(self) -> int:
+        """Batches, those that have ended too."""
+        return len(self._batches)
+
     def go_on(self) -> bool:
         """Carry out one more batch, if there is one."""
         if self.num_ended == len(self._batches):

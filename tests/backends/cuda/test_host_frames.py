@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.host_frames import HostFrames, batches  # noqa: E402
+from crosspool.backends.cuda.host_frames import MAX_COPIES, MAX_ENQUEUED, HostFrames, batches  # noqa: E402
 from crosspool.backends.numpy.host_frames import HostFrames as ReferenceFrames  # noqa: E402
 from crosspool.kv_pool.host_tier import FrameCopy  # noqa: E402
 from crosspool.scheduler.step import StepDescriptor, StepHeader, StepRow  # noqa: E402
@@ -50,8 +50,8 @@ def test_copies_leave_what_they_leave_one_by_one(seed):
         reference.copy(copies)
         if rng.random() < 0.5:
             engine.go_on()
-    while engine.go_on():
-        pass
+    while frames.num_under_way:
+        engine.go_on()
     np.testing.assert_array_equal(arena.numpy(), expected)
     np.testing.assert_array_equal(host, reference._host)
 
@@ -62,6 +62,24 @@ def test_copies_that_touch_the_same_frame_are_in_batches_of_their_own():
     over_what_was_stowed = FrameCopy((10, 11), (1, 12), is_stowed=True)
     copies = (out, back, into_what_was_stowed, over_what_was_stowed)
     assert list(batches(copies)) == [[out, back], [into_what_was_stowed], [over_what_was_stowed]]
+
+
+def test_a_long_message_is_enqueued_in_parts_as_the_device_goes_on():
+    """So that the thread that runs decode steps is never away for long."""
+    width, num_frames = 12, 12 * 40
+    arena, engine = torch.zeros((num_frames, FRAME_BYTES), dtype=torch.uint8), LazyEngine()
+    host = np.zeros((num_frames, FRAME_BYTES), dtype=np.uint8)
+    frames = HostFrames(arena, host, host.ctypes.data, num_frames, 0, engine)
+    pages = [tuple(range(first, first + width)) for first in range(0, num_frames, width)]
+    frames.copy([FrameCopy(page, page, is_stowed=True) for page in pages])
+    assert engine.num_enqueued == 1
+    wait, sizes = frames.before(step_that_brings(pages[-1])), []
+    while not wait.satisfied():
+        sizes.append(engine.num_enqueued - engine.num_ended)
+        engine.go_on()
+    assert max(sizes) == MAX_ENQUEUED
+    assert engine.num_enqueued == -(-num_frames // (MAX_COPIES // width * width))
+    assert frames.before(step_that_brings(*pages)) is None
 
 
 def test_a_step_waits_for_the_frames_that_it_brings_and_for_no_others():

@@ -87,12 +87,12 @@ def test_a_pass_may_take_the_tokens_of_the_one_before_it(tmp_path):
     assert torch.equal(told.half.logits_out, fed.half.logits_out)
 
 
-def sides(rule: WaitRule):
+def sides(rule: WaitRule, *, takes_words: bool = False):
     """A lane of each rank and its link, as the KV rank and the weights rank see it."""
     kernels = EmulatedKernels()
-    into, out = (OwnedChannel(2 * HIDDEN, CPU) for _ in range(2))
+    into, out = (OwnedChannel((36 if takes_words else 2) * HIDDEN, CPU) for _ in range(2))
     kv, ffn = LaneMemory(CPU, rule), LaneMemory(CPU, rule)
-    attention = AttentionCrossing(kernels, kv, [LinkMap(into.map, out.map)])
+    attention = AttentionCrossing(kernels, kv, [LinkMap(into.map, out.map)], takes_words=takes_words)
     crossing = FFNCrossing(kernels, ffn, LinkMap(out.map, into.map))
     for lane in (kv, ffn):
         lane.push(epoch_base(1), 1)
@@ -133,6 +133,16 @@ def test_a_wait_past_its_deadline_names_the_peer_and_lets_the_step_run_on():
     begin = time.monotonic()
     attention.wait_norm(0, *norm_arguments(), 1e-6)
     assert time.monotonic() - begin >= 0.5
+
+
+def test_kernels_behind_a_wait_begin_once_every_thread_has_its_words():
+    """They would take the multiprocessors that a weights rank of the same GPU needs for the rest."""
+    kernels, kv, _ffn, attention, _crossing, channels = sides(WaitRule(deadline_s=0.1), takes_words=True)
+    assert channels[0].map.fits_words(2, HIDDEN)
+    kernels.looks_after_release("transport")
+    attention.wait_norm(0, *norm_arguments(), 1e-6)
+    assert kernels.looks_after_release("transport") == 0
+    assert kv.late_epoch(0) == epoch_base(1) + 1, "it has waited for words"
 
 
 def test_an_aborted_step_gives_up_its_wait_at_once():

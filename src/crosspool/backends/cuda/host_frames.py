@@ -26,13 +26,24 @@ from crosspool.units import GiB
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+MAX_COPIES = 128
+"""Frames of a batch. Enqueuing one takes a microsecond and a half of the thread that also runs decode steps."""
+
+MAX_ENQUEUED = 2
+"""Batches that the device has at a time: some five milliseconds each, while others wait here."""
+
+
+@dataclass(slots=True)
 class _Batch:
-    """Copies that were enqueued together: their number, what tells of their end, the pool's frames among them."""
+    """Copies that are enqueued together: their number, the pool's frames among them, and what tells of their end."""
 
     number: int
-    has_ended: Callable[[], bool]
-    frames: tuple[int, ...]
+    copies: list[FrameCopy]
+    has_ended: Callable[[], bool] | None = None  # None: not enqueued yet
+
+    @property
+    def frames(self) -> Iterator[int]:
+        return (frame for each in self.copies for frame in each.frames)
 
 
 class HostFrames:
@@ -46,32 +57,26 @@ class HostFrames:
         self._arena, self._host, self._base, self._engine = arena, host, base, engine
         self._first_frame, self._frame_bytes = first_frame, arena.shape[1]
         self.num_bytes = num_frames * self._frame_bytes
-        self._under_way: deque[_Batch] = deque()
-        self._newest: dict[int, int] = {}  # by frame: the last batch under way that has it
+        self._waiting: deque[_Batch] = deque()
+        self._enqueued: deque[_Batch] = deque()
+        self._newest: dict[int, int] = {}  # by frame: the last batch that has it and has not ended
         self._num_batches = self._num_ended = 0
 
     def copy(self, copies: Sequence[FrameCopy]) -> None:
-        """Enqueue them. Raises CudaError."""
-        for batch in batches(copies):
-            pairs = [
-                (frame, host_frame, each.is_stowed)
-                for each in batch
-                for frame, host_frame in zip(each.frames, each.host_frames, strict=True)
-            ]
-            numbers = np.array(pairs, dtype=np.uint64).T
-            on_device = np.uint64(self._arena.data_ptr()) + (numbers[0] - self._first_frame) * self._frame_bytes
-            on_host = np.uint64(self._base) + numbers[1] * self._frame_bytes
-            is_stowed = numbers[2] > 0
-            targets, sources = np.where(is_stowed, on_host, on_device), np.where(is_stowed, on_device, on_host)
-            has_ended = self._engine.enqueue(targets, sources, self._frame_bytes)
+        """Begin with them; whoever waits for one, or asks whether there is one to wait for, has the rest follow.
+
+        Raises CudaError.
+        """
+        for each in batches(copies):
             self._num_batches += 1
-            frames = tuple(frame for frame, _, _ in pairs)
-            self._under_way.append(_Batch(self._num_batches, has_ended, frames))
-            self._newest.update(dict.fromkeys(frames, self._num_batches))
+            batch = _Batch(self._num_batches, each)
+            self._waiting.append(batch)
+            self._newest.update(dict.fromkeys(batch.frames, batch.number))
+        self._go_on()
 
     def before(self, step: StepDescriptor) -> Wait | None:
         """What the step has to wait for: copies under way of frames that it brings. None, as a rule."""
-        self._settle()
+        self._go_on()
         if not self._newest:
             return None
         brought = (frame for row in step.rows for page in row.new_pages for frame in page)
@@ -81,21 +86,39 @@ class HostFrames:
     @property
     def num_under_way(self) -> int:
         """Batches of copies that have not ended."""
-        self._settle()
-        return len(self._under_way)
+        self._go_on()
+        return len(self._enqueued) + len(self._waiting)
 
     def have_ended(self, number: int) -> bool:
         """Whether all batches up to this one have."""
-        self._settle()
+        self._go_on()
         return self._num_ended >= number
 
-    def _settle(self) -> None:
-        while self._under_way and self._under_way[0].has_ended():
-            batch = self._under_way.popleft()
+    def _go_on(self) -> None:
+        """Take note of batches that have ended, and enqueue one more if there is room."""
+        while self._enqueued and (has_ended := self._enqueued[0].has_ended) is not None and has_ended():
+            batch = self._enqueued.popleft()
             self._num_ended = batch.number
             for frame in batch.frames:
                 if self._newest.get(frame) == batch.number:
                     del self._newest[frame]
+        if self._waiting and len(self._enqueued) < MAX_ENQUEUED:
+            batch = self._waiting.popleft()
+            batch.has_ended = self._enqueue(batch.copies)
+            self._enqueued.append(batch)
+
+    def _enqueue(self, copies: list[FrameCopy]) -> Callable[[], bool]:
+        pairs = [
+            (frame, host_frame, each.is_stowed)
+            for each in copies
+            for frame, host_frame in zip(each.frames, each.host_frames, strict=True)
+        ]
+        numbers = np.array(pairs, dtype=np.uint64).T
+        on_device = np.uint64(self._arena.data_ptr()) + (numbers[0] - self._first_frame) * self._frame_bytes
+        on_host = np.uint64(self._base) + numbers[1] * self._frame_bytes
+        is_stowed = numbers[2] > 0
+        targets, sources = np.where(is_stowed, on_host, on_device), np.where(is_stowed, on_device, on_host)
+        return self._engine.enqueue(targets, sources, self._frame_bytes)
 
 
 class _CopiesEnded:
@@ -112,12 +135,13 @@ class _CopiesEnded:
 
 
 def batches(copies: Sequence[FrameCopy]) -> Iterator[list[FrameCopy]]:
-    """The copies in order, cut so that no two of a batch touch the same frame, on either side."""
+    """The copies in order, cut so that no two of a batch touch the same frame, on either side, and none is long."""
     batch: list[FrameCopy] = []
     frames: set[int] = set()
     host_frames: set[int] = set()
     for each in copies:
-        if not (frames.isdisjoint(each.frames) and host_frames.isdisjoint(each.host_frames)):
+        is_apart = frames.isdisjoint(each.frames) and host_frames.isdisjoint(each.host_frames)
+        if batch and not (is_apart and len(frames) + len(each.frames) <= MAX_COPIES):
             yield batch
             batch, frames, host_frames = [], set(), set()
         batch.append(each)

@@ -63,8 +63,8 @@ class CudaAttentionWorker:
     ) -> None:
         """first_frame: number of this rank's frame 0 where there are several KV ranks, `kv_ranks` in their order.
 
-        host_frames: beside `frames`, for pages that the pool gives up. run_lanes: how many lanes, from the first on, will
-        take runs of steps: loads capture their loops.
+        host_frames: beside `frames`, for pages that the pool gives up. run_lanes: how many lanes, from the first on,
+        will take runs of steps: loads capture their loops.
         """
         self._site, self._kernels, self._frames, self._is_host_driven = site, kernels, frames, is_host_driven
         self.host_frames = host_frames

@@ -9,7 +9,7 @@ DEVICE u64 load_relaxed(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAX
 DEVICE u32 load_relaxed(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 DEVICE void store_release(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 DEVICE void store_relaxed(u64* p, u64 v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
-DEVICE uint4 load_words(const void* p) { check_aligned(p, 16); uint4 v; memcpy(&v, p, 16); return v; }
+DEVICE uint4 load_words(const void* p) { check_aligned(p, 16); look_for_words(); uint4 v; memcpy(&v, p, 16); return v; }
 DEVICE void store_word(u64* p, u64 v) { *static_cast<volatile u64*>(p) = v; }
 DEVICE void system_fence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 DEVICE void pause_ns(unsigned) {}

@@ -66,7 +66,10 @@ KERNEL(wait_norm, WaitNormParams, BLOCK, 1) {
     for (int n = 0; n < p.flags.count; ++n)
       row.add_words(reinterpret_cast<const u64*>(p.slots[n]) + base_at, word_epoch(base, p.layer),
                     WordWait(p.view, base, p.layer, n));
-    if (!p.view.early) grid_launch_dependents();
+    if (!p.view.early) {
+      block_sync();  // one thread's call is its block's: kernels behind would take the place of peers still awaited
+      grid_launch_dependents();
+    }
   } else {
     await(p.view, p.flags, base, p.layer);
     block_sync();
