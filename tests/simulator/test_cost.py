@@ -136,9 +136,22 @@ def test_measured_points_replace_the_roofline(tmp_path):
     bound = pooled(num_weights=2)
     shared = PooledCost(catalogue_facts("qwen3-30b-a3b"), H200, num_kv=1, num_weights=2, beside_share=0.2)
     parts = with_measurements(shared, table, "qwen3-30b-a3b").times(decode_work(8, 8000))
-    assert (parts.ffn_s, parts.beside_s) == (pytest.approx(73.2e-6), pytest.approx(39.6e-6))  # of 84 us of width
+    width_s = pooled(num_weights=2).times(decode_work(8, 0)).ffn_s - H200.segment_s  # what is beyond does not shrink
+    assert parts.ffn_s == pytest.approx(90e-6 - 0.2 * width_s)
+    assert parts.beside_s == pytest.approx(90e-6 - 0.6 * width_s)
     ratio = 90e-6 / bound.times(decode_work(8, 0)).ffn_s
     assert cost.times(chunk()).ffn_s == pytest.approx(ratio * bound.times(chunk()).ffn_s)
+
+
+def test_rows_and_tokens_of_attention_are_told_apart_where_points_allow(tmp_path):
+    path = tmp_path / "measured.json"
+    points = [
+        [rows, context, 20 + 2 * (rows - 1) + 0.001 * rows * context] for rows in (1, 4) for context in (1000, 8000)
+    ]
+    path.write_text(json.dumps({"models": {"qwen3-30b-a3b": {"attention_us": points}}}))
+    cost = with_measurements(pooled(), read_measured([path]), "qwen3-30b-a3b")
+    assert cost.times(decode_work(12, 12_000)).attention_s == pytest.approx(54e-6)
+    assert cost.times(decode_work(1, 100_000)).attention_s == pytest.approx(120e-6)
 
 
 def test_a_model_whole_on_one_gpu_takes_the_measured_stages_and_crosses_nothing(tmp_path):

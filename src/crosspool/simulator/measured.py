@@ -1,9 +1,9 @@
 """Measured stage times in place of the roofline, by model, stage and number of weights GPUs.
 
 Read from files by `measured_files.py`. Between measured rows times are interpolated, beyond them the roofline's ratio
-goes on. Attention is fitted as a constant plus a time for each cached token, on one KV GPU. On numbers of GPUs that
-were not measured, and for prefill, what the nearest measurement exceeded its own roofline by is added; where whole
-prompts were measured, their stages are as much slower as those prompts were.
+goes on. Attention is fitted as a constant plus a time for each row and each cached token, on one KV GPU. On numbers of
+GPUs that were not measured, and for prefill, what the nearest measurement exceeded its own roofline by is added; where
+whole prompts were measured, their stages are as much slower as those prompts were.
 """
 
 from bisect import bisect_right
@@ -29,6 +29,7 @@ class MeasuredModel:
     ffn_s: Mapping[int, Points] = field(default_factory=dict)
     attention_base_s: float | None = None
     attention_token_s: float = 0.0
+    attention_row_s: float = 0.0  # beyond the first
     crossing_s: Points = ()
     tail_s: float | None = None
     lanes_efficiency: Points = ()
@@ -73,12 +74,14 @@ class MeasuredCost:
         attention_s = max(1e-9, bound.attention_s + self._attention_excess_s)
         if measured.attention_base_s is not None and is_decode and self._roofline.num_kv == 1:
             attention_s = measured.attention_base_s + work.kv_tokens * measured.attention_token_s
+            attention_s += (work.num_tokens - 1) * measured.attention_row_s
         crossing_s = bound.crossing_s
         if measured.crossing_s and is_decode:
             crossing_s = _between(measured.crossing_s, work.num_tokens)
         ffn_s, beside_s = bound.ffn_s, bound.beside_s
         if self._points:
-            ffn_s, beside_s = self._roofline.ffn_parts(self._ffn_s(work.num_tokens))
+            undivided_s = self._undivided.times(decode_work(work.num_tokens, 0.0)).ffn_s
+            ffn_s, beside_s = self._roofline.ffn_parts(self._ffn_s(work.num_tokens, undivided_s), undivided_s)
         return StageTimes(
             num_layers=bound.num_layers,
             attention_s=attention_s,
@@ -92,12 +95,11 @@ class MeasuredCost:
         points = () if self._is_whole else self._measured.lanes_efficiency
         return 1.0 / _between(points, work.num_tokens) if points else 1.0
 
-    def _ffn_s(self, num_tokens: int) -> float:
-        """Were none of it on the KV GPU."""
+    def _ffn_s(self, num_tokens: int, bound_s: float) -> float:
+        """Were none of it on the KV GPU. bound_s: that by the roofline."""
         measured_s = self._measured_ffn_s(num_tokens)
         if self._ffn_roofline.num_weights == self._roofline.num_weights:
             return measured_s
-        bound_s = self._undivided.times(decode_work(num_tokens, 0.0)).ffn_s
         return bound_s + max(0.0, measured_s - self._ffn_roofline.times(decode_work(num_tokens, 0.0)).ffn_s)
 
     def _measured_ffn_s(self, num_tokens: int) -> float:

@@ -98,7 +98,7 @@ def _entries(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
 
 def _measured(entry: Mapping[str, Any]) -> MeasuredModel:
     points = entry.get("attention_us", [])
-    base_s, token_s = _fit(points) if points else (None, 0.0)
+    base_s, row_s, token_s = _fit(points) if points else (None, 0.0, 0.0)
     crossing = entry.get("crossing_us", {})
     efficiency = sorted_points([(int(rows), float(value)) for rows, value in entry.get("lanes_efficiency", {}).items()])
     if not all(0 < value <= 1 for _, value in efficiency):
@@ -110,6 +110,7 @@ def _measured(entry: Mapping[str, Any]) -> MeasuredModel:
         },
         attention_base_s=base_s,
         attention_token_s=token_s,
+        attention_row_s=row_s,
         crossing_s=sorted_points(
             [(int(rows), _seconds(value)) for rows, value in crossing.items()]
             if isinstance(crossing, Mapping)
@@ -130,11 +131,20 @@ def _seconds(microseconds: Any) -> float:
     return value
 
 
-def _fit(points: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Constant and slope of attention time over cached tokens of all sequences; one point fixes the constant alone."""
+def _fit(points: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """Attention time of one row without cache, and what each more row and each cached token of all rows add.
+
+    Points of one context cannot tell rows and tokens apart: then tokens take it all; a single one fixes the constant.
+    """
+    rows = np.array([sequences - 1 for sequences, *_ in points], dtype=np.float64)
     tokens = np.array([sequences * context for sequences, context, _ in points], dtype=np.float64)
     seconds = np.array([_seconds(value) for *_, value in points])
     if len(set(tokens.tolist())) == 1:
-        return float(seconds.mean()), 0.0
+        return float(seconds.mean()), 0.0, 0.0
+    if len({context for _, context, _ in points}) > 1 and len(set(rows.tolist())) > 1 and len(points) > 2:
+        parts = np.stack([np.ones_like(rows), rows, tokens], axis=1)
+        base, row, token = np.linalg.lstsq(parts, seconds, rcond=None)[0]
+        if min(base, row, token) >= 0:
+            return max(1e-9, float(base)), float(row), float(token)
     slope, base = np.polyfit(tokens, seconds, 1)
-    return max(1e-9, float(base)), max(0.0, float(slope))
+    return max(1e-9, float(base)), 0.0, max(0.0, float(slope))
