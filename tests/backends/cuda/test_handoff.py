@@ -88,7 +88,7 @@ def test_passes_cover_a_step_and_stay_within_its_epochs():
             assert all(part.num_tokens <= part.bucket in BUCKETS for part in plan)
         with pytest.raises(ValueError, match="lower max_num_batched_tokens"):
             passes(most + 1, 7, num_layers)
-    assert [bucket_of(count) for count in (1, 2, 3, 9, 32)] == [1, 2, 4, 16, 32]
+    assert [bucket_of(count) for count in (1, 2, 3, 5, 9, 17, 32)] == [1, 2, 3, 6, 12, 20, 32]
 
 
 def test_a_named_server_gives_its_descriptor_to_whoever_knows_the_key(tmp_path):

@@ -1,6 +1,7 @@
 """Between projection and attention: QK norms, rotation, and the write of keys and values into the cache."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -23,6 +24,15 @@ from crosspool.units import ceil_div
 _WARPS = 4
 
 
+@lru_cache(maxsize=256)
+def _inv_freq_on(spec: RopeSpec, device: torch.device) -> torch.Tensor:
+    """Of `RopeTable`; read only. Brought to the device once, while a model loads.
+
+    NOTE: the copy blocks the host. Within a step that stood still where the host's other rank was to launch next.
+    """
+    return torch.from_numpy(inv_freq(spec)).to(device)
+
+
 @dataclass(frozen=True)
 class RopeTable:
     """cos and sin of a step's tokens, made once a step and shared by all layers of one RopeSpec."""
@@ -34,7 +44,7 @@ class RopeTable:
     @classmethod
     def allocate(cls, spec: RopeSpec, tokens: int, device: torch.device) -> "RopeTable":
         table = torch.zeros(tokens, spec.dim // 2, 2, dtype=torch.float32, device=device)
-        return cls(spec, torch.from_numpy(inv_freq(spec)).to(device), table)
+        return cls(spec, _inv_freq_on(spec, device), table)
 
     def update(self, kernels: Launcher, positions: torch.Tensor, *, overlap: bool = True) -> None:
         """positions: (tokens) int32, at most as many as allocated."""
