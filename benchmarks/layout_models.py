@@ -25,10 +25,11 @@ from crosspool.workload.traces import read_trace
 
 QUANTILE = 0.99
 STAGE_TIMES = (
-    *("moe_layer_h200", "attention_half_h200", "decode_step_h200-x2"),
+    *("moe_layer_h200", "attention_half_h200", "decode_step_h200-x2", "decode_ways_h200-x2"),
+    *("moe_rows_h200", "decode_shares_h200-x2"),
     *("lanes_h200", "lanes_h200-x2", "prefill_h200-x2"),
 )
-"""Kept results with measured stage times."""
+"""Kept results with measured stage times; row by row the later one counts."""
 
 
 def stage_times(folder: Path = RESULTS) -> MeasuredTable:
@@ -38,9 +39,16 @@ def stage_times(folder: Path = RESULTS) -> MeasuredTable:
     """
     newest = [max(found) for name in STAGE_TIMES if (found := sorted(folder.glob(f"{name}_2*.json")))]
     table = read_measured(newest) if newest else {}
-    known = [model.lanes_efficiency for model in table.values() if model.lanes_efficiency]
-    others = max(known, key=len, default=())
-    return {name: replace(model, lanes_efficiency=model.lanes_efficiency or others) for name, model in table.items()}
+    lanes = max((model.lanes_efficiency for model in table.values()), key=len, default=())
+    shared = max((model.shared_efficiency for model in table.values()), default=())
+    return {
+        name: replace(
+            model,
+            lanes_efficiency=model.lanes_efficiency or lanes,
+            shared_efficiency=model.shared_efficiency or shared,
+        )
+        for name, model in table.items()
+    }
 
 
 def planned(result: Mapping[str, Any], gpus: Mapping[str, Any], service: Mapping[str, Any], quantile: float) -> Planned:

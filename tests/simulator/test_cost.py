@@ -143,6 +143,22 @@ def test_measured_points_replace_the_roofline(tmp_path):
     assert cost.times(chunk()).ffn_s == pytest.approx(ratio * bound.times(chunk()).ffn_s)
 
 
+def test_later_files_give_rows_of_ffns_and_what_lanes_beside_attention_do(tmp_path):
+    name = "qwen3-30b-a3b"
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    pair = f"pipeline_efficiency.{name}{{0}}.b12+{name}{{0}}.b12.1k.fused"
+    first.write_text(json.dumps({"metrics": {f"moe_us.{name}.b{rows}.uniform.p50": 10.0 * rows for rows in (1, 8)}}))
+    metrics = {f"decode_us_a_layer.{name}.1+1.b{rows}.1k.fused.ffn": 200.0 for rows in (8, 12)}
+    efficiencies = {pair.format(""): 0.97, pair.format(".1+1s25"): 0.9}
+    second.write_text(json.dumps({"metrics": metrics | efficiencies}))
+    table = read_measured([first, second])
+    assert [(rows, round(1e6 * s)) for rows, s in table[name].ffn_s[1]] == [(1, 10), (8, 200), (12, 200)]
+    work, facts = decode_work(12, 0), catalogue_facts(name)
+    assert with_measurements(pooled(), table, name).beside_others(work) == pytest.approx(1 / 0.97)
+    shared = PooledCost(facts, H200, num_kv=1, num_weights=1, beside_share=0.25)
+    assert with_measurements(shared, table, name).beside_others(work) == pytest.approx(1 / 0.9)
+
+
 def test_rows_and_tokens_of_attention_are_told_apart_where_points_allow(tmp_path):
     path = tmp_path / "measured.json"
     points = [

@@ -23,7 +23,8 @@ class MeasuredModel:
     """One model's measured times, in seconds. ffn_s: by number of weights GPUs; crossing_s: one direction.
 
     lanes_efficiency: what two lanes of the model do together, over what their stage times allow, by rows of each.
-    prefill_s: of a prompt alone, to its first token, by its tokens.
+    shared_efficiency: the same where a share of the FFN lies beside attention. prefill_s: of a prompt alone, to its
+    first token, by its tokens.
     """
 
     ffn_s: Mapping[int, Points] = field(default_factory=dict)
@@ -33,6 +34,7 @@ class MeasuredModel:
     crossing_s: Points = ()
     tail_s: float | None = None
     lanes_efficiency: Points = ()
+    shared_efficiency: Points = ()
     prefill_s: Points = ()
 
 
@@ -92,7 +94,8 @@ class MeasuredCost:
         )
 
     def beside_others(self, work: StepWork) -> float:
-        points = () if self._is_whole else self._measured.lanes_efficiency
+        points = self._measured.shared_efficiency if self._roofline.beside_share else ()
+        points = () if self._is_whole else points or self._measured.lanes_efficiency
         return 1.0 / _between(points, work.num_tokens) if points else 1.0
 
     def _ffn_s(self, num_tokens: int, bound_s: float) -> float:

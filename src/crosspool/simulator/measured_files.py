@@ -7,6 +7,7 @@
         "crossing_us": 2.75,                                  # one direction; or rows -> time
         "tail_us": 150.0,
         "prefill_ms": {"4096": 92.5},                         # tokens of a prompt alone -> to its first token
+        "shared_efficiency": {"12": 0.93},                    # as below, with a share of the FFN beside attention
         "lanes_efficiency": {"1": 0.9, "8": 0.93}}}}          # rows -> of two lanes, against what stage times allow
 
 Every part may be left out; then the roofline stands. What whole steps show of a stage is preferred to what it takes by
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from crosspool.simulator.measured import MeasuredModel, MeasuredTable, sorted_points
+from crosspool.simulator.measured import MeasuredModel, MeasuredTable, Points, sorted_points
 
 _FFN = re.compile(r"moe_us\.(?P<model>.+)\.b(?P<batch>\d+)\.uniform\.p50")
 _ATTENTION = re.compile(r"attention_half_us\.(?P<model>.+)\.(?P<context>\d+)k\.b(?P<batch>\d+)\.p50")
@@ -32,8 +33,8 @@ _IN_STEP = re.compile(
     r"\.(?P<old_part>ffn|crossing)_us_a_layer"
 )
 _LANES = re.compile(
-    r"pipeline_efficiency\.(?P<model>[^+]+)\.b(?P<batch>\d+)"
-    r"(\+(?P=model)\.b(?P=batch)\.\d+k\.fused|\.pause\d+\.words)"
+    r"pipeline_efficiency\.(?P<model>[^+]+)(?P<share>\.1\+1s\d+)?\.b(?P<batch>\d+)"
+    r"(\+(?P=model)(?(share)(?P=share))\.b(?P=batch)\.\d+k\.fused|\.pause\d+\.words)"
 )
 _PREFILL = re.compile(r"ttft_ms\.(?P<model>.+)\.1\+1\.(?P<context>\d+)k")
 LEAST_CROSSING_US = 0.05
@@ -41,7 +42,7 @@ LEAST_CROSSING_US = 0.05
 
 
 def read_measured(paths: Sequence[Path]) -> MeasuredTable:
-    """One table of several files; what two of them have, the later one gives.
+    """One table of several files; what two of them have, the later one gives: of FFNs and crossings, row by row.
 
     Raises ValueError, naming file and entry, for what cannot be read.
     """
@@ -52,7 +53,7 @@ def read_measured(paths: Sequence[Path]) -> MeasuredTable:
             found = _entries(data["metrics"]) if "metrics" in data else dict(data["models"])
             for name, entry in found.items():
                 _measured(entry)
-                entries.setdefault(name, {}).update(entry)
+                entries[name] = _updated(entries.get(name, {}), entry)
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{path} is no table of measured stage times: {type(error).__name__} {error}") from None
         if not found:
@@ -60,11 +61,24 @@ def read_measured(paths: Sequence[Path]) -> MeasuredTable:
     return {name: _measured(entry) for name, entry in entries.items()}
 
 
+def _updated(older: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**older, **newer}
+    for part in ("ffn_us", "crossing_us"):
+        both = [entry[part] for entry in (older, newer) if isinstance(entry.get(part), Mapping)]
+        if len(both) == 2:
+            merged[part] = {**both[0], **both[1]} if part == "crossing_us" else _each_updated(*both)
+    return merged
+
+
+def _each_updated(older: Mapping[str, Any], newer: Mapping[str, Any]) -> dict[str, Any]:
+    return {ranks: {**older.get(ranks, {}), **newer.get(ranks, {})} for ranks in {**older, **newer}}
+
+
 def _entries(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     """The table in a kept result. Crossings are those of whole steps: what both halves do not account for."""
     entries: dict[str, dict[str, Any]] = {}
     in_steps: dict[tuple[str, str, str], dict[str, list[float]]] = {}  # model, batch, part -> way -> values
-    efficiencies: dict[str, dict[str, list[float]]] = {}
+    efficiencies: dict[tuple[str, str], dict[str, list[float]]] = {}  # model, kind -> batch -> values
     for name, value in metrics.items():
         if found := _FFN.fullmatch(name):
             ffn = entries.setdefault(found["model"], {}).setdefault("ffn_us", {"1": {}})
@@ -80,7 +94,8 @@ def _entries(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
             part, way = found["part"] or found["old_part"], found["way"] or "graphs"
             in_steps.setdefault((model, batch, part), {}).setdefault(way, []).append(value)
         elif found := _LANES.fullmatch(name):
-            efficiencies.setdefault(found["model"], {}).setdefault(found["batch"], []).append(value)
+            key = (found["model"], "shared_efficiency" if found["share"] else "lanes_efficiency")
+            efficiencies.setdefault(key, {}).setdefault(found["batch"], []).append(value)
     for model in {model for model, _, part in in_steps if part == "ffn"}:
         entries.setdefault(model, {})["ffn_us"] = {"1": {}}  # in place of what the stage takes by itself
     for (model, batch, part), by_way in in_steps.items():
@@ -89,10 +104,8 @@ def _entries(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
             entry["ffn_us"]["1"][batch] = value
         else:
             entry.setdefault("crossing_us", {})[batch] = max(LEAST_CROSSING_US, value / 2)
-    for model, points in efficiencies.items():
-        entries.setdefault(model, {})["lanes_efficiency"] = {
-            batch: min(1.0, median(values)) for batch, values in points.items()
-        }
+    for (model, kind), points in efficiencies.items():
+        entries.setdefault(model, {})[kind] = {batch: min(1.0, median(values)) for batch, values in points.items()}
     return entries
 
 
@@ -100,9 +113,7 @@ def _measured(entry: Mapping[str, Any]) -> MeasuredModel:
     points = entry.get("attention_us", [])
     base_s, row_s, token_s = _fit(points) if points else (None, 0.0, 0.0)
     crossing = entry.get("crossing_us", {})
-    efficiency = sorted_points([(int(rows), float(value)) for rows, value in entry.get("lanes_efficiency", {}).items()])
-    if not all(0 < value <= 1 for _, value in efficiency):
-        raise ValueError(f"lanes_efficiency has {efficiency}; each must be above 0 and at most 1")
+    lanes, shared = _efficiency(entry, "lanes_efficiency"), _efficiency(entry, "shared_efficiency")
     return MeasuredModel(
         ffn_s={
             int(ranks): sorted_points([(int(rows), _seconds(value)) for rows, value in by_rows.items()])
@@ -117,11 +128,19 @@ def _measured(entry: Mapping[str, Any]) -> MeasuredModel:
             else [(1, _seconds(crossing))]
         ),
         tail_s=_seconds(entry["tail_us"]) if "tail_us" in entry else None,
-        lanes_efficiency=efficiency,
+        lanes_efficiency=lanes,
+        shared_efficiency=shared,
         prefill_s=sorted_points(
             [(int(tokens), _seconds(1e3 * value)) for tokens, value in entry.get("prefill_ms", {}).items()]
         ),
     )
+
+
+def _efficiency(entry: Mapping[str, Any], kind: str) -> Points:
+    points = sorted_points([(int(rows), float(value)) for rows, value in entry.get(kind, {}).items()])
+    if not all(0 < value <= 1 for _, value in points):
+        raise ValueError(f"{kind} has {points}; each must be above 0 and at most 1")
+    return points
 
 
 def _seconds(microseconds: Any) -> float:
