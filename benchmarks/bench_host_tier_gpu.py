@@ -40,7 +40,7 @@ NUM_PAGES = 128
 """That move at once: a conversation of 32K tokens, 3 GiB."""
 
 ROUNDS = 7
-STEP_CONTEXT = 16384
+STEP_CONTEXT = 4096
 NUM_GAPS, NUM_ROUNDS = 10_000, 10
 PAUSES_S = {"paced": 0.002, "no_pause": 0.0}
 """Between two pages, each of which goes out while another comes back. no_pause: some are always under way."""
@@ -54,7 +54,7 @@ class Tier:
         self.arena = torch.empty(POOL_FRAMES, FRAME_BYTES, dtype=torch.uint8, device=device)
         self.arena.random_(0, 256, generator=torch.Generator(device=device).manual_seed(SEED))
         torch.cuda.synchronize()
-        num_host_frames = 2 * NUM_PAGES * FRAMES_PER_PAGE + 1
+        num_host_frames = NUM_PAGES * FRAMES_PER_PAGE + 1
         begin_s = time.perf_counter()
         self.frames: HostFrames = make_host_frames(
             Site("kv0", device, Driver("kv0"), {"kv0": 0}, None), self.arena, num_host_frames, 0
