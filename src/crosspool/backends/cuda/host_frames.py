@@ -4,8 +4,6 @@ Copies go on beside all steps but those that bring frames which are being copied
 and frames that one is brought back into are nobody's until a step brings them.
 """
 
-import logging
-import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +16,10 @@ from crosspool.backends.base import Wait
 from crosspool.backends.cuda.copy_engine import CopyEngine, DeviceCopyEngine
 from crosspool.backends.cuda.launch import CudaError
 from crosspool.backends.cuda.link import OPEN_EPOCH, Site
-from crosspool.backends.cuda.peer_memory import RegisteredMemory
+from crosspool.backends.cuda.pinned_memory import pinned_memory
 from crosspool.kv_pool.host_tier import FrameCopy
 from crosspool.scheduler.step import StepDescriptor
 from crosspool.units import GiB
-
-logger = logging.getLogger(__name__)
-
 
 MAX_COPIES = 128
 """Frames of a batch. Enqueuing one takes a microsecond and a half of the thread that also runs decode steps."""
@@ -155,19 +150,9 @@ def make_host_frames(site: Site, arena: torch.Tensor, num_frames: int, first_fra
     """`num_frames` of pinned memory beside the rank's arena. Raises ValueError where there is not so much."""
     num_bytes = num_frames * arena.shape[1]
     try:
-        region = mmap.mmap(-1, num_bytes)
-        _prefer_large_pages(region)
-        host = RegisteredMemory(site.driver, memoryview(region))
+        host = pinned_memory(site.driver, num_bytes)
     except (OSError, CudaError) as failure:
         raise ValueError(
             f"{site.rank}: host_pool_bytes asks for {num_bytes / GiB:.1f} GiB of pinned memory: {failure}; lower it"
         ) from None
     return HostFrames(arena, host, host.base, num_frames, first_frame, DeviceCopyEngine(site.driver, site.device))
-
-
-def _prefer_large_pages(region: mmap.mmap) -> None:
-    """Pinning goes page by page, and there are 512 times fewer of them."""
-    try:
-        region.madvise(mmap.MADV_HUGEPAGE)
-    except (AttributeError, OSError) as failure:
-        logger.info("host frames lie in small pages: %s", failure)
