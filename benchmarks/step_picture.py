@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from benchmarks.step_trace import HOST, Span, Step
@@ -10,6 +11,9 @@ from benchmarks.step_trace import HOST, Span, Step
 WIDTH, LEFT, RIGHT = 960, 110, 20
 ROW, GAP, TOP = 26, 12, 44
 FIRST_LAYERS = 4
+TOUCHING = 0.3
+"""Pixels: bars nearer to each other become one."""
+
 COLOURS = {"crossing": "#dc2626", "work": "#2563eb", "call": "#d97706", "segment": "#94a3b8"}
 LEGEND = {"crossing": "put and wait", "work": "other kernels", "call": "CUDA calls", "segment": "rank loops"}
 CROSSING = ("norm_put", "wait_norm", "cross", "route_put", "see_")
@@ -69,11 +73,29 @@ def _panel(
         y = top + row * (ROW + GAP) + GAP / 2
         parts.append(f'<text x="8" y="{y + ROW / 2 + 4:.1f}" font-size="12">{escape(label)}</text>')
         shown = [span for span in spans if span.track == track and span.end_us > begin and span.begin_us < end]
-        for span in sorted(shown, key=lambda span: span.is_call):  # calls lie on the segments that make them
-            x, width = place(span.begin_us), max(0.6, place(span.end_us) - place(span.begin_us))
-            colour, tip = COLOURS[_kind(span)], f"{span.name[:80]}, {span.end_us - span.begin_us:.1f} us"
+        for bar in _bars(shown, place):
             parts.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{ROW}" fill="{colour}">'
-                f"<title>{escape(tip)}</title></rect>"
+                f'<rect x="{bar.left:.1f}" y="{y:.1f}" width="{max(0.6, bar.right - bar.left):.1f}" height="{ROW}" '
+                f'fill="{COLOURS[bar.kind]}"><title>{escape(bar.tip)}</title></rect>'
             )
     return parts
+
+
+@dataclass(slots=True)
+class _Bar:
+    kind: str
+    left: float
+    right: float
+    tip: str
+
+
+def _bars(spans: Sequence[Span], place: Callable[[float], float]) -> list[_Bar]:
+    """A bar for each span, one for those of a kind that touch. Calls come last: they lie on segments that make them."""
+    bars: list[_Bar] = []
+    for span in sorted(spans, key=lambda span: (span.is_call, span.begin_us)):
+        kind, left, right = _kind(span), place(span.begin_us), place(span.end_us)
+        if bars and bars[-1].kind == kind and left - bars[-1].right < TOUCHING and span.track != HOST:
+            bars[-1].right = max(bars[-1].right, right)
+            continue
+        bars.append(_Bar(kind, left, right, f"{span.name[:60]}, {span.end_us - span.begin_us:.1f} us"))
+    return bars
