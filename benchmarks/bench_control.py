@@ -56,10 +56,10 @@ def watched_launches() -> Iterator[list[tuple[float, float]]]:
     found: list[tuple[float, float]] = []
     kept = {kind: kind.replay for kind in (torch.cuda.CUDAGraph, LoopGraph)}
 
-    def timed(replay: Callable[[Any], None]) -> Callable[[Any], None]:
-        def launch(graph: Any) -> None:
+    def timed(replay: Callable[..., None]) -> Callable[..., None]:
+        def launch(graph: Any, *streams: Any) -> None:
             used_s, begin_s = time.thread_time(), time.perf_counter()
-            replay(graph)
+            replay(graph, *streams)
             found.append((1e6 * (time.perf_counter() - begin_s), 1e6 * (time.thread_time() - used_s)))
 
         return launch

@@ -26,7 +26,7 @@ from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress
 from crosspool.backends.cuda.batch import Batch
 from crosspool.backends.cuda.decode_run import places, push_run, read_end, read_run
 from crosspool.backends.cuda.lane import LaneIdle
-from crosspool.backends.cuda.lane_memory import DONE, LaneMemory, WaitRule
+from crosspool.backends.cuda.lane_memory import DONE, LaneMemory, RunPlace, WaitRule
 from crosspool.backends.cuda.link import OPEN_EPOCH
 from crosspool.backends.numpy.sequences import Sequence
 from crosspool.cluster import messages
@@ -42,7 +42,7 @@ from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.worker import RankWorker
 from crosspool.core import SampledToken, SamplingParams
 from crosspool.scheduler.order import ORDER_POLICIES
-from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow
+from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow, epoch, run_over
 
 LAYERS, PAGE_TOKENS, CONTEXT = 48, 256, 256
 LANE_TOKENS_PER_S = 400
@@ -151,8 +151,9 @@ class ClockedFFN(ClockedWorker):
         is_ahead, inlet = self.takes_ahead(header), ClockedInlet(self.lane)
         if not is_ahead:
             yield Wait((LaneIdle(self.lane), inlet), OPEN_EPOCH)
-        for base, place in places(header, LAYERS, may_be_first=is_ahead):
-            self.lane.post(base, LAYERS, 1 << 40, place)
+        over = run_over(header.step_seq, header.num_steps, LAYERS)
+        place = RunPlace(over, 0, header.num_steps - 1, may_be_first=is_ahead)
+        self.lane.post(epoch(header.step_seq, 0) - 1, LAYERS, 1 << 40, place, header.num_steps)
         self.lane.go(header)
         if is_ahead:
             yield Wait((), OPEN_EPOCH)

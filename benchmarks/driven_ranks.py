@@ -16,6 +16,7 @@ from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.ffn_worker import CudaFFNWorker
 from crosspool.backends.cuda.frames import ArenaFrames
 from crosspool.backends.cuda.kv_worker import CudaAttentionWorker
+from crosspool.backends.cuda.lane import on_device
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import Site
@@ -95,6 +96,7 @@ class DrivenRanks:
         ffn = ReadyFFN(sites[1], kernels[1], rule, control=control, goes_ahead=goes_ahead)
         kv.ready, ffn.ready = (spec, attention), (spec, layers)
         self.geometry: PageGeometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
+        self._devices = dict(zip(("kv0", "w0"), devices, strict=True))
         self.ended: deque[messages.FromRank] = deque()
         self._loops = [self._loop("kv0", RankWorker(attention_worker=kv, links=kv, ahead=kv if goes_ahead else None))]
         self._loops.append(self._loop("w0", RankWorker(ffn_worker=ffn, links=ffn, ahead=ffn if goes_ahead else None)))
@@ -112,9 +114,9 @@ class DrivenRanks:
         for lane in range(num_lanes):
             region = ArrayRegion(link_bytes(capacity))
             for loop, peer in zip(self._loops, ("w0", "kv0"), strict=True):
-                loop.handle(messages.OpenChannels(lane, peer, capacity, region))
+                self._handle(loop, messages.OpenChannels(lane, peer, capacity, region))
         for loop in self._loops:
-            loop.handle(messages.AddModel(placement, 1))
+            self._handle(loop, messages.AddModel(placement, 1))
         self._seq = [0] * num_lanes
         self._next_id = 1
         while any(loop.is_busy for loop in self._loops):
@@ -132,9 +134,17 @@ class DrivenRanks:
         )
         return RankLoop(name, worker, around)
 
+    def _handle(self, loop: RankLoop, message: messages.ToRank) -> None:
+        with on_device(self._devices[loop.name]):  # which is its thread's own where ranks have threads
+            loop.handle(message)
+
+    def _advance(self, loop: RankLoop) -> bool:
+        with on_device(self._devices[loop.name]):
+            return loop.advance()
+
     def turn(self) -> None:
         """Run what is ready on either rank; nap where both may, as a host does."""
-        if not any([loop.advance() for loop in self._loops]):
+        if not any([self._advance(loop) for loop in self._loops]):
             nap_s = min(loop.nap_s() for loop in self._loops)
             if nap_s > 0:
                 time.sleep(min(nap_s, 0.05))
@@ -194,16 +204,16 @@ class DrivenRanks:
         )
 
     def submit(self, step: StepDescriptor, behind: int = 0) -> None:
-        self._loops[1].handle(messages.Step(step.header, behind))
-        self._loops[0].handle(messages.Step(step, behind))
+        self._handle(self._loops[1], messages.Step(step.header, behind))
+        self._handle(self._loops[0], messages.Step(step, behind))
 
     def submit_timed(self, step: StepDescriptor) -> dict[str, float]:
         """The same, up to where both ranks wait for their devices; seconds of processor time of each."""
         used = {}
         for loop in reversed(self._loops):
             begin_s = time.thread_time()
-            loop.handle(messages.Step(step if loop.name == "kv0" else step.header, 0))
-            while loop.advance():
+            self._handle(loop, messages.Step(step if loop.name == "kv0" else step.header, 0))
+            while self._advance(loop):
                 pass
             used[loop.name] = time.thread_time() - begin_s
         return used
@@ -213,7 +223,7 @@ class DrivenRanks:
         used = {}
         for loop in self._loops:
             begin_s = time.thread_time()
-            while loop.advance():
+            while self._advance(loop):
                 pass
             used[loop.name] = time.thread_time() - begin_s
         return used

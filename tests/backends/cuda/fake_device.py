@@ -109,7 +109,7 @@ def source_layers(source) -> int:
 
 class Replayable:
     def __init__(self, replay) -> None:
-        self.replay, self.num_bytes = replay, 0
+        self.replay, self.num_bytes = lambda stream=None: replay(), 0
 
 
 def use_fake_devices(monkeypatch) -> list[FakeStream]:

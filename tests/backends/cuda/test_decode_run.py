@@ -105,7 +105,7 @@ def test_steps_that_nobody_has_timed_are_told_one_by_one():
 
 
 def test_steps_are_told_together_as_far_as_the_device_has_come():
-    lane = Lane(step_s=4.9e-3)
+    lane = Lane(step_s=6.9e-3)
     wait = next(lane.half)
     assert lane.awaited(wait) == 2
     lane.ends(3)

@@ -6,7 +6,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.lane_memory import ABORT, DONE, LaneMemory, WaitRule  # noqa: E402
+from crosspool.backends.cuda.lane_memory import (  # noqa: E402
+    ABORT,
+    DONE,
+    RING_SLOTS,
+    RUN_AT,
+    LaneMemory,
+    RunPlace,
+    WaitRule,
+)
 
 pytestmark = pytest.mark.judge
 
@@ -48,3 +56,25 @@ def test_a_step_that_is_given_up_alone_is_so_at_once(memory):
     memory._host[DONE] = 1029
     memory.abort(2053)
     assert int(memory._host[ABORT]) == 2053
+
+
+@pytest.mark.parametrize("may_be_first", [False, True])
+@pytest.mark.parametrize("before", [0, 60])
+def test_passes_of_a_run_are_posted_as_one_by_one(before, may_be_first):
+    """Round the ring's end too."""
+    together, apart = (LaneMemory(torch.device("cpu"), WaitRule()) for _ in range(2))
+    for memory in (together, apart):
+        for number in range(before):
+            memory.post(number * 5, 5, 1 << 40)
+    places = [RunPlace(9999, step, 7 - step, may_be_first=may_be_first) for step in range(8)]
+    for step, place in enumerate(places):
+        apart.post(1024 + 5 * step, 5, 3 << 40, place)
+    together.post(1024, 5, 3 << 40, places[0], 8)
+    assert torch.equal(together.ring, apart.ring)
+    assert torch.equal(together._host, apart._host)
+    assert together.last_epoch == apart.last_epoch == 1024 + 40
+    records = [together.ring[(before + step) % RING_SLOTS] for step in range(8)]
+    assert [int(record.view(torch.int64)[0]) for record in records] == [1024 + 5 * step for step in range(8)]
+    assert [record[RUN_AT + 2 : RUN_AT + 4].tolist() for record in records] == [[7 - step, step] for step in range(8)]
+    over = [int(together.ring.view(torch.int64)[(before + step) % RING_SLOTS, 3]) for step in range(8)]
+    assert over == [9999 if step or may_be_first else 0 for step in range(8)]

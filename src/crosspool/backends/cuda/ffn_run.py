@@ -8,7 +8,7 @@ from crosspool.backends.cuda.lane_memory import RunPlace
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.passes import bucket_of
 from crosspool.backends.cuda.resident_ffn import ResidentFFN
-from crosspool.scheduler.step import StepHeader, epoch
+from crosspool.scheduler.step import StepHeader, epoch, run_over
 
 
 def run_several(
@@ -23,29 +23,30 @@ def run_several(
     """All steps of the run, and a wait for its end. inlet: of the way's link. is_ahead: as on the KV rank."""
     lane, model = way.lane, way.model
     num_layers, bucket = model.spec.num_layers, bucket_of(header.num_tokens)
-    steps = places(header, num_layers, may_be_first=lane.goes_ahead)
     last_epoch = epoch(header.step_seq, header.num_steps * num_layers - 1)
     has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
     try:
         if resident is not None and resident.can_serve(lane):
-            for base, place in steps:
-                resident.post(
-                    way.name,
-                    model.layers,
-                    way.number,
-                    lane,
-                    way.links,
-                    bucket,
-                    base,
-                    takes_choices=model.takes_choices,
-                    place=place,
-                )
+            over = run_over(header.step_seq, header.num_steps, num_layers)
+            resident.post(
+                way.name,
+                model.layers,
+                way.number,
+                lane,
+                way.links,
+                bucket,
+                epoch(header.step_seq, 0) - 1,
+                takes_choices=model.takes_choices,
+                place=RunPlace(over, 0, header.num_steps - 1, may_be_first=lane.goes_ahead),
+                num_steps=header.num_steps,
+            )
         else:
             if resident is not None:
                 resident.before_launch(lane)
             # Not fused: a prompt would have to wait for the whole run, and within a graph that repeats itself a
             # cooperative kernel has not been tried on a GPU.
             kind = FFNPassKind(bucket, False)
+            steps = places(header, num_layers, may_be_first=lane.goes_ahead)
             source = found.find(way, kind)
             if lane.stream is None:
                 yield from _run_emulated(source, steps, way, inlet)

@@ -116,10 +116,12 @@ class FFNServer:
         """Have later launches take this much shared memory, so that a pass that needs it starts no new one."""
         self._smem_bytes = max(self._smem_bytes, smem_bytes)
 
-    def post(self, lane: LaneMemory, served: ServedPass, base: int, place: RunPlace | None = None) -> None:
+    def post(
+        self, lane: LaneMemory, served: ServedPass, base: int, place: RunPlace | None = None, num_steps: int = 1
+    ) -> None:
         """One pass of the lane: its layers are computed as their rows arrive. Launches the server where it has left.
 
-        place: of its step in a run; the pass is skipped where that has ended early.
+        place: of its step in a run; the pass is skipped where that has ended early. num_steps: of `LaneMemory.post`.
         """
         with self._lock:  # a full barrier between the posted word and the look at the server's
             is_new = all(known is not lane for known in self._lanes)
@@ -130,7 +132,7 @@ class FFNServer:
             if is_new:
                 self._lanes.append(lane)
             self.reserve(served.smem_bytes)
-            lane.post(base, served.num_layers, served.layers.data_ptr(), place)
+            lane.post(base, served.num_layers, served.layers.data_ptr(), place, num_steps)
         if self.has_left:
             self._start()
 

@@ -153,9 +153,7 @@ class WorkerLane:
     def run_loop(self, model: str, links: Links, key: Hashable) -> None:
         """Enqueue the pass in its loop, for all the steps of a run."""
         self._replayed_s = time.monotonic()
-        loop = self.find_loop(model, links, key)
-        with torch.cuda.stream(self.stream):
-            loop.replay()
+        self.find_loop(model, links, key).replay(self.stream)
 
     def give_up(self, last_epoch: int, behind: int = 0) -> None:
         """End a step's waits on the device; end the process, to be replaced, where the device no longer answers.

@@ -107,6 +107,7 @@ class LaneMemory:
         self.host_tokens = pinned((RING_SLOTS * PASS_TOKENS,), torch.int32, device)
         self._host_words: npt.NDArray[np.int64] = self._host.numpy()
         self._records: npt.NDArray[np.int32] = self.ring.numpy()
+        self._longs: npt.NDArray[np.int64] = self._records.view(np.int64)
         self._tokens: npt.NDArray[np.int32] = self.host_tokens.numpy()
         self._cursor = 0
         self._last_epoch = 0
@@ -237,14 +238,35 @@ class LaneMemory:
         self._last_epoch = base + num_layers * num_steps
         return [int(slot) for slot in slots]
 
-    def post(self, base: int, num_layers: int, layers_at: int, place: RunPlace | None = None) -> None:
-        """Push a pass to a resident server; layers_at: device address of its served layers. place: as in `push`."""
-        record = self._records[self.push(base, num_layers)]
-        record[2:4].view(np.int64)[0] = layers_at
-        record[4] = num_layers
-        may_end = place is not None and (place.step > 0 or place.may_be_first)
-        record[6:8].view(np.int64)[0] = place.over if place is not None and may_end else 0
+    def post(
+        self, base: int, num_layers: int, layers_at: int, place: RunPlace | None = None, num_steps: int = 1
+    ) -> None:
+        """Push a pass to a resident server, or so many of a run one behind another, the first of which has `base`.
+
+        layers_at: device address of its served layers. place: as in `push`, of the first.
+        """
+        steps = np.arange(num_steps)
+        at = self._next_slots(num_steps)
+        records, longs = self._records, self._longs
+        longs[at, 0] = base + num_layers * steps
+        longs[at, 1] = layers_at
+        records[at, 4] = num_layers
+        records[at, _LEFT] = 0 if place is None else place.left - steps
+        longs[at, 3] = 0
+        if place is not None:
+            longs[at, RUN_AT // 2] = place.over
+            records[at, _STEP] = place.step + steps
+            longs[at, 3] = np.where(steps + place.step + place.may_be_first > 0, place.over, 0)
+        self._cursor += num_steps
+        self._last_epoch = base + num_layers * num_steps
         self._host_words[POSTED] = self._cursor
+
+    def _next_slots(self, count: int) -> slice | npt.NDArray[np.int64]:
+        """Where the next so many records lie."""
+        first = self._cursor % RING_SLOTS
+        if first + count <= RING_SLOTS:
+            return slice(first, first + count)
+        return (first + np.arange(count)) % RING_SLOTS
 
     def tokens(self, slot: int, rows: int) -> list[int]:
         """What the pass of this slot sampled."""

@@ -39,10 +39,10 @@ class LoopGraph:
     seconds: float
     num_bytes: int
 
-    def replay(self) -> None:
-        """Enqueue the loop on torch's current stream, within an NVTX range of its name."""
+    def replay(self, stream: Any) -> None:
+        """Enqueue the loop on torch's `stream`, within an NVTX range of its name."""
         torch.cuda.nvtx.range_push(self.name)
-        _call("cuGraphLaunch", self.executable, torch.cuda.current_stream().cuda_stream)
+        _call("cuGraphLaunch", self.executable, stream.cuda_stream)
         torch.cuda.nvtx.range_pop()
 
 

@@ -56,17 +56,18 @@ class ResidentFFN:
         *,
         takes_choices: bool = False,
         place: RunPlace | None = None,
+        num_steps: int = 1,
     ) -> None:
         """One pass of `rows` rows, whose layers are computed as their rows, and maybe their experts, arrive.
 
-        place: of its step in a run.
+        place: of its step in a run. num_steps: passes, one for each step of the run from there on.
         """
         key = (model, number, links, rows)
         served = self._passes.get(key)
         if served is None:
             self._server.stop()  # what fills new buffers needs the GPU
             served = self._passes[key] = self._make(model, layers, number, lane, links, rows, takes_choices)
-        self._server.post(lane.memory, served, base, place)
+        self._server.post(lane.memory, served, base, place, num_steps)
 
     def prepare(
         self,
