@@ -15,7 +15,7 @@ import argparse
 import asyncio
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -104,31 +104,33 @@ def window_rate(streams: Sequence[Stream]) -> tuple[float, float, float]:
     return tokens / (end_s - begin_s), begin_s, end_s
 
 
-def cpu_s(pids: Sequence[int]) -> float:
-    """Processor seconds of these processes so far, by the clocks that Linux keeps of each."""
-    return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
+def cpu_s(pid: int) -> float:
+    """Processor seconds of a process so far, by the clock that Linux keeps of it."""
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 class WatchedCPU:
-    """Processor time of processes between the first look and the last one."""
+    """Processor time of ranks' processes between the first look and the last one."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
+    def __init__(self, pids: Mapping[str, int]) -> None:
         self._pids = pids
-        self._looks: list[tuple[float, float, int]] = []
+        self._looks: list[tuple[float, dict[str, float], int]] = []
 
     def look(self, num_tokens: int = 0) -> None:
-        self._looks = [*self._looks[:1], (time.perf_counter(), cpu_s(self._pids), num_tokens)]
+        used = {rank: cpu_s(pid) for rank, pid in self._pids.items()}
+        self._looks = [*self._looks[:1], (time.perf_counter(), used, num_tokens)]
 
     @property
     def share(self) -> float:
         """Processor seconds over seconds passed."""
         (begin_s, begin, _), (end_s, end, _) = self._looks
-        return (end - begin) / (end_s - begin_s)
+        return (sum(end.values()) - sum(begin.values())) / (end_s - begin_s)
 
     @property
-    def us_per_token(self) -> float:
+    def us_per_token(self) -> dict[str, float]:
+        """By rank."""
         (_, begin, first), (_, end, last) = self._looks
-        return 1e6 * (end - begin) / (last - first)
+        return {rank: 1e6 * (end[rank] - begin[rank]) / (last - first) for rank in self._pids}
 
 
 async def arrivals(load: Load, names: Sequence[str], rate: float, seconds: float, max_tokens: int, seed: int) -> float:
@@ -196,7 +198,7 @@ async def measure(
         print(f"{mode}: ready after {time.perf_counter() - begin_s:.1f} s", flush=True)
         await load.together(names * options.streams, 24)
         await load.together(names * options.streams, 24)
-        pids = [pid for rank, pid in sorted(cluster.pids().items())]
+        pids = dict(sorted(cluster.pids().items()))
         for name in names:
             await load.together([name], 3 * options.decode_steps)  # its first run is captured
             used = WatchedCPU(pids)
@@ -206,12 +208,15 @@ async def measure(
             same = sum(a == b for a, b in zip(alone[name], stream.tokens, strict=True))
             report.metric(f"same_tokens.{mode}.{name}", same, limit=options.alone_tokens, note="as in the first mode")
             report.metric(f"step_ms.{mode}.{name}", 1e3 / rate, note="one stream, time between tokens")
-            share = used.us_per_token * LANE_TOKENS_PER_S / 1e4
+            by_rank = used.us_per_token
+            share = sum(by_rank.values()) * LANE_TOKENS_PER_S / 1e4
             note = f"both ranks, at {LANE_TOKENS_PER_S} tokens/s"
             report.metric(f"host_core_percent.lane.{mode}.{name}", share, limit=CORE_LIMIT, note=note)
+            for rank, spent_us in by_rank.items():
+                report.metric(f"host_us_per_token.{mode}.{name}.{rank}", spent_us)
+            spent = ", ".join(f"{rank} {spent_us:.0f}" for rank, spent_us in by_rank.items())
             print(
-                f"  {name} alone: {1e3 / rate:.3f} ms a token, {used.us_per_token:.0f} us of host, "
-                f"{100 * used.share:.1f} % of a core",
+                f"  {name} alone: {1e3 / rate:.3f} ms a token, us of host: {spent}, {100 * used.share:.1f} % of a core",
                 flush=True,
             )
         used = WatchedCPU(pids)
@@ -274,13 +279,15 @@ def main() -> None:
     parser.add_argument("--order", choices=("none", "ticket", "priority"), default=None)
     parser.add_argument("--kv-gib", type=int, default=8)
     parser.add_argument("--one-gpu", action="store_true", help="both ranks on GPU 0: shows that modes work, no more")
+    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--name", default="ablation", help="of the result")
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     shown = {key: value for key, value in vars(options).items() if key != "out"}
     hardware = "cpu" if options.backend == "numpy" else "h200" if options.one_gpu else "h200-x2"
-    report = Report(options.name, hardware=hardware, config=shown, seed=options.seed)
+    origin = {"commit": options.commit} if options.commit else {}
+    report = Report(options.name, hardware=hardware, config=shown, seed=options.seed, origin=origin)
     with tempfile.TemporaryDirectory() as folder:
         models, alone = chosen_models(options, Path(folder)), dict[str, list[int]]()
         for mode in modes_of(options):

@@ -133,7 +133,7 @@ class ClockedAttention(ClockedWorker):
         for new in step.joining:
             self.sequences[new.sequence_id] = Sequence(new, step.header.model, 1, 1000)
         is_ahead, inlet = self.takes_ahead(step.header), ClockedInlet(self.lane)
-        batch = Batch(step.part(0), self.sequences, PAGE_TOKENS, self.batch if is_ahead else None)
+        batch = Batch(step, self.sequences, PAGE_TOKENS, self.batch if is_ahead else None)
         self.batch = batch
         if not is_ahead:
             yield Wait((LaneIdle(self.lane), inlet), OPEN_EPOCH)

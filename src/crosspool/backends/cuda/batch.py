@@ -25,7 +25,7 @@ class SampledRow:
 
 
 class Batch:
-    """One step's tokens in row order. Nothing of it is visible to other steps before `commit`.
+    """The tokens of one step, or of a run's first, in row order. Nothing is visible to other steps before `commit`.
 
     Raises ValueError for rows that do not fit what the rank knows: unknown sequences, missing pages.
     """

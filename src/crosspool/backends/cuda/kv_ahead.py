@@ -59,7 +59,7 @@ class KVAhead:
         source = lane.captured(header.model, kind, in_loop=header.num_steps > 1)
         if not isinstance(source, KVPass) or model.split != "one":
             return False
-        batch = Batch(step.part(0), self._sequences, model.geometry.page_tokens, before)
+        batch = Batch(step, self._sequences, model.geometry.page_tokens, before)
         if header.lane not in self._runs:
             batch.follows = 0  # the device does not know whether its rows have ended
         tables = [batch.tables[row] for row in kind.row_numbers(header.num_tokens)]

@@ -166,7 +166,7 @@ class CudaAttentionWorker:
         self._take_in(step, model.spec, model.geometry, model.pages)
 
         def batch_of(idx: int) -> Batch:
-            return Batch(step.part(idx), self._sequences, model.geometry.page_tokens)
+            return Batch(step.part(idx) if idx else step, self._sequences, model.geometry.page_tokens)
 
         ahead = self._ahead.take(step)
         batch = batch_of(0) if ahead is None else ahead
