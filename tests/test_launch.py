@@ -50,6 +50,16 @@ def test_numpy_ranks_of_one_process_share_a_thread(backend, layout, num_hosts, t
     assert len(config.all_hosts) == num_hosts
 
 
+def test_prompts_of_shapes_that_chunks_do_not_take_run_in_the_pools(tmp_path):
+    config = deployment(write_tiny_model(tmp_path / "narrow", "qwen3_moe", head_dim=20), "cuda")
+    config = replace(config, pools=replace(config.pools, prefill="dedicated"))
+    (model,) = prepare_models(config)
+    assert model.served.prefill_ranks == ()
+    write_tiny_model(tmp_path / "usual", "qwen3_moe")
+    (model,) = prepare_models(replace(config, models=(ModelConfig(source=str(tmp_path / "usual")),)))
+    assert model.served.prefill_ranks == ("p0",)
+
+
 @pytest.mark.parametrize(("backend", "wrong"), [("numpy", "bfloat16"), ("cuda", "float32")])
 def test_a_dtype_of_the_other_backend_is_refused(backend, wrong, tmp_path):
     with pytest.raises(CrossPoolError, match=f"dtype is {wrong}; .* so use auto or"):

@@ -34,6 +34,16 @@ def test_of_pools_on_gpus_only_host_memory_is_this_machines(monkeypatch):
         preflight.check_machine(pools, memory_bytes=4 * GiB)
 
 
+def test_whole_models_beyond_host_memory_are_refused_where_prefill_ranks_keep_them_there():
+    pools = PoolsConfig(backend="cuda", prefill="dedicated", num_prefill_ranks=2)
+    preflight.check_whole_models(pools, 10 * GiB, memory_bytes=20 * GiB)
+    with pytest.raises(
+        CrossPoolError, match=r"each of 2 prefill ranks .* 11\.0 GiB; this machine has 20\.0 GiB: serve"
+    ):
+        preflight.check_whole_models(pools, 11 * GiB, memory_bytes=20 * GiB)
+    preflight.check_whole_models(PoolsConfig(backend="cuda"), 11 * GiB, memory_bytes=GiB)
+
+
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setattr(
         preflight, "find_spec", lambda name: None if name == "torch" else importlib.util.find_spec(name)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from crosspool.backends.cuda.chunk_support import is_supported
 from crosspool.backends.cuda.passes import PASS_TOKENS, max_passes
 from crosspool.cluster.apart import ApartCluster, own_rank
 from crosspool.cluster.base import Cluster
@@ -24,7 +25,7 @@ from crosspool.model_source import model_directory
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import DType
 from crosspool.models.tensors import weight_bytes
-from crosspool.preflight import check_machine, check_slices
+from crosspool.preflight import check_machine, check_slices, check_whole_models
 from crosspool.ranks import (
     are_apart,
     arenas,
@@ -224,6 +225,7 @@ def start_engine(config: DeploymentConfig, models: Sequence[PreparedModel] = ())
     config = with_prefill_room(config, models)
     cluster = cluster_config(config)
     check_machine(config.pools)
+    check_whole_models(config.pools, sum(weight_bytes(model.served.spec) for model in models))
     return AsyncEngine(Engine(engine_config(config), _start_cluster(cluster, config)).start())
 
 
@@ -258,6 +260,8 @@ def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel
         if config.pools.backend == "cuda" and config.pools.baseline is None and served.kv_split != "one":
             _check_prefill(served, config.scheduling.max_num_batched_tokens)
         check_slices(served.spec, len(served.weights_ranks), config.pools.weights_shares)
+        if config.pools.backend == "cuda" and not is_supported(served.spec):
+            served = replace(served, prefill_ranks=())  # its prompts run in the pools, by decode's kernels
         served = replace(
             served,
             kv_floor_bytes=model.kv_floor_bytes,

@@ -41,7 +41,7 @@ class DedicatedPair(Pair):
     def __init__(self, directory, most_slots: int = 64, room_bytes: int = 64 * MiB) -> None:
         super().__init__(directory)
         devices = {"kv0": 0, "w0": 1, "p0": 2}
-        self.placement = replace(self.placement, prefill_ranks=("p0",), context_tokens=80)
+        self.placement = replace(self.placement, prefill_ranks=("p0",), context_tokens=104)
         self.prefill = CudaPrefillWorker(site("p0", devices), self.kernels, WaitRule(), room_bytes)
         self.prefill.add_model(self.placement, nothing)
         width = directory.spec.kv_elements_per_token_layer
@@ -75,7 +75,7 @@ def later_chunk(prompt, start, stop, step_seq):
 
 
 def first_chunk(directory, prompt, count, step_seq=1):
-    step = prefill_step(directory, prompt, step_seq, greedy(), num_pages=10)
+    step = prefill_step(directory, prompt, step_seq, greedy(), num_pages=13)
     (row,) = step.rows
     row = replace(row, token_ids=tuple(prompt[:count]), num_new_tokens=count, sample=count == len(prompt))
     return replace(step, header=replace(step.header, num_tokens=count), rows=(row,))
@@ -99,15 +99,16 @@ def test_chunks_of_a_prefill_rank_leave_the_cache_and_tokens_of_the_two_pools(
 ):
     directory = model(tmp_path / "tiny", family)
     monkeypatch.setattr(chunk_plan, "PIECE_TOKENS", 16)
-    prompt, cut = prompt_of(directory, 70), 36
+    prompt, (first, second) = prompt_of(directory, 100), (34, 67)
     inline, dedicated = Pair(directory), DedicatedPair(directory, most_slots)
     found = []
     for run, pair in ((inline.run, inline), (dedicated.prompt, dedicated)):
-        assert run(first_chunk(directory, prompt, cut)) == ()
-        tokens = [run(later_chunk(prompt, cut, len(prompt), 2))[0].token_id]
+        assert run(first_chunk(directory, prompt, first)) == ()
+        assert run(later_chunk(prompt, first, second, 2)) == ()
+        tokens = [run(later_chunk(prompt, second, len(prompt), 3))[0].token_id]
         arena = pair.kv._frames.arena.clone()
         for idx in range(3):
-            tokens.append(pair.run(decode_step({1: len(prompt) + idx}, 3 + idx))[0].token_id)
+            tokens.append(pair.run(decode_step({1: len(prompt) + idx}, 4 + idx))[0].token_id)
         found.append((tokens, arena))
     (tokens, arena), (own_tokens, own_arena) = found
     assert own_tokens == tokens

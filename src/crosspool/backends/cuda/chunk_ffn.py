@@ -19,8 +19,9 @@ from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.moe_params import ACTIVATIONS
 from crosspool.backends.cuda.params import RouterParams, address
 from crosspool.backends.cuda.products import exact_parts, grouped_linear, linear, linear_fp32
-from crosspool.backends.cuda.router import MAX_EXPERTS, ROUTER_SMEM_BYTES
+from crosspool.backends.cuda.router import ROUTER_SMEM_BYTES
 from crosspool.backends.cuda.router import _rules as routing_rules
+from crosspool.backends.cuda.router_limits import MAX_EXPERTS
 from crosspool.models.spec import MoEFFNSpec
 from crosspool.units import ceil_div
 

@@ -1,8 +1,11 @@
-"""Which models prefill in pieces. Both halves ask this of the spec alone, so they always agree."""
+"""Which models prefill in pieces. Both halves ask this of the spec alone, so they always agree.
+
+No torch in here or in what it imports: a deployment asks it too.
+"""
 
 from crosspool.backends.cuda.chunk_plan import is_chunk
 from crosspool.backends.cuda.prefill_shapes import is_supported as has_attention
-from crosspool.backends.cuda.router import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
+from crosspool.backends.cuda.router_limits import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 from crosspool.models.spec import DenseFFNSpec, ModelSpec, MoEFFNSpec
 from crosspool.scheduler.step import StepHeader
 

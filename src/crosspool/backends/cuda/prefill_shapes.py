@@ -1,11 +1,13 @@
 """Which shapes the prefill kernel takes, and how it and a library are cut for one."""
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from crosspool.backends.cuda.prefill_blocks import NO_SPANS, SPAN_SIZES, SpanSizes
 from crosspool.models.spec import GQASpec, MLASpec
+
+if TYPE_CHECKING:
+    import torch
 
 EXPANDED_KEYS = 8192
 """Latents that are expanded at once: GLM's take 168 MB."""
@@ -49,9 +51,11 @@ def tile_of(spec: GQASpec | MLASpec) -> Tile:
     return Tile() if widest <= 128 else Tile(keys=64)
 
 
-def span_sizes(spec: GQASpec | MLASpec, device: torch.device) -> SpanSizes:
+def span_sizes(spec: GQASpec | MLASpec, device: "torch.device") -> SpanSizes:
     """The library's sizes where it has a fast kernel for the shape; on an H200 it is 1.7 times as fast as ours."""
     if isinstance(spec, GQASpec) and (spec.sinks or spec.sliding_window is not None):
         return NO_SPANS
+    import torch
+
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     return SPAN_SIZES if is_hopper and key_dim(spec) <= 256 and key_dim(spec) % 8 == 0 else NO_SPANS

@@ -8,13 +8,11 @@ from crosspool.backends.cuda.channel_map import Choices
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights, RouterWeights, has_shared_gate
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.params import RouterParams, address, check
+from crosspool.backends.cuda.router_limits import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 from crosspool.backends.cuda.transport_params import Meeting
 from crosspool.models.spec import DenseFFNSpec, MoEFFNSpec, RouterSpec
 
 MAX_TOKENS = 32
-MAX_EXPERTS = 512
-MAX_TOP_K = 32
-MAX_GROUPS = 32
 _THREADS = 256
 _WARPS = 8
 ROUTER_SMEM_BYTES = 4 * (2 * _WARPS * MAX_EXPERTS + MAX_TOKENS * _WARPS + MAX_TOKENS * 32 + MAX_EXPERTS + 1)
