@@ -24,8 +24,9 @@ from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import guarded, seeded_cache, write_failures
 from benchmarks.report import RESULTS, Report
 from benchmarks.step_gaps import paired_gaps, step_graph
+from crosspool.backends.cuda.copy_order import MAX_COPIES
 from crosspool.backends.cuda.driver import Driver
-from crosspool.backends.cuda.host_frames import MAX_COPIES, HostFrames, make_host_frames
+from crosspool.backends.cuda.host_frames import HostFrames, make_host_frames
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.link import Site
 from crosspool.kv_pool.host_tier import FrameCopy
@@ -139,7 +140,7 @@ def _move(tier: Tier, pause_s: float, moved: list[int], stop: threading.Event) -
         if pause_s:
             stop.wait(pause_s)
         else:
-            while tier.frames.num_under_way > 2 and not stop.is_set():
+            while tier.frames.num_under_way > 4 and not stop.is_set():
                 time.sleep(1e-4)
     tier.until_ended()
 

@@ -9,7 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.host_frames import MAX_COPIES, MAX_ENQUEUED, HostFrames, batches  # noqa: E402
+from crosspool.backends.cuda.copy_order import MAX_COPIES  # noqa: E402
+from crosspool.backends.cuda.host_frames import MAX_ENQUEUED, HostFrames  # noqa: E402
 from crosspool.backends.numpy.host_frames import HostFrames as ReferenceFrames  # noqa: E402
 from crosspool.kv_pool.host_tier import FrameCopy  # noqa: E402
 from crosspool.scheduler.step import StepDescriptor, StepHeader, StepRow  # noqa: E402
@@ -20,9 +21,9 @@ pytestmark = pytest.mark.judge
 FRAME_BYTES, NUM_FRAMES, NUM_HOST_FRAMES, FIRST_FRAME = 64, 24, 32, 100
 
 
-def host_frames(arena, engine):
+def host_frames(arena, *engines):
     host = np.zeros((NUM_HOST_FRAMES, FRAME_BYTES), dtype=np.uint8)
-    return HostFrames(arena, host, host.ctypes.data, NUM_HOST_FRAMES, FIRST_FRAME, engine), host
+    return HostFrames(arena, host, host.ctypes.data, NUM_HOST_FRAMES, FIRST_FRAME, engines), host
 
 
 def random_copy(rng):
@@ -41,27 +42,19 @@ def step_that_brings(*pages):
 def test_copies_leave_what_they_leave_one_by_one(seed):
     rng, contents = random.Random(seed), np.random.default_rng(seed)
     arena = torch.from_numpy(contents.integers(256, size=(NUM_FRAMES, FRAME_BYTES), dtype=np.uint8))
-    engine, expected = LazyEngine(seed), arena.numpy().copy()
-    frames, host = host_frames(arena, engine)
+    engines, expected = (LazyEngine(seed), LazyEngine(seed + 100)), arena.numpy().copy()
+    frames, host = host_frames(arena, *engines)
     reference = ReferenceFrames(expected, NUM_HOST_FRAMES, FIRST_FRAME)
     for _ in range(30):
         copies = tuple(random_copy(rng) for _ in range(rng.randint(1, 8)))
         frames.copy(copies)
         reference.copy(copies)
         if rng.random() < 0.5:
-            engine.go_on()
+            rng.choice(engines).go_on()
     while frames.num_under_way:
-        engine.go_on()
+        rng.choice(engines).go_on()
     np.testing.assert_array_equal(arena.numpy(), expected)
     np.testing.assert_array_equal(host, reference._host)
-
-
-def test_copies_that_touch_the_same_frame_are_in_batches_of_their_own():
-    out, back = FrameCopy((1, 2), (5, 6), is_stowed=True), FrameCopy((3, 4), (7, 8), is_stowed=False)
-    into_what_was_stowed = FrameCopy((2, 9), (1, 2), is_stowed=False)
-    over_what_was_stowed = FrameCopy((10, 11), (1, 12), is_stowed=True)
-    copies = (out, back, into_what_was_stowed, over_what_was_stowed)
-    assert list(batches(copies)) == [[out, back], [into_what_was_stowed], [over_what_was_stowed]]
 
 
 def test_a_long_message_is_enqueued_in_parts_as_the_device_goes_on():
@@ -69,7 +62,7 @@ def test_a_long_message_is_enqueued_in_parts_as_the_device_goes_on():
     width, num_frames = 12, 12 * 40
     arena, engine = torch.zeros((num_frames, FRAME_BYTES), dtype=torch.uint8), LazyEngine()
     host = np.zeros((num_frames, FRAME_BYTES), dtype=np.uint8)
-    frames = HostFrames(arena, host, host.ctypes.data, num_frames, 0, engine)
+    frames = HostFrames(arena, host, host.ctypes.data, num_frames, 0, (LazyEngine(), engine))
     pages = [tuple(range(first, first + width)) for first in range(0, num_frames, width)]
     frames.copy([FrameCopy(page, page, is_stowed=True) for page in pages])
     assert engine.num_enqueued == 1
@@ -83,8 +76,8 @@ def test_a_long_message_is_enqueued_in_parts_as_the_device_goes_on():
 
 
 def test_a_step_waits_for_the_frames_that_it_brings_and_for_no_others():
-    engine = LazyEngine()
-    frames, _ = host_frames(torch.zeros((NUM_FRAMES, FRAME_BYTES), dtype=torch.uint8), engine)
+    inwards, outwards = LazyEngine(), LazyEngine()
+    frames, _ = host_frames(torch.zeros((NUM_FRAMES, FRAME_BYTES), dtype=torch.uint8), inwards, outwards)
     assert frames.before(step_that_brings((101, 102))) is None
     frames.copy((FrameCopy((101, 102), (1, 2), is_stowed=True),))
     frames.copy((FrameCopy((103, 104), (3, 4), is_stowed=False),))
@@ -92,20 +85,21 @@ def test_a_step_waits_for_the_frames_that_it_brings_and_for_no_others():
     assert frames.before(step_that_brings()) is None
     assert frames.before(step_that_brings((105, 106), (9, 10))) is None, "nobody copies these"
     assert not first.satisfied()
-    engine.go_on()
+    outwards.go_on()
     assert first.satisfied()
     assert not second.satisfied()
     assert frames.before(step_that_brings((101, 102))) is None
-    engine.go_on()
+    inwards.go_on()
     assert second.satisfied()
 
 
 def test_a_frame_that_is_copied_again_is_waited_for_again():
-    engine = LazyEngine()
-    frames, _ = host_frames(torch.zeros((NUM_FRAMES, FRAME_BYTES), dtype=torch.uint8), engine)
+    inwards, outwards = LazyEngine(), LazyEngine()
+    frames, _ = host_frames(torch.zeros((NUM_FRAMES, FRAME_BYTES), dtype=torch.uint8), inwards, outwards)
     frames.copy((FrameCopy((101,), (1,), is_stowed=True), FrameCopy((101,), (2,), is_stowed=False)))
-    engine.go_on()
     wait = frames.before(step_that_brings((101,)))
+    assert inwards.num_enqueued == 0, "the frame is being read"
+    outwards.go_on()
     assert not wait.satisfied()
-    engine.go_on()
+    inwards.go_on()
     assert wait.satisfied()

@@ -406,9 +406,9 @@ def test_a_sequence_may_begin_behind_pages_that_were_in_host_memory(directory):
     """Others had their frames meanwhile. A step that brings the new ones begins once they are filled."""
     prompt, width = prompt_of(directory, 21), len(pages(directory, 1)[0])
     expected = generate(Pair(directory), directory, prompt, 3, greedy())
-    frames, engine = arena(), LazyEngine()
+    frames, inwards, outwards = arena(), LazyEngine(), LazyEngine()
     host = np.zeros((NUM_FRAMES, FRAME_BYTES), dtype=np.uint8)
-    tier = HostFrames(frames.arena, host, host.ctypes.data, NUM_FRAMES, 0, engine)
+    tier = HostFrames(frames.arena, host, host.ctypes.data, NUM_FRAMES, 0, (inwards, outwards))
     pair = Pair(directory, frames=frames, host_frames=tier)
     assert pair.kv.memory_bytes()["host_kv_cache"] == NUM_FRAMES * FRAME_BYTES
     pair.run(prefill_step(directory, prompt, 1, greedy(), num_pages=4))
@@ -416,7 +416,7 @@ def test_a_sequence_may_begin_behind_pages_that_were_in_host_memory(directory):
     pair.kv.forget([1])
     other = prefill_step(directory, prompt_of(directory, 21, seed=1), 2, greedy(), 2, num_pages=4)
     assert not begun(pair, other).satisfied(), "its frames are being read"
-    engine.go_on()
+    outwards.go_on()
     pair.run(other)
 
     new = pages(directory, 2, first=1 + 4 * width)
@@ -431,7 +431,7 @@ def test_a_sequence_may_begin_behind_pages_that_were_in_host_memory(directory):
     )
     step = replace(whole, header=replace(whole.header, num_tokens=5), rows=(row,))
     assert not begun(pair, step).satisfied(), "its pages are not filled yet"
-    engine.go_on()
+    inwards.go_on()
     found = [pair.run(step)[0].token_id]
     for turn in range(2):
         found += [token.token_id for token in pair.run(decode_step({3: 21 + turn}, turn + 5))]
