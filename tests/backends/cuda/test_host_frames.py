@@ -9,11 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from crosspool.backends.cuda import host_frames as host_frames_module  # noqa: E402
 from crosspool.backends.cuda.copy_order import MAX_COPIES  # noqa: E402
-from crosspool.backends.cuda.host_frames import MAX_ENQUEUED, HostFrames  # noqa: E402
+from crosspool.backends.cuda.driver import Driver  # noqa: E402
+from crosspool.backends.cuda.host_frames import MAX_ENQUEUED, HostFrames, host_memory  # noqa: E402
+from crosspool.backends.cuda.link import Site  # noqa: E402
 from crosspool.backends.numpy.host_frames import HostFrames as ReferenceFrames  # noqa: E402
 from crosspool.kv_pool.host_tier import FrameCopy  # noqa: E402
 from crosspool.scheduler.step import StepDescriptor, StepHeader, StepRow  # noqa: E402
+from crosspool.units import KiB, MiB  # noqa: E402
 from tests.backends.cuda.lazy_engine import LazyEngine  # noqa: E402
 
 pytestmark = pytest.mark.judge
@@ -103,3 +107,13 @@ def test_a_frame_that_is_copied_again_is_waited_for_again():
     assert not wait.satisfied()
     inwards.go_on()
     assert wait.satisfied()
+
+
+@pytest.mark.parametrize(("num_frames", "frame_bytes"), [(3, 2 * MiB), (300, 2 * MiB), (9, 24 * KiB), (200, 3 * MiB)])
+def test_host_frames_lie_side_by_side_and_each_in_one_pinned_part(num_frames, frame_bytes, monkeypatch):
+    monkeypatch.setattr(host_frames_module, "PART_BYTES", 64 * MiB)
+    blob = host_memory(Site("kv0", torch.device("cpu"), Driver("kv0"), {"kv0": 0}, None), num_frames, frame_bytes)
+    assert blob.num_bytes >= num_frames * frame_bytes
+    assert len(blob.groups) == -(-num_frames * frame_bytes // blob.groups[0].stop)
+    for first, group in blob.groups.items():
+        assert group.start == first * frame_bytes

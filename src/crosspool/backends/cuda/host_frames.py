@@ -4,8 +4,9 @@ Copies go on beside all steps but those that bring frames which are being copied
 and frames that one is brought back into are nobody's until a step brings them.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,19 @@ import torch
 from crosspool.backends.base import Wait
 from crosspool.backends.cuda.copy_engine import CopyEngine, DeviceCopyEngine
 from crosspool.backends.cuda.copy_order import CopyBatch, CopyOrder
+from crosspool.backends.cuda.host_blob import HUGE_PAGE_BYTES, HostBlob
 from crosspool.backends.cuda.launch import CudaError
 from crosspool.backends.cuda.link import OPEN_EPOCH, Site
-from crosspool.backends.cuda.pinned_memory import pinned_memory
 from crosspool.kv_pool.host_tier import FrameCopy
 from crosspool.scheduler.step import StepDescriptor
-from crosspool.units import GiB
+from crosspool.units import GiB, MiB
 
 MAX_ENQUEUED = 2
 """Batches of one direction that the device has at a time: a millisecond each, while others wait here."""
+
+
+PART_BYTES = 256 * MiB
+"""Of host memory, pinned at a time by one of several threads."""
 
 
 class HostFrames:
@@ -108,12 +113,22 @@ class _CopiesEnded:
 
 def make_host_frames(site: Site, arena: torch.Tensor, num_frames: int, first_frame: int) -> HostFrames:
     """`num_frames` of pinned memory beside the rank's arena. Raises ValueError where there is not so much."""
-    num_bytes = num_frames * arena.shape[1]
     try:
-        host = pinned_memory(site.driver, num_bytes)
-    except (OSError, CudaError) as failure:
+        host = host_memory(site, num_frames, arena.shape[1])
+    except (OSError, MemoryError, CudaError) as failure:
         raise ValueError(
-            f"{site.rank}: host_pool_bytes asks for {num_bytes / GiB:.1f} GiB of pinned memory: {failure}; lower it"
+            f"{site.rank}: host_pool_bytes asks for {num_frames * arena.shape[1] / GiB:.1f} GiB of pinned memory: "
+            f"{failure}; lower it"
         ) from None
     engines = DeviceCopyEngine(site.driver, site.device), DeviceCopyEngine(site.driver, site.device)
-    return HostFrames(arena, host, host.base, num_frames, first_frame, engines)
+    return HostFrames(arena, host, host.memory.data_ptr(), num_frames, first_frame, engines)
+
+
+def host_memory(site: Site, num_frames: int, frame_bytes: int) -> HostBlob:
+    """Frames one after another, pinned in parts that begin with whole frames."""
+    step = HUGE_PAGE_BYTES // math.gcd(frame_bytes, HUGE_PAGE_BYTES)  # frames that end where a huge page does
+    part = step * max(1, PART_BYTES // (step * frame_bytes))
+    parts: dict[Hashable, int] = {
+        first: min(part, num_frames - first) * frame_bytes for first in range(0, num_frames, part)
+    }
+    return HostBlob(site, parts)
