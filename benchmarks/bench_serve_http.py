@@ -41,24 +41,27 @@ async def run(options: argparse.Namespace) -> None:
         query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader"]
         print(subprocess.run(query, capture_output=True, text=True, check=False).stdout, flush=True)
         clients = Clients()
-        if "prefill" in options.parts:
-            await first_tokens(clients, report, names)
-        if "long" in options.parts:
-            await long_prompt(clients, report, names, options.long_tokens)
-        if "faults" in options.parts:
-            await faults(clients, server, recovery, names, options.requests, options.fault_s)
+        for part in options.parts.split(","):
+            if part == "prefill":
+                await first_tokens(clients, report, names)
+            elif part == "long":
+                await long_prompt(clients, report, names, options.long_tokens)
+            elif part == "faults":
+                await faults(clients, server, recovery, names, options.requests, options.fault_s)
+            else:
+                raise ValueError(f"--parts has {part!r}; it takes prefill, long and faults")
     finally:
-        server.close()
-        print(log.read_text(errors="replace")[-options.log_tail :], flush=True)
         for each in (report, recovery):
             if len(each.metrics) > 1:
                 each.write(options.out)
+        server.close()
+        print(log.read_text(errors="replace")[-options.log_tail :], flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(CONFIGS))
-    parser.add_argument("--parts", default="prefill,long,faults")
+    parser.add_argument("--parts", default="prefill,long,faults", help="in this order")
     parser.add_argument("--kv-bytes", default="60GiB")
     parser.add_argument("--long-tokens", type=int, default=131072)
     parser.add_argument("--requests", type=int, default=45, help="different ones, asked again and again")

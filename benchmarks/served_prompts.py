@@ -64,6 +64,9 @@ async def beside(
     label = f"{neighbour}.{name}.1+1.{context // 1024}k"
     metric = f"ttft_ms_beside_decode.{name}.1+1.{context // 1024}k.{neighbour}"
     report.metric(metric, answer.ttft_ms, limit=2 * alone_ms, note=f"{ROWS} rows decode; twice the idle server's")
+    if not gaps or not quiet:
+        print(f"{label}: first token after {answer.ttft_ms:.1f} ms; too few tokens beside it", flush=True)
+        return
     p50, p99 = np.percentile(gaps, [50, 99])
     report.metric(f"tbt_p50_ms_before_prefill.{label}", float(np.median(quiet)))
     report.metric(f"tbt_p50_ms_during_prefill.{label}", float(p50))

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crosspool.core import Request, SamplingParams
-from crosspool.engine.batcher import prefill_chunks
+from crosspool.engine.batcher import Chunk, prefill_chunks
 from crosspool.engine.prefill_rule import PrefillRule
 from crosspool.engine.sequence import Sequence
 from crosspool.kv_pool.block_table import BlockTable
@@ -55,6 +55,7 @@ def test_generated_tokens_run_again_in_small_steps_without_prompts(shapes, max_t
         assert reruns in (set(), set(step))
         if reruns:
             assert sum(stop - start for start, stop in step.values()) <= 8
+            assert not apart or all(stop - start == 1 for start, stop in step.values())
         else:
             assert all(stop <= shapes[number][0] for number, (_, stop) in step.items())
 
@@ -74,3 +75,13 @@ def test_a_long_prompt_apart_gives_every_second_step_to_short_ones():
     rule = PrefillRule(max_tokens=100, are_apart=True)
     steps = run_all(rule, [a_sequence(0, 1000), a_sequence(1, 150), a_sequence(2, 20)])
     assert [list(step) for step in steps] == [[0], [2], [0], [1], [0], [1], *[[0]] * 7]
+
+
+def test_generated_tokens_of_prompts_apart_run_again_one_of_each_sequence_a_step():
+    sequences = [a_sequence(number, 3, outputs=2) for number in range(4)]
+    for sequence in sequences:
+        sequence.num_cached_tokens = 3
+    rule = PrefillRule(max_tokens=100, rerun_tokens=3, are_apart=True)
+    assert rule.chunks(sequences) == [Chunk(sequence, 1) for sequence in sequences[:3]]
+    beside_a_prompt = rule.chunks([*sequences, a_sequence(9, 40)], led=0)
+    assert [chunk.sequence.sequence_id for chunk in beside_a_prompt] == [9]

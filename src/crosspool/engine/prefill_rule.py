@@ -12,8 +12,9 @@ class PrefillRule:
     """Cuts steps from waiting sequences.
 
     max_tokens: of a step. rerun_tokens: of a step that runs generated tokens again, whose KV was lost: as few as the
-    backend runs through decode's kernels, so that the KV comes back bit by bit; 0: they are prefilled as prompts are.
-    are_apart: a step runs one prompt alone, so that its cut, and with it every bit, is a matter of the prompt alone.
+    backend runs through decode's kernels; 0: they are prefilled as prompts are.
+    are_apart: a step runs one prompt alone, so that its cut, and with it every bit, is a matter of the prompt alone. Of
+    generated tokens a step then runs one of each sequence, as they were made: rows of one sequence take other kernels.
     """
 
     max_tokens: int
@@ -39,6 +40,9 @@ class PrefillRule:
     def _step(self, leader: Sequence, sequences: list[Sequence]) -> list[Chunk]:
         members = [each for each in sequences if each is leader or self._may_share(leader, each)]
         if self._is_rerun(leader):
+            if self.are_apart:
+                others = [each for each in members if each is not leader][: self.rerun_tokens - 1]
+                return [Chunk(each, 1) for each in members if each is leader or each in others]
             return prefill_chunks(members, self.rerun_tokens)
         return prefill_chunks(members, self.max_tokens, ends_with_prompt=self.rerun_tokens > 0)
 

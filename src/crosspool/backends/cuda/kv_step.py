@@ -42,7 +42,7 @@ def run_step(
         for part in plan:
             sampled = [row for row in batch.sampled if part.start <= row.token < part.stop]
             is_decode = batch.num_rows_of(part.start, part.stop) == part.num_tokens
-            kind = KVPassKind(part.bucket, bool(sampled), is_decode)
+            kind = KVPassKind(part.bucket, bool(sampled) or is_decode, is_decode)  # those of decode all sample
             source = found.find(way, kind)
             slot = _push(lane, source, batch, part, num_layers, sampled)
             if lane.stream is not None:
