@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_page_cache --directory /dev/shm [--gib 8] [--threads 1,8,12,16] [--mib 16,4,2,1]
 
-Without and with copies to the GPU behind it, which is what `stream_share` does beside planning. Each thread has two
+Without and with copies to the GPU behind it: what the lock of one interpreter leaves of both. Each thread has two
 blocks: one is read into while the other is copied from.
 """
 
@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from benchmarks.report import RESULTS, Report
-from crosspool.backends.cuda.streaming import BUFFERS
 from crosspool.units import GiB, MiB
 
 NUM_FILES = 8
+BUFFERS = 2
 
 
 def write_files(directory: Path, num_bytes: int) -> list[int]:

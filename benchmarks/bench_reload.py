@@ -1,6 +1,6 @@
 """How fast does a rank's share come from the page cache onto its GPU?
 
-    python -m benchmarks.bench_reload [--models a,b] [--layers 24] [--directory DIR] [--threads 8,12,16] [--extents 4,8]
+    python -m benchmarks.bench_reload [--models a,b] [--layers 24] [--directory DIR] [--readers 8,12,16] [--extents 4,8]
 
 Writes checkpoints of the models' true shapes and names (bf16, shards of 4 GB), so that they lie in the page cache, then
 streams their FFN shares again and again, and compares tensors with the files. The limit is a copy of 1 GiB from pinned
@@ -132,7 +132,7 @@ def shares(directories: Sequence[ModelDirectory], device: torch.device, count: i
             "weights",
             device,
             lambda *_, moments=moments: moments.append(time.perf_counter()),
-            num_threads=count,
+            num_readers=count,
             extent_bytes=extent_bytes,
         )
         torch.cuda.synchronize(device)
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("--models", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=0, help="of every model; 0: all")
     parser.add_argument("--directory", type=Path, help="where the checkpoints are written; they may exist")
-    parser.add_argument("--threads", default="8,12,16")
+    parser.add_argument("--readers", default="8,12,16")
     parser.add_argument("--extents", default="4", help="MiB that are read at once")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--only-write", action="store_true", help="checkpoints, and keep them")
@@ -178,14 +178,14 @@ def main() -> None:
 def measure(
     report: Report, names: Sequence[str], directories: Sequence[ModelDirectory], options: argparse.Namespace
 ) -> None:
-    """Every number of threads with every size of extents."""
+    """Every number of readers with every size of extents."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     bus = bus_gb_per_s(device)
     report.metric("bus_gb_per_s", bus, note="1 GiB from pinned memory")
     gigabytes = [weight_bytes(directory.spec, "weights") / 1e9 for directory in directories]
     report.metric("share_gb", sum(gigabytes), note="of all models")
-    cases = itertools.product(map(int, options.threads.split(",")), map(int, options.extents.split(",")))
+    cases = itertools.product(map(int, options.readers.split(",")), map(int, options.extents.split(",")))
     for index, (count, mib) in enumerate(cases):
         found = []
         for repeat in range(options.repeats):
@@ -197,7 +197,7 @@ def measure(
             one.held.clear()
             found.append(one)
         best = min(found, key=lambda each: sum(each.seconds))
-        label = f"{count}_threads.{mib}_mib"
+        label = f"{count}_readers.{mib}_mib"
         whole = sum(gigabytes) / sum(best.seconds)
         report.metric(f"reload_gb_per_s.{label}", whole, limit=bus, note="all models; the bus; target 40")
         for name, size, seconds, first_s in zip(names, gigabytes, best.seconds, best.first_s, strict=True):

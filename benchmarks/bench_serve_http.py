@@ -43,7 +43,7 @@ async def run(options: argparse.Namespace) -> None:
         clients = Clients()
         for part in options.parts.split(","):
             if part == "prefill":
-                await first_tokens(clients, report, names)
+                await first_tokens(clients, report, names, [int(context) for context in options.contexts.split(",")])
             elif part == "long":
                 await long_prompt(clients, report, names, options.long_tokens)
             elif part == "faults":
@@ -62,6 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(CONFIGS))
     parser.add_argument("--parts", default="prefill,long,faults", help="in this order")
+    parser.add_argument("--contexts", default="4096,32768", help="of prefill, the longest beside every other model")
     parser.add_argument("--kv-bytes", default="60GiB")
     parser.add_argument("--long-tokens", type=int, default=131072)
     parser.add_argument("--requests", type=int, default=45, help="different ones, asked again and again")

@@ -15,22 +15,22 @@ from benchmarks.full_models import full_spec
 from benchmarks.report import Report
 from benchmarks.served_clients import Answer, ClientApart, Clients
 
-CONTEXTS = (4096, 32768)
 REPEATS = 2
 ROWS = 4
 ROW_TOKENS = 4000
 SETTLE_S = 0.8
 
 
-async def first_tokens(clients: Clients, report: Report, names: Sequence[str]) -> None:
-    """4K and 32K of every model: alone, then while sequences of each other model decode."""
+async def first_tokens(clients: Clients, report: Report, names: Sequence[str], contexts: Sequence[int]) -> None:
+    """Each context of every model alone, then while sequences of another model, or with the longest of each, decode."""
     apart = ClientApart()
     try:
         for name in names:
-            alone = {context: await idle(apart, report, name, context) for context in CONTEXTS}
+            alone = {context: await idle(apart, report, name, context) for context in contexts}
             others = [other for other in names if other != name]
-            for context, neighbour in ((CONTEXTS[0], others[0]), *((CONTEXTS[1], other) for other in others)):
-                await beside(clients, apart, report, name, context, neighbour, alone[context])
+            for context in contexts:
+                for neighbour in others if context == max(contexts) else others[:1]:
+                    await beside(clients, apart, report, name, context, neighbour, alone[context])
     finally:
         apart.close()
 

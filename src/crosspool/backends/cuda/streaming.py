@@ -1,20 +1,19 @@
-"""A rank's share of a checkpoint, streamed to its device by several threads.
+"""A rank's share of a checkpoint, streamed to its device.
 
-One thread moves some 6 GB/s out of the page cache, the bus of a GPU 55 GB/s. So a dozen take extents of the files in
-turn, read them into pinned memory without the interpreter's lock, and enqueue the copies from there. An extent is so
-small that the blocks of all threads stay in the processor's caches: those of 16 MiB go through main memory. What Python
-does for each is little, because all threads share that lock: events and streams are made beforehand. A plan of 58 GB
-takes half a second, so the first layers are on their way while the rest is planned.
+Processes read extents of the files into pinned memory (`weights_pool/readers.py`), and one thread plans them, layer by
+layer, and enqueues the copies from there: so the first layers are on their way while the rest is planned. An extent is
+so small that the slots of all readers stay in the processor's caches: those of 16 MiB go through main memory.
 """
 
 import ctypes
 import gc
-import threading
+import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import groupby
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -34,19 +33,23 @@ from crosspool.weights_pool.extents import (
     shortened,
 )
 from crosspool.weights_pool.loader import payload_bytes, plan_load, reads
+from crosspool.weights_pool.readers import SLOTS_EACH, Readers
 
 Tensors = dict[str, torch.Tensor]
 Copy = Callable[[int, int, int], None]
-"""(to address, from address, bytes): enqueued on the stream that was torch's current one when it was made."""
-Place = Callable[[Extent, torch.Tensor, Copy], None]
+"""(to address, from address, bytes): enqueued on a stream."""
 Room = Callable[[int | None, tuple[int, ...], torch.dtype], torch.Tensor]
 """(layer, shape, dtype): zeroed memory for a tensor."""
+Place = Callable[[Extent, torch.Tensor], None]
+"""Enqueues the copies of an extent whose bytes are at the beginning of a block of host memory."""
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-NUM_THREADS = 12
-BUFFERS = 2
-"""Pinned blocks of each thread: one is read into while the other is copied from."""
+NUM_READERS = 16
+"""Most processes that read: those of a machine with few cores are one fewer than these."""
+
+NUM_MOVERS = 4
+"""Threads that copy where the device is the host: a copy engine is none of them."""
 
 
 def stream_share(
@@ -57,7 +60,7 @@ def stream_share(
     slice_index: int = 0,
     num_slices: int = 1,
     shares: Sequence[float] | None = None,
-    num_threads: int = NUM_THREADS,
+    num_readers: int = NUM_READERS,
     extent_bytes: int = EXTENT_BYTES,
     also: Collection[str] = (),
     room: Room | None = None,
@@ -65,11 +68,13 @@ def stream_share(
     """(the model's own tensors, those of each layer): bf16, the router's fp32. also: as `plan_load` takes it.
 
     room: where tensors lie on `device`; None: in memory of their own.
-    Host memory beyond the page cache is two blocks a thread. An error leaves nothing allocated.
+    Host memory beyond the page cache are two slots a reader. An error leaves nothing allocated.
     """
     model: Tensors = {}
     layers: list[Tensors] = [{} for _ in range(directory.spec.num_layers)]
     total = 0
+    stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+    copy = _copier(device, stream)
 
     def holder(layer: int | None) -> Tensors:
         return model if layer is None else layers[layer]
@@ -93,7 +98,7 @@ def stream_share(
                 for extent in extents(checkpoint, of_layer, extent_bytes):
                     yield from shortened(joined(extent, _is_plain), _is_plain, extent_bytes)
 
-    def place(extent: Extent, block: torch.Tensor, copy: Copy) -> None:
+    def place(extent: Extent, block: torch.Tensor) -> None:
         address = block.data_ptr() - extent.start
         for part in extent.parts:
             target = holder(part.read.tensor.layer)[part.read.tensor.name]
@@ -101,10 +106,24 @@ def stream_share(
                 to = target.data_ptr() + part.at * ITEM_BYTES[part.dtype]
                 copy(to, address + part.start, part.stop - part.start)
             else:
-                arrange(part, block[part.start - extent.start : part.stop - extent.start], target)
+                with _on(stream):
+                    arrange(part, block[part.start - extent.start : part.stop - extent.start], target)
 
     with _no_collection():
-        _run(work(), device, place, lambda loaded: progress(loaded, total), num_threads, extent_bytes)
+        num_readers = max(1, min(num_readers, (os.cpu_count() or 2) - 1))
+        with (
+            Readers(num_readers, 2 * extent_bytes) as readers,
+            _pinned(readers, device) as slots,
+            ThreadPoolExecutor(NUM_MOVERS, thread_name_prefix="crosspool-stream") as movers,
+        ):
+            loading = _Loading(readers, slots, stream, movers, place, lambda loaded: progress(loaded, total))
+            try:
+                for extent in work():
+                    loading.add(extent)
+                loading.finish()
+            finally:
+                if stream is not None:
+                    stream.synchronize()  # the slots are still read
     return model, layers
 
 
@@ -129,7 +148,7 @@ def arrange(part: Part, block: torch.Tensor, destination: torch.Tensor) -> None:
     destination[region.index].copy_(value if value.ndim == len(region.index) else value.unsqueeze(0))
 
 
-def _copier(device: torch.device) -> Copy:
+def _copier(device: torch.device, stream: Any) -> Copy:
     if device.type != "cuda":
 
         def move(to: int, source: int, num_bytes: int) -> None:
@@ -140,103 +159,135 @@ def _copier(device: torch.device) -> Copy:
 
     from crosspool.backends.cuda.launch import CudaError
 
-    stream = torch.cuda.current_stream(device).cuda_stream
+    handle = stream.cuda_stream
 
     def copy(to: int, source: int, num_bytes: int) -> None:
-        (status,) = driver.cuMemcpyHtoDAsync(to, source, num_bytes, stream)
+        (status,) = driver.cuMemcpyHtoDAsync(to, source, num_bytes, handle)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise CudaError(f"cuMemcpyHtoDAsync of {num_bytes} bytes to {device} failed: {status.name}")
 
     return copy
 
 
-def _run(
-    work: Iterator[Extent],
-    device: torch.device,
-    place: Place,
-    told: Callable[[int], None],
-    num_threads: int,
-    block_bytes: int,
-) -> None:
-    """Every extent once, the first ones while later ones are still planned.
+@dataclass(frozen=True, slots=True)
+class _Moving:
+    """A copy by a thread, as an event of a stream."""
 
-    `told`, called in the caller's thread, gets the bytes placed; what it or `work` raises ends all.
+    future: Future[None]
+
+    def query(self) -> bool:
+        return self.future.done() and self.future.result() is None
+
+    def synchronize(self) -> None:
+        self.future.result()
+
+
+class _Loading:
+    """Extents on their way: being read into a slot, or copied from it.
+
+    told: gets the bytes placed so far; what it raises ends all.
     """
-    todo: SimpleQueue[Extent | None] = SimpleQueue()
-    done: SimpleQueue[int | None] = SimpleQueue()
-    stop = threading.Event()
-    loaded, left = 0, num_threads
 
-    def take() -> Extent | None:
-        extent = todo.get()
-        return None if stop.is_set() else extent
+    def __init__(
+        self,
+        readers: Readers,
+        slots: torch.Tensor,
+        stream: Any,
+        movers: Executor,
+        place: Place,
+        told: Callable[[int], None],
+    ) -> None:
+        """slots: (slots, bytes of one) uint8, the readers' memory. stream: that `place` enqueues on.
 
-    def serve() -> None:
-        try:
-            for extent in _placed(iter(take, None), device, block_bytes, place):
-                done.put(extent.payload_bytes)
-        except BaseException:
-            stop.set()
-            raise
-        finally:
-            done.put(None)
+        movers: call `place` where there is no stream.
+        """
+        self._readers, self._slots, self._stream, self._place, self._told = readers, slots, stream, place, told
+        self._movers = movers
+        self._free = deque(sorted(range(len(slots)), key=lambda slot: (slot % SLOTS_EACH, slot)))  # all readers first
+        self._reading: dict[int, Extent] = {}
+        self._copying: deque[int] = deque()
+        self._copied: list[Any] = [None if stream is None else torch.cuda.Event() for _ in slots]
+        self._loaded = 0
 
-    def note(num_bytes: int | None) -> None:
-        nonlocal loaded, left
-        left -= num_bytes is None
-        if num_bytes is not None:
-            loaded += num_bytes
-            told(loaded)
+    def add(self, extent: Extent) -> None:
+        """Have it read; returns once it has a slot."""
+        if extent.num_bytes > self._slots.shape[1]:
+            self._alone(extent)
+            return
+        slot = self._free_slot()
+        self._reading[slot] = extent
+        self._readers.read(extent, slot)
+        self._place_ended(wait=False)
 
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="crosspool-stream") as threads:
-        futures = [threads.submit(serve) for _ in range(num_threads)]
-        try:
-            for extent in work:
-                todo.put(extent)
-                while not done.empty():
-                    note(done.get())
-                if stop.is_set():
-                    break
-            for _ in futures:
-                todo.put(None)
-            while left:
-                note(done.get())
-        finally:
-            stop.set()
-            for _ in futures:
-                todo.put(None)  # a thread that waits sees that all has ended
-        for future in futures:
-            future.result()
+    def finish(self) -> None:
+        """Returns once all has arrived."""
+        while self._reading:
+            self._place_ended(wait=True)
+        for slot in self._copying:
+            self._copied[slot].synchronize()
+
+    def _free_slot(self) -> int:
+        while True:
+            while self._copying and self._copied[self._copying[0]].query():
+                self._free.append(self._copying.popleft())
+            if self._free:
+                return self._free.popleft()
+            if self._reading:
+                self._place_ended(wait=True)
+            else:
+                self._copied[self._copying[0]].synchronize()
+
+    def _place_ended(self, *, wait: bool) -> None:
+        for slot, is_there in self._readers.ended(wait=wait):
+            extent, block = self._reading.pop(slot), self._slots[slot]
+            if not is_there:
+                _read(extent, block)
+            if self._stream is None:
+                self._copied[slot] = _Moving(self._movers.submit(self._place, extent, block))
+            else:
+                self._place(extent, block)
+                self._copied[slot].record(self._stream)
+            self._copying.append(slot)
+            self._count(extent)
+
+    def _alone(self, extent: Extent) -> None:
+        """One that no slot holds: a long matrix which must be arranged."""
+        block = torch.empty(extent.num_bytes, dtype=torch.uint8)
+        _read(extent, block)
+        self._place(extent, block)
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._count(extent)
+
+    def _count(self, extent: Extent) -> None:
+        self._loaded += extent.payload_bytes
+        self._told(self._loaded)
 
 
-def _placed(work: Iterator[Extent], device: torch.device, block_bytes: int, place: Place) -> Iterator[Extent]:
-    """Each extent once its bytes are on their way to the device; all have arrived at the end."""
-    is_cuda = device.type == "cuda"
-    stream: Any = None
-    if is_cuda:
-        torch.cuda.set_device(device)
-        stream = torch.cuda.Stream(device)
-    blocks = [torch.empty(block_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(BUFFERS)]
-    views = [memoryview(block.numpy()) for block in blocks]
-    copied: list[Any] = [torch.cuda.Event() if is_cuda else None for _ in blocks]
-    with ExtentReader() as reader, _on(stream):
-        copy = _copier(device)
-        try:
-            for number, extent in enumerate(work):
-                index = number % BUFFERS
-                if is_cuda and number >= BUFFERS:
-                    copied[index].synchronize()
-                if extent.num_bytes > len(blocks[index]):
-                    blocks[index] = torch.empty(extent.num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
-                    views[index] = memoryview(blocks[index].numpy())
-                reader.read(extent, views[index])
-                place(extent, blocks[index], copy)
-                if is_cuda:
-                    copied[index].record(stream)
-                yield extent
-        finally:
-            if is_cuda:
-                stream.synchronize()  # the blocks go back to torch, which does not know of these copies
+def _read(extent: Extent, block: torch.Tensor) -> None:
+    with ExtentReader() as reader:
+        reader.read(extent, memoryview(block.numpy()))
+
+
+@contextmanager
+def _pinned(readers: Readers, device: torch.device) -> Iterator[torch.Tensor]:
+    """(slots, bytes of one) uint8: the readers' memory, pinned where there is a GPU."""
+    slots = torch.frombuffer(readers.memory, dtype=torch.uint8).view(readers.num_slots, readers.slot_bytes)
+    if device.type != "cuda":
+        yield slots
+        return
+    from cuda.bindings import driver
+
+    from crosspool.backends.cuda.launch import CudaError
+
+    torch.cuda.set_device(device)
+    (status,) = driver.cuMemHostRegister(slots.data_ptr(), slots.nbytes, 0)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise CudaError(f"cuMemHostRegister of {slots.nbytes} bytes for {device} failed: {status.name}")
+    try:
+        yield slots
+    finally:
+        driver.cuMemHostUnregister(slots.data_ptr())
 
 
 @contextmanager

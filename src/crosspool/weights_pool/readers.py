@@ -1,0 +1,101 @@
+"""Processes that read extents side by side into memory shared with a loader.
+
+One core moves 4 to 6 GB/s out of the page cache, the bus of a GPU 55 GB/s. Threads of one interpreter cannot feed it:
+with 3 MiB a read they spend their time on its lock (17 GB/s with a dozen on an H200's host, where reads alone come to
+60). So the readers are processes, and the loader one thread that tells them what to read.
+"""
+
+import mmap
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from crosspool.errors import CrossPoolError
+from crosspool.weights_pool import reader_process
+from crosspool.weights_pool.extents import Extent
+from crosspool.weights_pool.reader_process import COMMAND, DONE
+
+SLOTS_EACH = 2
+"""Pieces of memory of each reader: one is read into while the other is copied from."""
+
+
+class Readers:
+    """`num_readers` processes with SLOTS_EACH slots of `slot_bytes` each. A context manager: they end with the block.
+
+    memory: all slots, shared with them; slot n begins at byte n * slot_bytes. It goes with its last user.
+    """
+
+    def __init__(self, num_readers: int, slot_bytes: int) -> None:
+        self.num_slots, self.slot_bytes = num_readers * SLOTS_EACH, slot_bytes
+        fd = os.memfd_create("crosspool-readers")
+        try:
+            os.ftruncate(fd, self.num_slots * slot_bytes)
+            self.memory = mmap.mmap(fd, 0)
+            self._done, done = os.pipe()
+            self._commands: list[int] = []
+            self._processes: list[subprocess.Popen[bytes]] = []
+            try:
+                for _ in range(num_readers):
+                    self._start(fd, done)
+            except BaseException:
+                self.close()
+                raise
+            finally:
+                os.close(done)
+        finally:
+            os.close(fd)
+        self._poll = select.poll()
+        self._poll.register(self._done, select.POLLIN)
+
+    def _start(self, memory_fd: int, done: int) -> None:
+        commands, end = os.pipe()
+        try:
+            fds = (memory_fd, commands, done)
+            words = [sys.executable, "-I", "-S", str(Path(reader_process.__file__)), *map(str, fds)]
+            self._processes.append(subprocess.Popen(words, pass_fds=fds, stdin=subprocess.DEVNULL))
+            self._commands.append(end)
+        finally:
+            os.close(commands)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid for process in self._processes)
+
+    def read(self, extent: Extent, slot: int) -> None:
+        """Have the extent, which fits, read into a slot. Its reader is that slot's, and takes one after another."""
+        path = os.fsencode(extent.file)
+        head = COMMAND.pack(slot, len(path), extent.start, extent.num_bytes, slot * self.slot_bytes)
+        os.write(self._commands[slot // SLOTS_EACH], head + path)
+
+    def ended(self, *, wait: bool) -> Iterator[tuple[int, bool]]:
+        """(slot, whether its bytes are there) of reads that have ended; at least one where it waits.
+
+        Raises CrossPoolError for a reader that is gone.
+        """
+        while not self._poll.poll(1000 if wait else 0):
+            if not wait:
+                return
+            for process in self._processes:
+                if process.poll() is not None:
+                    raise CrossPoolError(f"a process that reads weights ended with {process.returncode}; load again")
+        data = os.read(self._done, 512 * DONE.size)
+        if not data:
+            raise CrossPoolError("all processes that read weights have ended; load again")
+        yield from DONE.iter_unpack(data)
+
+    def __enter__(self) -> "Readers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Every reader ends once it has read what it was asked for."""
+        for commands in self._commands:
+            os.close(commands)
+        for process in self._processes:
+            process.wait()
+        os.close(self._done)

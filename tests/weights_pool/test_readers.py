@@ -1,0 +1,60 @@
+"""Readers put the bytes of files where they are asked to, and tell what they could not read."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from crosspool.errors import CrossPoolError
+from crosspool.weights_pool.extents import Extent
+from crosspool.weights_pool.readers import SLOTS_EACH, Readers
+
+SLOT = 4096
+
+
+def ended(readers, count):
+    found = []
+    while len(found) < count:
+        found += readers.ended(wait=True)
+    return dict(found)
+
+
+def test_every_slot_holds_the_bytes_that_it_was_asked_for(tmp_path):
+    data = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8).tobytes()
+    files = [tmp_path / name for name in ("one", "zwei \u00e4")]
+    for file in files:
+        file.write_bytes(data)
+    with Readers(2, SLOT) as readers:
+        assert readers.num_slots == 2 * SLOTS_EACH
+        for turn in range(5):
+            wanted = [
+                Extent(files[slot % 2], start := 977 * (slot + turn), start + SLOT - slot, (), 0)
+                for slot in range(readers.num_slots)
+            ]
+            for slot, extent in enumerate(wanted):
+                readers.read(extent, slot)
+            assert ended(readers, len(wanted)) == dict.fromkeys(range(len(wanted)), True)
+            for slot, extent in enumerate(wanted):
+                begin = slot * SLOT
+                assert readers.memory[begin : begin + extent.num_bytes] == data[extent.start : extent.stop]
+
+
+def test_a_file_that_is_short_or_gone_is_told_and_the_reader_goes_on(tmp_path):
+    (tmp_path / "short").write_bytes(b"x" * 10)
+    with Readers(1, SLOT) as readers:
+        readers.read(Extent(tmp_path / "short", 5, 11, (), 0), 0)
+        readers.read(Extent(tmp_path / "gone", 0, 1, (), 0), 1)
+        assert ended(readers, 2) == {0: False, 1: False}
+        readers.read(Extent(tmp_path / "short", 5, 10, (), 0), 0)
+        assert ended(readers, 1) == {0: True}
+
+
+@pytest.mark.parametrize("num_readers", [1, 2])
+def test_a_reader_that_was_killed_is_an_error(num_readers):
+    with Readers(num_readers, SLOT) as readers:
+        os.kill(readers.pids[0], signal.SIGKILL)
+        with pytest.raises(CrossPoolError, match=r"ended"):
+            list(readers.ended(wait=True))
