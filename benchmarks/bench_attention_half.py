@@ -2,8 +2,10 @@
 
     python -m benchmarks.bench_attention_half [--out DIRECTORY] [--contexts 4096] [--batches 1] [--parts]
 
-Layers rotate, so weights and cache come from device memory. --parts: what the chain takes less without each of its
-kernels, at 4K and batch 1.
+Layers rotate, so weights and cache come from device memory. `behind_a_wait`: a kernel that spins stands for the FFN
+elsewhere before every layer's first norm, and its time is taken off: what is left is the way from a layer's FFN output
+to the rows for the next, with all that does not depend on it loaded meanwhile. --parts: what the chain takes less
+without each of its kernels, at 4K and batch 1.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from benchmarks.gpu_timing import copy_tb_per_s, guarded, replay_us, seeded_cach
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.attention_half import AttentionHalf
 from crosspool.backends.cuda.launch import DeviceKernels
+from crosspool.backends.cuda.transport_params import DelayParams
 from crosspool.backends.cuda.weights import random_attention_weights
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.spec import ModelSpec
@@ -31,6 +34,7 @@ TARGETS = {"qwen3-30b-a3b": 20.0, "glm-4.7-flash": 24.0, "deepseek-v2-lite": 17.
 NUM_LAYERS = 16
 PAGE_TOKENS = 256
 SEED = 7
+WAIT_US = 25
 
 
 def attention_bytes(spec: ModelSpec, context: int, batch: int) -> float:
@@ -58,13 +62,23 @@ def measure(report: Report, kernels: DeviceKernels, name: str, context: int, bat
             half.attend(layer)
             half.add(layer, [partial])
 
+    def work_apart() -> None:
+        for layer in range(NUM_LAYERS):
+            half.attend(layer)
+            delay = DelayParams(WAIT_US * 1000)
+            kernels.launch("transport", "delay", grid=(1, 1, 1), threads=32, smem_bytes=0, params=delay)
+            half.add(layer, [partial])
+
     times = replay_us(work, units=NUM_LAYERS, warm_up_s=0.05)
     floor = attention_bytes(spec, context, batch) / tb_per_s / 1e6
     metric = f"attention_half_us.{name}.{context // 1024}k.b{batch}"
     report.samples(metric, times, limit=floor, note=f"weights and cache at {tb_per_s:.2f} TB/s")
     median = sorted(times)[len(times) // 2]
+    apart = [time - WAIT_US for time in replay_us(work_apart, units=NUM_LAYERS, replays=30, warm_up_s=0.0)]
+    report.samples(f"{metric}.behind_a_wait", apart, note=f"behind a wait of {WAIT_US} us, which is taken off")
+    behind = sorted(apart)[len(apart) // 2]
     goal = f" target {TARGETS[name]}" if (context, batch) == (4096, 1) else ""
-    print(f"{metric}: {median:.2f} us, floor {floor:.2f}{goal}", flush=True)
+    print(f"{metric}: {median:.2f} us, behind a wait {behind:.2f}, floor {floor:.2f}{goal}", flush=True)
 
 
 @dataclass

@@ -189,7 +189,7 @@ inline int first_lane(bool v) {
 inline float exp2_fast(float x) { return exp2f(x); }
 inline float exp_full(float x) { return expf(x); }
 inline float log2_full(float x) { return log2f(x); }
-inline float rsqrt_full(float x) { return 1.0f / sqrtf(x); }
+inline float reciprocal_root(float x) { return 1.0f / sqrtf(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline void sincos_small(float x, float* s, float* c) { *s = sinf(x); *c = cosf(x); }
 inline float float_of_bits(u32 v) { float f; memcpy(&f, &v, 4); return f; }
@@ -250,6 +250,13 @@ inline void load_matrices(u32 (&r)[4], const void* p, bool transposed) {
 }
 inline void ldmatrix_x4(u32 (&r)[4], const void* p) { load_matrices(r, p, false); }
 inline void ldmatrix_x4_trans(u32 (&r)[4], const void* p) { load_matrices(r, p, true); }
+inline u32 transpose_8x8(u32 pair) {
+  return emulator::exchange(pair, [](auto get) {
+    unsigned g = emulator::lane() / 4, q = emulator::lane() % 4;
+    auto element = [&](unsigned row) { return get(row * 4 + g / 2) >> g % 2 * 16 & 0xffffu; };
+    return static_cast<u32>(element(2 * q) | element(2 * q + 1) << 16);
+  });
+}
 inline void copy_async16(void* shared, const void* global, bool valid) {
   check_aligned(shared, 16);
   if (valid) { check_aligned(global, 16); memcpy(shared, global, 16); } else memset(shared, 0, 16);

@@ -23,7 +23,9 @@ pytestmark = pytest.mark.judge
         (16, 2048, 2, None),
         (48, 1280, 32, (8, 4, 0)),
         (40, 1992, 9, (4, 4, 12)),
-        (20, 4096, 3, (16, 2, 6)),
+        (20, 4096, 3, (8, 2, 14)),
+        (20, 2048, 8, (4, 8, 8)),
+        (20, 5120, 9, (8, 8, 12)),
     ],
 )
 def test_gemv_equals_the_product(rows, k, tokens, shape):
@@ -44,10 +46,33 @@ def test_gemv_norms_its_input_and_adds_bias_and_residual():
 @pytest.mark.parametrize("k", [64, 192, 768, 1536, 2048, 3072, 4096, 5120])
 @pytest.mark.parametrize("rows", [16, 5120, 150000])
 def test_chosen_gemvs_hold_a_row_or_take_it_in_passes(rows, k):
-    """With chunks in shared memory there is one pass; with a norm there are none."""
+    """With chunks in shared memory or with a norm there is one pass; with a norm there are no such chunks."""
     for norms in (False, True):
         warps, chunks, held = variant(rows, k, norms=norms)
-        assert not held or (warps * (chunks + held) * 32 >= k and not norms)
+        assert not (held and norms)
+        assert warps * (chunks + held) * 32 >= k or not (held or norms)
+        assert variant(rows, k, norms=norms, holds=False)[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "k", "norms"),
+    [(40, 768, True), (5120, 2048, False), (24, 4096, False), (24, 5120, False), (16, 192, False)],
+)
+def test_a_tokens_product_has_the_same_bits_in_every_batch(rows, k, norms):
+    weight, x, residual = draw(rows, k), draw(19, k, seed=1), draw(19, rows, seed=2).float()
+    norm = draw(k, seed=3) if norms else None
+
+    def product(tokens):
+        y = nan(len(tokens), rows)
+        part = x[tokens].contiguous()
+        gemv(
+            EmulatedKernels(), weight, part, y, norm_weight=norm, norm_eps=1e-6, residual=residual[tokens].contiguous()
+        )
+        return y
+
+    together = product(list(range(19)))
+    for tokens in ([0], [18], [7, 3], [9, 10, 11, 12, 7, 14, 15, 16, 17]):
+        assert torch.equal(product(tokens), together[tokens])
 
 
 def test_grouped_gemv_leaves_what_lies_between_its_outputs_alone():

@@ -34,7 +34,9 @@ from crosspool.units import ceil_div
 
 LOG2_E = 1.4426950408889634
 _ELEMENT_BYTES = 2
-_COMBINE_VALUES, _COMBINE_SPLITS = 128, 160
+_COMBINE_VALUES, _COMBINE_WARPS = 128, 8
+_ANY_TILE = 32
+"""Slots of a tile of the kernel of any shape."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def attention_decode(
     q = scratch.q[: tokens * heads * key_dim].view(tokens, heads, key_dim)
     is_ready = variant is None or not one_row_per_sequence or not variant.makes_own(spec)
     if variant is not None and not is_ready and kernels.has_warpgroups:
-        variant = widened(variant, cache.geometry.page_tokens)
+        variant = widened(variant)
     if is_ready:
         rope_cache(kernels, spec, inputs, cache, layer, positions, q)
     ready = address(q if is_ready else None)
@@ -124,13 +126,13 @@ def attention_decode(
     kernels.launch(
         "attention",
         "attention_any" if variant is None else variant.ready_name if is_ready else variant.name,
-        grid=(min(splits, num_blocks(spec, tokens, kernels.num_sms)), parts, tokens),
+        grid=(parts, min(splits, num_blocks(spec, tokens, kernels.num_sms)), tokens),
         threads=32 if variant is None else variant.warps * 32,
         smem_bytes=value_dim * 4 if variant is None else variant.smem_bytes,
-        params=wide_params(params, cache, layer, variant.tile) if variant is not None and variant.is_wide else params,
+        params=wide_params(params, cache, layer) if variant is not None and variant.is_wide else params,
         overlap=overlap or is_ready,
     )
-    _combine(kernels, out, scratch, splits, sinks)
+    _combine(kernels, out, scratch, params, _ANY_TILE if variant is None else variant.tile, sinks)
 
 
 def attention_params(
@@ -168,31 +170,34 @@ def attention_params(
     )
 
 
-def combine_params(
-    out: torch.Tensor, scratch: AttentionScratch, splits: int, sinks: torch.Tensor | None
-) -> CombineParams:
-    """What the merge of the splits of every token and head needs. out: (tokens, heads, D_v) bf16."""
-    _tokens, heads, value_dim = out.shape
-    return CombineParams(
+def _combine(
+    kernels: Launcher,
+    out: torch.Tensor,
+    scratch: AttentionScratch,
+    split: AttentionParams,
+    tile: int,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Merge what the pass `split` left of every token and head. out: (tokens, heads, D_v) bf16; tile: slots."""
+    tokens, heads, value_dim = out.shape
+    params = CombineParams(
         partial_o=address(scratch.partial_o),
         partial_ml=address(scratch.partial_ml),
         sinks=address(sinks),
+        lengths=split.lengths,
         out=address(out),
+        window=split.window,
+        few_splits=split.few_splits,
+        tile=tile,
         heads=heads,
-        splits=splits,
+        splits=split.splits,
         value_dim=value_dim,
     )
-
-
-def _combine(
-    kernels: Launcher, out: torch.Tensor, scratch: AttentionScratch, splits: int, sinks: torch.Tensor | None
-) -> None:
-    tokens, heads, value_dim = out.shape
     kernels.launch(
         "attention",
-        "attention_combine" if splits <= _COMBINE_SPLITS else "attention_combine_many",
+        "attention_combine",
         grid=(ceil_div(value_dim, _COMBINE_VALUES), heads, tokens),
-        threads=256,
-        smem_bytes=(8 * _COMBINE_VALUES + splits) * 4,
-        params=combine_params(out, scratch, splits, sinks),
+        threads=_COMBINE_WARPS * 32,
+        smem_bytes=_COMBINE_WARPS * (_COMBINE_VALUES + 2) * 4,
+        params=params,
     )

@@ -10,7 +10,7 @@ MAX_SPLITS = 512
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One instance of the kernel template `Attention<key, value, separate, heads / 8, tile, stages, warps>`."""
+    """One instance of a kernel template: `HeadsAttention` over keys and values, `LatentsAttention` over latents."""
 
     name: str
     key: int
@@ -18,20 +18,21 @@ class Variant:
     separate: bool  # values lie beside keys; else they are the keys' first elements
     heads: int  # query heads a block takes
     tile: int = 64
-    stages: int = 3
+    stages: int = 2
     warps: int = 4
     blocks_per_sm: int = 2
     is_wide: bool = False  # products of warpgroups
 
     @property
     def smem_bytes(self) -> int:
-        """The template's SMEM; panels of warpgroups take less."""
+        """The template's SMEM."""
+        row = self.key * 2 + 16  # panels of warpgroups take less, and of a single tile come as rows
+        tiles, queries = self.stages * self.tile * row, self.heads * row
+        if self.separate:
+            return 2 * tiles + queries + self.warps * self.heads * 8
         parts = self.warps // (self.tile // 16)
-        key_row, value_row = self.key * 2 + 16, self.value * 2 + 16 if self.separate else 0
-        tiles = self.stages * self.tile * (key_row + value_row)
         scores = parts * self.heads * (self.tile + 4) * 4 + self.heads * (self.tile * 2 + 16)
-        newest = (self.key + (self.value if self.separate else 0)) * 2
-        return tiles + self.heads * (key_row + 4) + scores + newest
+        return tiles + queries + scores + self.heads * 4 + self.key * 2
 
     @property
     def ready_name(self) -> str:
@@ -48,10 +49,10 @@ class Variant:
 
 
 GQA_VARIANTS: dict[int, tuple[Variant, ...]] = {
-    64: (Variant("attention_gqa_d64_h8", 64, 64, True, 8, stages=4),),
+    64: (Variant("attention_gqa_d64_h8", 64, 64, True, 8, stages=3),),
     128: (
         Variant("attention_gqa_d128_h8", 128, 128, True, 8),
-        Variant("attention_gqa_d128_h16", 128, 128, True, 16, stages=2),
+        Variant("attention_gqa_d128_h16", 128, 128, True, 16),
     ),
     256: (Variant("attention_gqa_d256_h8", 256, 256, True, 8, blocks_per_sm=1),),
 }
@@ -59,8 +60,8 @@ GQA_VARIANTS: dict[int, tuple[Variant, ...]] = {
 
 MLA_VARIANTS: dict[tuple[int, int], tuple[Variant, ...]] = {
     (512, 64): (
-        Variant("attention_mla_l512_r64_h16", 576, 512, False, 16, stages=2, warps=8, blocks_per_sm=1),
-        Variant("attention_mla_l512_r64_h24", 576, 512, False, 24, stages=2, warps=8, blocks_per_sm=1),
+        Variant("attention_mla_l512_r64_h16", 576, 512, False, 16, warps=8, blocks_per_sm=1),
+        Variant("attention_mla_l512_r64_h24", 576, 512, False, 24, warps=8, blocks_per_sm=1),
     )
 }
 """By (kv_lora_rank, qk_rope_head_dim)."""
@@ -78,14 +79,9 @@ def choose_variant(spec: GQASpec | MLASpec) -> Variant | None:
     return min(variants, key=lambda variant: (ceil_div(group, variant.heads), variant.heads))
 
 
-def widened(variant: Variant, page_tokens: int) -> Variant:
-    """The same with products of warpgroups (compute capability 9.0) where it has them: attention over latents.
-
-    Their tiles come by the copy engine, so pages must hold whole ones.
-    """
-    if variant.separate or page_tokens % variant.tile:
-        return variant
-    return replace(variant, name=f"{variant.name}_wide", is_wide=True)
+def widened(variant: Variant) -> Variant:
+    """The same with products of warpgroups (compute capability 9.0), where it has them: attention over latents."""
+    return variant if variant.separate else replace(variant, name=f"{variant.name}_wide", is_wide=True)
 
 
 def num_kv_heads(spec: GQASpec | MLASpec) -> int:

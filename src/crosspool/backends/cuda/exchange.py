@@ -173,7 +173,7 @@ def attend_splits(
     kernels.launch(
         "attention",
         "attention_any" if variant is None else variant.ready_name,
-        grid=(blocks, parts, len(lengths)),
+        grid=(parts, blocks, len(lengths)),
         threads=32 if variant is None else variant.warps * 32,
         smem_bytes=key_value_dims(spec)[1] * 4 if variant is None else variant.smem_bytes,
         params=attention_params(kernels, spec, cache, layer, lengths, scratch, splits, q),

@@ -8,20 +8,25 @@ from crosspool.units import ceil_div
 
 MAX_TOKENS = 32
 _VARIANTS = ((4, 2), (4, 4), (4, 6), (8, 4), (16, 4), (8, 8), (16, 8), (16, 10))
+_LONG = ((4096, (8, 2, 14)), (5120, (8, 8, 12)))
+"""By the longest k, above 2,048."""
 _RED_FLOATS, _TILE_COLS = 160, 8
 _HELD_BYTES = 2 * 32 * 16
 """Of a warp's chunk: 16 bytes of two rows a lane."""
 
 
-def variant(rows: int, k: int, *, norms: bool = False) -> tuple[int, int, int]:
+def variant(rows: int, k: int, *, norms: bool = False, holds: bool = True) -> tuple[int, int, int]:
     """(warps, chunks of 32 elements of k a warp holds in registers, and in shared memory), by measurement on an H200.
 
-    What shared memory holds is on its way before the wait for the kernel before too; with a norm it holds nothing.
+    What shared memory holds is on its way before the wait for the kernel before too, and leaves registers to kernels
+    beside this one. With a norm it holds nothing, and k takes one pass. holds: whether there is shared memory for that.
     """
-    if 1024 < k <= 2048:  # many rows: smaller blocks; few: fewer, longer warps
-        return (8, 4, 0) if rows > 32768 else (8, 8, 0) if rows <= 4500 else (4, 4, 0 if norms else 12)
-    if 2048 < k <= 4096 and rows <= 4500 and not norms:
-        return 16, 2, 6
+    if 1024 < k <= 2048 and not norms:  # many rows: smaller blocks; few: fewer, longer warps
+        return (8, 4, 0) if rows > 32768 else (8, 8, 0) if rows <= 4500 or not holds else (4, 8, 8)
+    if rows <= 4500 and holds and not norms:
+        for longest, shape in _LONG:
+            if 2048 < k <= longest:
+                return shape
     for warps, chunks in _VARIANTS:
         if warps * chunks * 32 >= k:
             return warps, chunks, 0
@@ -47,7 +52,7 @@ def gemv(
     x: (tokens, k) or (tokens, groups, k), last dimension contiguous, bf16; tokens <= 32.
     y: (tokens, rows) or (tokens, groups, rows), last dimension contiguous, bf16 or fp32; written whole.
     norm_weight: (k) bf16: x is RMS-normalised with `norm_eps` first. residual: (tokens, rows) fp32, may be y.
-    shape: as from `variant`, for tuning; with chunks in shared memory k must fit one pass, and there is no norm.
+    shape: as from `variant`, for tuning; with chunks in shared memory or a norm, k must fit one pass.
     """
     grouped = weight.dim() == 3
     groups, rows, k = weight.shape if grouped else (1, *weight.shape)
@@ -65,11 +70,11 @@ def gemv(
         raise ValueError("weight must be contiguous bfloat16, rows of x and y contiguous")
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}; it must be bfloat16")
-    warps, chunks, held = shape or variant(rows, k, norms=norm_weight is not None)
-    if held and (warps * (chunks + held) * 32 < k or norm_weight is not None):
-        raise ValueError(
-            f"shape {shape} does not take k {k} in one pass, or has no norm; give it more chunks or none held"
-        )
+    warps, chunks, held = shape or variant(rows, k, norms=norm_weight is not None, holds=kernels.is_hopper)
+    if held and norm_weight is not None:
+        raise ValueError(f"shape {shape} has no norm; give it no chunks held")
+    if (held or norm_weight is not None) and warps * (chunks + held) * 32 < k:
+        raise ValueError(f"shape {warps, chunks, held} does not take k {k} in one pass; give it more chunks")
     params = GemvParams(
         weight=address(weight),
         x=address(x),
@@ -88,13 +93,15 @@ def gemv(
         y_is_float=y.dtype == torch.float32,
         norm_eps=norm_eps,
     )
+    staged = min(tokens, _TILE_COLS) * (chunks + held + 1) * 64 if held or norm_weight is not None else 0
+    staged += (chunks + held) * 64 if norm_weight is not None else 0
     suffix = f"_s{held}" if held else "_norm" if norm_weight is not None else ""
     kernels.launch(
         "gemv",
         f"gemv_w{warps}_c{chunks}{suffix}",
         grid=(ceil_div(rows, 16), groups, 1),
         threads=warps * 32,
-        smem_bytes=warps * (_RED_FLOATS + _TILE_COLS) * 4 + held * warps * _HELD_BYTES,
+        smem_bytes=warps * ((_RED_FLOATS + _TILE_COLS) * 4 + held * _HELD_BYTES + staged),
         params=params,
         overlap=overlap,
     )

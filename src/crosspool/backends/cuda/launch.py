@@ -27,6 +27,11 @@ SOURCES = (
     "chunk_attention",
 )
 
+SHARED_FIRST = frozenset(("gemv", "norm", "rope", "attention", "transport", "exchange", "lane_steps", "sample"))
+"""Sources of an attention half: their kernels all take the largest part of L1 for shared memory. A multiprocessor
+divides the two anew only while no block runs on it, so a kernel that wants more would start when the one before has
+ended."""
+
 
 class Launcher(Protocol):
     """Runs one kernel. The tests' CPU emulator is the other implementation."""
@@ -88,8 +93,8 @@ class DeviceKernels:
                 source: self._call("cuModuleLoadData", path.read_bytes())
                 for source, path in zip(SOURCES, cubins, strict=True)
             }
-            for module in self._modules.values():
-                self._load_functions(module)
+            for source, module in self._modules.items():
+                self._load_functions(module, source in SHARED_FIRST)
 
     def launch(
         self,
@@ -121,11 +126,14 @@ class DeviceKernels:
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         self._call("cuLaunchKernelEx", config, function, ctypes.addressof(arguments), 0, what=kernel)
 
-    def _load_functions(self, module: Any) -> None:
+    def _load_functions(self, module: Any, shared_first: bool) -> None:
         """Load every kernel now, also where the driver would put it off to the first launch."""
+        attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         count = self._call("cuModuleGetFunctionCount", module)
         for function in self._call("cuModuleEnumerateFunctions", count, module):
             self._call("cuFuncLoad", function)
+            if shared_first:
+                self._call("cuFuncSetAttribute", function, attribute, 100)
 
     def _function(self, source: str, kernel: str, smem_bytes: int) -> Any:
         function = self._functions.get(kernel)

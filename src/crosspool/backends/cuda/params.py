@@ -96,14 +96,14 @@ class AttentionParams(ctypes.Structure):
 
 
 class WideAttentionParams(ctypes.Structure):
-    _fields_ = [("map", _L * 16), ("attention", AttentionParams)]
-    _fields_ += [("padding", ctypes.c_ubyte * (-ctypes.sizeof(AttentionParams) % 64))]
+    _fields_ = [("map", _L * 16), ("attention", AttentionParams), ("has_map", _I)]
+    _fields_ += [("padding", ctypes.c_ubyte * (-(ctypes.sizeof(AttentionParams) + 8) % 64))]
 
 
 class CombineParams(ctypes.Structure):
     _fields_ = [
-        *((name, _P) for name in ("partial_o", "partial_ml", "sinks", "out")),
-        *((name, _I) for name in ("heads", "splits", "value_dim")),
+        *((name, _P) for name in ("partial_o", "partial_ml", "sinks", "lengths", "out")),
+        *((name, _I) for name in ("window", "few_splits", "tile", "heads", "splits", "value_dim")),
     ]
 
 

@@ -1,15 +1,19 @@
 // Decode attention as two kernels: blocks each take some splits of a token's slots, then the merge of the splits.
-#include "attention_block.cuh"
+#include "attention_heads.cuh"
+#include "attention_latents.cuh"
 
 struct WideAttentionParams {
   PanelMap map;
   AttentionParams attention;
+  int has_map;  // a tile lies within a page
 };
 
+// Blocks (groups of heads, shares of the splits, tokens): those of short contexts that have slots come first, and spread.
 template <class Block>
 DEVICE void attend_split(const AttentionParams& p, const PanelMap* map = nullptr) {
-  Block self = Block::at(p, blockIdx.x, gridDim.x, blockIdx.y, blockIdx.z);
-  self.map = map;
+  Block self = Block::at(p, blockIdx.y, gridDim.y, blockIdx.x, blockIdx.z);
+  if (self.is_idle()) return;
+  if constexpr (Block::TAKES_MAP) self.map = map;
   grid_launch_dependents();
   if (Block::IS_READY) grid_wait();  // the kernel before wrote cache rows
   const u64 upcoming = self.start();
@@ -19,32 +23,29 @@ DEVICE void attend_split(const AttentionParams& p, const PanelMap* map = nullptr
 
 // gqa_d<head_dim>_h<heads of a block>, mla_l<latent>_r<rope>_h<heads of a block>. ready: queries and slots are there;
 // wide: compute capability 9.0.
-#define ATTENTION(name, threads, min_blocks, ...)                                                         \
-  KERNEL(name, AttentionParams, threads, min_blocks) { attend_split<Attention<__VA_ARGS__, false>>(p); } \
-  KERNEL(name##_ready, AttentionParams, threads, min_blocks) { attend_split<Attention<__VA_ARGS__, true>>(p); }
+#define ATTENTION(name, kind, threads, min_blocks, ...)                                              \
+  KERNEL(name, AttentionParams, threads, min_blocks) { attend_split<kind<__VA_ARGS__, false>>(p); } \
+  KERNEL(name##_ready, AttentionParams, threads, min_blocks) { attend_split<kind<__VA_ARGS__, true>>(p); }
 
-ATTENTION(attention_gqa_d64_h8, 128, 2, 64, 64, true, 1, 64, 4, 4)
-ATTENTION(attention_gqa_d128_h8, 128, 2, 128, 128, true, 1, 64, 3, 4)
-ATTENTION(attention_gqa_d128_h16, 128, 2, 128, 128, true, 2, 64, 2, 4)
-ATTENTION(attention_gqa_d256_h8, 128, 1, 256, 256, true, 1, 64, 3, 4)
-ATTENTION(attention_mla_l512_r64_h16, 256, 1, 576, 512, false, 2, 64, 2, 8)
-ATTENTION(attention_mla_l512_r64_h24, 256, 1, 576, 512, false, 3, 64, 2, 8)
+ATTENTION(attention_gqa_d64_h8, HeadsAttention, 128, 4, 64, 1, 3)
+ATTENTION(attention_gqa_d128_h8, HeadsAttention, 128, 4, 128, 1, 2)
+KERNEL(attention_gqa_d128_h8_three, AttentionParams, 128, 4) { attend_split<HeadsAttention<128, 1, 3, false>>(p); }
+ATTENTION(attention_gqa_d128_h16, HeadsAttention, 128, 2, 128, 2, 2)
+ATTENTION(attention_gqa_d256_h8, HeadsAttention, 128, 1, 256, 1, 2)
+ATTENTION(attention_mla_l512_r64_h16, LatentsAttention, 256, 1, 576, 512, 2, 64, 2, 8)
+ATTENTION(attention_mla_l512_r64_h24, LatentsAttention, 256, 1, 576, 512, 3, 64, 2, 8)
 
-// Products of warpgroups where splits have several tiles. Those of one tile take the other products, whose code is shorter:
-// that counts where it runs once. A matter of the token's length alone, as splits are.
-template <int NT>
-DEVICE void attend_wide(const WideAttentionParams& p) {
-  const AttentionParams& a = p.attention;
-  if (Splits::of(a, a.lengths[blockIdx.z], 64).per_split == 1) attend_split<Attention<576, 512, false, NT, 64, 2, 8, false>>(a);
-  else attend_split<Attention<576, 512, false, NT, 64, 2, 8, false, true>>(a, &p.map);
-}
-KERNEL(attention_mla_l512_r64_h16_wide, WideAttentionParams, 256, 1) { attend_wide<2>(p); }
-KERNEL(attention_mla_l512_r64_h24_wide, WideAttentionParams, 256, 1) { attend_wide<3>(p); }
+#define WIDE_ATTENTION(name, ...)                                                                                    \
+  KERNEL(name##_wide, WideAttentionParams, 256, 2) {                                                              \
+    attend_split<LatentsAttention<__VA_ARGS__, false, true>>(p.attention, p.has_map ? &p.map : nullptr);          \
+  }
+WIDE_ATTENTION(attention_mla_l512_r64_h16, 576, 512, 2, 64, 2, 8)
+WIDE_ATTENTION(attention_mla_l512_r64_h24, 576, 512, 3, 64, 2, 8)
 
 // Any shape, on plain arithmetic: one warp a (token, head, block). Slow; small models and checks use it.
 DEVICE void attend_any(const AttentionParams& p, const Splits& splits, int split) {
   const i64 token = blockIdx.z;
-  const int head = blockIdx.y, lane = threadIdx.x % 32;
+  const int head = blockIdx.x, lane = threadIdx.x % 32;
   const int kv_head = head / (p.heads / p.kv_heads), length = p.lengths[token];
   const i64 row = p.table_rows != nullptr ? p.table_rows[token] : token;
   const int window_begin = p.window > 0 ? max_int(length - p.window, 0) : 0, end = splits.begin(split + 1);
@@ -73,84 +74,72 @@ KERNEL(attention_any, AttentionParams, 32, 1) {
   grid_launch_dependents();
   grid_wait();
   const Splits splits = Splits::of(p, p.lengths[blockIdx.z], 32);
-  for (int split = blockIdx.x; split < p.splits; split += gridDim.x) attend_any(p, splits, split);
+  for (int split = blockIdx.y; split < p.splits; split += gridDim.y) attend_any(p, splits, split);
 }
 
 constexpr int COMBINE_THREADS = 256;
-constexpr int COMBINE_GROUPS = COMBINE_THREADS / 32;
-constexpr int COMBINE_VALUES = 128;                  // of one head, a block: a lane's four
-constexpr int MAX_SPLITS = 512;
-constexpr int AHEAD = 16;                            // splits a group reads at once
+constexpr int COMBINE_WARPS = COMBINE_THREADS / 32;
+constexpr int COMBINE_VALUES = 128;  // of one head, a block: a lane's four
+constexpr int AHEAD = 8;             // splits a warp reads at once
 
-// Merge the splits, LANE_SPLITS * 32 at most, of one (token, head) for 128 values: eight groups of threads take every
-// eighth split.
-template <int LANE_SPLITS>
-DEVICE void combine(const CombineParams& p) {
-  float* sums = reinterpret_cast<float*>(dynamic_smem());  // COMBINE_GROUPS * COMBINE_VALUES
-  float* weights = sums + COMBINE_GROUPS * COMBINE_VALUES;  // splits
+// Merge the splits of one (token, head) for 128 values: a warp takes every eighth split, with its own maximum and sum, then
+// the warps' are merged. Which splits have slots is known before the wait, so one round of loads brings up to 64.
+KERNEL(attention_combine, CombineParams, COMBINE_THREADS, 3) {
+  float* values = reinterpret_cast<float*>(dynamic_smem());       // (COMBINE_WARPS, COMBINE_VALUES)
+  float* tops = values + COMBINE_WARPS * COMBINE_VALUES;          // (COMBINE_WARPS)
+  float* sums = tops + COMBINE_WARPS;                             // (COMBINE_WARPS)
   const i64 token = blockIdx.z;
   const int head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  grid_launch_dependents();
-  grid_wait();
-  const float sink = p.sinks != nullptr ? bf16_value(p.sinks[head]) * 1.4426950408889634f : NEG_INF;
-  const float* ml = p.partial_ml + (token * p.splits * p.heads + head) * 2;
-  float m[LANE_SPLITS], l[LANE_SPLITS], top = sink;
-#pragma unroll
-  for (int i = 0; i < LANE_SPLITS; ++i) {  // all loads before the first use
-    const int split = lane + i * 32;
-    m[i] = NEG_INF, l[i] = 0.0f;
-    if (split < p.splits) {
-      const uint2 pair = load8(ml + static_cast<i64>(split) * p.heads * 2);
-      m[i] = float_of_bits(pair.x), l[i] = float_of_bits(pair.y);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < LANE_SPLITS; ++i) top = fmaxf(top, m[i]);
-  top = warp_max(top);  // every warp for itself
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < LANE_SPLITS; ++i) {
-    const float w = l[i] > 0.0f ? exp2_fast(m[i] - top) : 0.0f;  // 0: an empty split, which wrote no values
-    sum += w * l[i];
-    if (warp == 0 && lane + i * 32 < p.splits) weights[lane + i * 32] = w;
-  }
-  sum = warp_sum(sum);
-  if (p.sinks != nullptr) sum += exp2_fast(sink - top);
-  block_sync();
   const int d = blockIdx.x * COMBINE_VALUES + lane * 4;
+  grid_launch_dependents();
+  const int used = Splits::of(p, p.lengths[token], p.tile).used;
+  const float sink = p.sinks != nullptr ? bf16_value(p.sinks[head]) * 1.4426950408889634f : NEG_INF;
+  const i64 first = token * p.splits * p.heads + head;
+  const float* o = p.partial_o + first * p.value_dim + min_int(d, p.value_dim - 4);
+  const float* ml = p.partial_ml + first * 2;
+  grid_wait();
+  float top = NEG_INF, sum = 0.0f;
   float4 acc = float4{0.0f, 0.0f, 0.0f, 0.0f};
-  if (d < p.value_dim) {
-    const float* o = p.partial_o + (token * p.splits * p.heads + head) * p.value_dim + d;
-    for (int s0 = warp; s0 < p.splits; s0 += COMBINE_GROUPS * AHEAD) {
-      float4 v[AHEAD];
+#pragma unroll 1
+  for (int s0 = warp; s0 < used; s0 += COMBINE_WARPS * AHEAD) {
+    uint2 pairs[AHEAD];
+    float4 v[AHEAD];
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        const int s = s0 + i * COMBINE_GROUPS;
-        v[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
-        if (s < p.splits && weights[s] != 0.0f) v[i] = load_float4(o + static_cast<i64>(s) * p.heads * p.value_dim);
-      }
+    for (int i = 0; i < AHEAD; ++i) {  // a split read twice counts once
+      const i64 at = static_cast<i64>(min_int(s0 + i * COMBINE_WARPS, used - 1)) * p.heads;
+      pairs[i] = load8(ml + at * 2);
+      v[i] = load_float4(o + at * p.value_dim);
+    }
+    float next = top;
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        const int s = s0 + i * COMBINE_GROUPS;
-        const float w = s < p.splits ? weights[s] : 0.0f;
-        acc.x += w * v[i].x;
-        acc.y += w * v[i].y;
-        acc.z += w * v[i].z;
-        acc.w += w * v[i].w;
-      }
+    for (int i = 0; i < AHEAD; ++i) next = fmaxf(next, float_of_bits(pairs[i].x));
+    const float base = next == NEG_INF ? 0.0f : next;  // no slot within the window yet
+    const float shrink = exp2_fast(top - base);
+    top = next;
+    sum *= shrink;
+    acc = float4{acc.x * shrink, acc.y * shrink, acc.z * shrink, acc.w * shrink};
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const float w = s0 + i * COMBINE_WARPS < used ? exp2_fast(float_of_bits(pairs[i].x) - base) : 0.0f;
+      sum += w * float_of_bits(pairs[i].y);
+      acc = float4{acc.x + w * v[i].x, acc.y + w * v[i].y, acc.z + w * v[i].z, acc.w + w * v[i].w};
     }
   }
-  *reinterpret_cast<float4*>(sums + warp * COMBINE_VALUES + lane * 4) = acc;
+  *reinterpret_cast<float4*>(values + warp * COMBINE_VALUES + lane * 4) = acc;
+  if (lane == 0) tops[warp] = top, sums[warp] = sum;
   block_sync();
-  for (int i = threadIdx.x; i < COMBINE_VALUES; i += COMBINE_THREADS) {
-    const int at = blockIdx.x * COMBINE_VALUES + i;
-    if (at >= p.value_dim) continue;
-    float v = 0.0f;
+  const int at = blockIdx.x * COMBINE_VALUES + static_cast<int>(threadIdx.x);
+  if (threadIdx.x >= COMBINE_VALUES || at >= p.value_dim) return;
+  float most = sink;
 #pragma unroll
-    for (int w = 0; w < COMBINE_GROUPS; ++w) v += sums[w * COMBINE_VALUES + i];
-    p.out[(token * p.heads + head) * p.value_dim + at] = bf16_bits(sum > 0.0f ? v / sum : 0.0f);
+  for (int w = 0; w < COMBINE_WARPS; ++w) most = fmaxf(most, tops[w]);
+  const float base = most == NEG_INF ? 0.0f : most;
+  float value = 0.0f, total = p.sinks != nullptr ? exp2_fast(sink - base) : 0.0f;
+#pragma unroll
+  for (int w = 0; w < COMBINE_WARPS; ++w) {
+    const float share = exp2_fast(tops[w] - base);
+    value += share * values[w * COMBINE_VALUES + threadIdx.x];
+    total += share * sums[w];
   }
+  p.out[(token * p.heads + head) * p.value_dim + at] = bf16_bits(total > 0.0f ? value / total : 0.0f);
 }
-
-KERNEL(attention_combine, CombineParams, COMBINE_THREADS, 1) { combine<5>(p); }
-KERNEL(attention_combine_many, CombineParams, COMBINE_THREADS, 1) { combine<MAX_SPLITS / 32>(p); }

@@ -24,8 +24,10 @@ struct AttentionParams {
 struct CombineParams {
   const float* partial_o;
   const float* partial_ml;
-  const u16* sinks;  // (heads) bf16 or null: a logit that joins the sum alone
-  u16* out;          // (tokens, heads, value_dim) bf16
+  const u16* sinks;    // (heads) bf16 or null: a logit that joins the sum alone
+  const int* lengths;  // (tokens), with the next three as the split pass had them
+  u16* out;            // (tokens, heads, value_dim) bf16
+  int window, few_splits, tile;
   int heads, splits, value_dim;
 };
 
@@ -38,7 +40,9 @@ struct CombineParams {
 struct Splits {
   int first, tile, per_split, used, length;  // from slot `first` on, `per_split` tiles each; the first `used` hold slots
 
-  static DEVICE Splits of(const AttentionParams& p, int length, int tile) {
+  // p: of the split pass, or of the merge.
+  template <class Params>
+  static DEVICE Splits of(const Params& p, int length, int tile) {
     const int first = p.window > 0 ? max_int(length - p.window, 0) / tile * tile : 0;
     const int tiles = ceil_div(length - first, tile);
     const int per_split = max_int(ceil_div(tiles, tiles > 2 * p.splits ? p.splits : p.few_splits), 1);

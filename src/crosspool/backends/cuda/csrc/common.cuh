@@ -80,7 +80,8 @@ DEVICE int first_lane(bool v) { return __ffs(__ballot_sync(~0u, v)) - 1; }
 DEVICE float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE float exp_full(float x) { return expf(x); }
 DEVICE float log2_full(float x) { return log2f(x); }
-DEVICE float rsqrt_full(float x) { return 1.0f / sqrtf(x); }
+// 1 / sqrt(x), two units in the last place off at most: exact ones are long chains, with branches for the rarest values.
+DEVICE float reciprocal_root(float x) { float y; asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 // 1 / x, one unit in the last place off at most.
 DEVICE float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE void sincos_small(float x, float* s, float* c) { sincosf(x, s, c); }
@@ -114,6 +115,12 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], const void* p) {
   u32 address = static_cast<u32>(__cvta_generic_to_shared(p));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+// An 8 x 8 matrix of 16-bit elements, lane l with row l / 4, columns 2 (l % 4) and the next, to its transposed.
+DEVICE u32 transpose_8x8(u32 pair) {
+  u32 r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+  return r;
 }
 // A place in shared memory, which the compiler does not work out anew at every use.
 typedef u32 SharedAddress;

@@ -48,38 +48,72 @@ struct TileSums {
   }
 };
 
-// This lane's column of the other operand. NORMS: times a weight, and what the RMS needs is summed on the way.
-// NOTE: a lane whose token is not there reads another's column: nobody takes that sum.
-template <bool NORMS>
-struct TileColumn {
-  const u16* x;
-  float squares;
+// What a warp takes of up to TILE_COLS tokens' x, brought to shared memory at once: registers hold it in several rounds of
+// loads only, each as long as the first. NORMS: there they meet a norm's weight, and what the RMS needs is summed.
+template <int CHUNKS, bool NORMS>
+struct TileColumns {
+  static constexpr int ROW = (CHUNKS + 1) * 64;               // bytes of a token; a chunk more, so that tokens lie in other banks
+  static constexpr int NORM = NORMS ? CHUNKS * 64 : 0;        // bytes of the norm's weight
+  static DEVICE int bytes(int tokens) { return NORM + tokens * ROW; }
 
-  // Eight elements from `k` on; past the end some others, which meet weights of zero.
-  DEVICE uint4 piece(int k, int k_end) const { return load16_now(x + min_int(k, k_end - 8)); }
-  // A piece as the product takes it. `norm`: of these elements; zeros past the end.
-  DEVICE uint4 scaled(uint4 piece, uint4 norm, bool counts) {
-    float v[8], w[8];
-    unpack8(piece, v);
-    unpack8(norm, w);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) squares += counts ? v[i] * v[i] : 0.0f, v[i] *= w[i];
-    return uint4{pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
+  u8* own;    // of this warp: the norm's weight, then tokens
+  float* squares;  // of this warp (TILE_COLS)
+  int tokens;
+
+  // k positions at and after `k_end` count as zero.
+  DEVICE void load_norm(const u16* weight, int k_begin, int k_end) const {
+    if constexpr (NORMS) bring(own, weight, 0, 1, k_begin, k_end);
   }
-  // A warp's part of every column's sum of squares to `to` (TILE_COLS).
-  DEVICE void leave_squares(float* to) const {
-    float sum = squares + shfl_xor(squares, 1);
-    sum += shfl_xor(sum, 2);
-    if (threadIdx.x % 4 == 0) to[threadIdx.x % 32 / 4] = sum;
+  DEVICE void load(const u16* x, i64 x_stride, int k_begin, int k_end) const {
+    bring(own + NORM, x, x_stride, tokens, k_begin, k_end);
+    copy_async_commit();
+    copy_async_wait<0>();
+    warp_sync();
+    if constexpr (NORMS) weigh();
+  }
+  // Tokens times the norm's weight in place, and their sums of squares to `squares` (TILE_COLS).
+  DEVICE void weigh() const {
+    for (int t = 0; t < tokens; ++t) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int first = 0; first < CHUNKS * 4; first += 32) {
+        const int i = first + threadIdx.x % 32;
+        if (i >= CHUNKS * 4) continue;
+        float v[8], w[8];
+        uint4* piece = reinterpret_cast<uint4*>(own + NORM + t * ROW + i * 16);
+        unpack8(*piece, v);
+        unpack8(load16(own + i * 16), w);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += v[j] * v[j], v[j] *= w[j];
+        *piece = uint4{pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7])};
+      }
+      sum = warp_sum(sum);
+      if (threadIdx.x % 32 == 0) squares[t] = sum;
+    }
+    warp_sync();
+  }
+  static DEVICE void bring(u8* to, const u16* from, i64 stride, int count, int k_begin, int k_end) {
+    constexpr int PIECES = CHUNKS * 4;
+    for (int i = threadIdx.x % 32; i < count * PIECES; i += 32) {
+      const int k = k_begin + i % PIECES * 8;
+      const bool valid = k < k_end;
+      copy_async16(to + i / PIECES * ROW + i % PIECES * 16, from + i / PIECES * stride + (valid ? k : 0), valid);
+    }
+  }
+  // This lane's column of a chunk, as the product takes it.
+  // NOTE: a lane whose token is not there reads another's: nobody takes that sum.
+  DEVICE uint4 piece(int chunk) const {
+    const int lane = threadIdx.x % 32;
+    return load16(own + NORM + min_int(lane / 4, tokens - 1) * ROW + chunk * 64 + lane % 4 * 16);
   }
 };
 
-template <int CHUNKS, bool NORMS>
+template <int CHUNKS>
 struct TileWeights {
-  uint4 low[CHUNKS], high[CHUNKS], norm[NORMS ? CHUNKS : 1];
+  uint4 low[CHUNKS], high[CHUNKS];
 
   // `low_row`, `high_row`: this lane's two rows. k positions at and after `k_end` count as zero.
-  DEVICE void load(const u16* low_row, const u16* high_row, const u16* norm_weight, int k_begin, int k_end) {
+  DEVICE void load(const u16* low_row, const u16* high_row, int k_begin, int k_end) {
     const int k_lane = k_begin + (threadIdx.x % 4) * 8;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -87,27 +121,28 @@ struct TileWeights {
       if (k < k_end) {
         low[c] = load_stream(low_row + k);
         high[c] = load_stream(high_row + k);
-        if constexpr (NORMS) norm[c] = load16_now(norm_weight + k);
       } else {
         low[c] = high[c] = uint4{0, 0, 0, 0};
-        if constexpr (NORMS) norm[c] = uint4{0, 0, 0, 0};
       }
     }
   }
-  DEVICE void multiply(TileSums& acc, TileColumn<NORMS>& column, int k_begin, int k_end) const {
+  // x: this lane's token, straight from memory: for products in several passes, whose x is in L1.
+  DEVICE void multiply(TileSums& acc, const u16* x, int k_begin, int k_end) const {
     const int k_lane = k_begin + (threadIdx.x % 4) * 8;
-    uint4 b[CHUNKS];  // all on their way before the first is used
+    uint4 b[CHUNKS];  // all on their way before the first is used; past the end some others, which meet weights of zero
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) b[c] = column.piece(k_lane + c * 32, k_end);
+    for (int c = 0; c < CHUNKS; ++c) b[c] = load16_now(x + min_int(k_lane + c * 32, k_end - 8));
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-      if constexpr (NORMS) b[c] = column.scaled(b[c], norm[c], k_lane + c * 32 < k_end);
-      acc.add(c, low[c], high[c], b[c]);
-    }
+    for (int c = 0; c < CHUNKS; ++c) acc.add(c, low[c], high[c], b[c]);
+  }
+  template <class Columns>
+  DEVICE void multiply(TileSums& acc, const Columns& columns) const {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; ++c) acc.add(c, low[c], high[c], columns.piece(c));
   }
 };
 
-// The same in shared memory, where it takes no registers: every thread finds its own pieces `THREADS` pieces apart.
+// Weights in shared memory, where they take no registers: every thread finds its own pieces `THREADS` pieces apart.
 template <int CHUNKS, int THREADS>
 struct HeldWeights {
   u8* pieces;  // of this thread
@@ -123,21 +158,11 @@ struct HeldWeights {
     }
     if (CHUNKS > 0) copy_async_commit();
   }
-  DEVICE void wait() const {
-    if (CHUNKS > 0) copy_async_wait<0>();
-  }
-  DEVICE void multiply(TileSums& acc, const TileColumn<false>& column, int k_begin, int k_end) const {
-    constexpr int AT_ONCE = 4;
-    const int k_lane = k_begin + (threadIdx.x % 4) * 8;
+  // first: chunks of this warp before these.
+  template <class Columns>
+  DEVICE void multiply(TileSums& acc, const Columns& columns, int first) const {
 #pragma unroll
-    for (int first = 0; first < CHUNKS; first += AT_ONCE) {
-      uint4 b[AT_ONCE];
-#pragma unroll
-      for (int c = 0; c < AT_ONCE; ++c)
-        if (first + c < CHUNKS) b[c] = column.piece(k_lane + (first + c) * 32, k_end);
-#pragma unroll
-      for (int c = first; c < first + AT_ONCE && c < CHUNKS; ++c)
-        acc.add(c, load16(pieces + 2 * c * THREADS * 16), load16(pieces + (2 * c + 1) * THREADS * 16), b[c - first]);
-    }
+    for (int c = 0; c < CHUNKS; ++c)
+      acc.add(c, load16(pieces + 2 * c * THREADS * 16), load16(pieces + (2 * c + 1) * THREADS * 16), columns.piece(first + c));
   }
 };

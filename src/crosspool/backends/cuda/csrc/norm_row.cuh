@@ -89,7 +89,7 @@ struct NormRow {
 #pragma unroll
       for (int j = 0; j < 8; ++j) squares += v[n][j] * v[n][j];
     }
-    return rsqrt_full(block_sum(squares, scratch, THREADS) / static_cast<float>(hidden) + eps);
+    return reciprocal_root(block_sum(squares, scratch, THREADS) * reciprocal(static_cast<float>(hidden)) + eps);
   }
   // Eight normed elements as bf16: where they belong is `index(group)`.
   DEVICE uint4 normed(int n, float scale) const {

@@ -21,12 +21,13 @@ struct LaneTurn {
     rotated = at < rope.rope_dim;
     is_first = at < half;
     interleaved = rope.interleaved;
-    const float* table = rope.cos_sin + (token * half + (interleaved ? at / 2 : is_first ? at : at - half)) * 2;
+    const int first = !rotated ? 0 : interleaved ? at / 2 : is_first ? at : at - half;
+    const float* table = rope.cos_sin + (token * half + first) * 2;
 #pragma unroll
     for (int j = 0; j < E; ++j) {
-      const int pair = interleaved ? j / 2 : j;
-      c[j] = rotated ? table[pair * 2] : 1.0f;
-      s[j] = rotated ? table[pair * 2 + 1] : 0.0f;
+      const uint2 pair = load8(table + (interleaved ? j / 2 : j) * 2);
+      c[j] = rotated ? float_of_bits(pair.x) : 1.0f;
+      s[j] = rotated ? float_of_bits(pair.y) : 0.0f;
     }
   }
   DEVICE void turn(float (&x)[E]) const {
@@ -39,7 +40,7 @@ struct LaneTurn {
 #pragma unroll
     for (int j = 0; j < E; ++j) {
       const bool minus = interleaved ? j % 2 == 0 : is_first;
-      if (rotated) x[j] = x[j] * c[j] + (minus ? -other[j] : other[j]) * s[j];
+      x[j] = x[j] * c[j] + (minus ? -other[j] : other[j]) * s[j];
     }
   }
 };
@@ -70,7 +71,7 @@ DEVICE void norm_part(float (&x)[E], const LanePart<E>& weight, float eps) {
   weight.unpack(w);
 #pragma unroll
   for (int i = 0; i < E; ++i) squares += x[i] * x[i];
-  const float scale = rsqrt_full(warp_sum(squares) / static_cast<float>(E * 32) + eps);
+  const float scale = reciprocal_root(warp_sum(squares) / static_cast<float>(E * 32) + eps);
 #pragma unroll
   for (int i = 0; i < E; ++i) x[i] *= scale * w[i];
 }
@@ -98,7 +99,7 @@ DEVICE void rotate_head(const RopeView& rope, float* v, i64 token) {
 DEVICE float head_scale(const u16* v, int count, float eps) {
   float squares = 0.0f;
   for (int i = threadIdx.x % 32; i < count; i += 32) squares += bf16_value(v[i]) * bf16_value(v[i]);
-  return rsqrt_full(warp_sum(squares) / static_cast<float>(count) + eps);
+  return reciprocal_root(warp_sum(squares) / static_cast<float>(count) + eps);
 }
 
 // q, k, v of one token as projected, and what turns them into queries and a cache row.

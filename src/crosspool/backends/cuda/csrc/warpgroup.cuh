@@ -7,6 +7,7 @@
 
 constexpr int PANEL_ROW = 128;                   // bytes
 constexpr int PANEL_ELEMENTS = PANEL_ROW / 2;
+constexpr int PANEL_GROUP = 8 * PANEL_ROW;       // eight rows, within which pieces are exchanged
 
 // Where 16-byte piece `piece` (0..7) of a panel's row lies, in bytes from the panel's start.
 DEVICE int panel_piece(int row, int piece) { return row * PANEL_ROW + ((piece ^ row % 8) << 4); }
@@ -23,16 +24,16 @@ DEVICE void copy_panels(const PanelMap& map, u8* to, int row, int frame, const B
       arrival.copy(to + piece / 8 * w[4] * PANEL_ROW + panel_piece(r, piece % 8),
                    reinterpret_cast<const u8*>(w[0]) + frame * w[2] + (row + r) * w[1] + piece * 16, 16);
 }
-typedef const u8* PanelOperand;
-DEVICE PanelOperand panel_operand(const u8* p) { return p; }
-DEVICE PanelOperand operand_at(PanelOperand operand, int bytes) { return operand + bytes; }
+struct PanelOperand { const u8* at; int group; };
+DEVICE PanelOperand panel_operand(const u8* p, int group) { return PanelOperand{p, group}; }
+DEVICE PanelOperand operand_at(PanelOperand operand, int bytes) { return PanelOperand{operand.at + bytes, operand.group}; }
 // d (64 x N) = a (64 x 16) * b (16 x N) (+ d). a's rows are panel rows, from 16 elements at `a`; or, ACROSS, its columns are
 // panel rows, 64 elements of 16 rows at `a`. b's columns are panel rows. Lane l of warp w: c % 4 < 2 row 16 w + l / 4,
 // else that plus 8; column c / 4 * 8 + l % 4 * 2 + c % 2.
 template <int N, bool ACROSS>
 DEVICE void warpgroup_mma(float (&d)[N / 8][4], PanelOperand a, PanelOperand b, bool adds) {
-  auto element = [](const u8* from, int row, int byte) {
-    const u64 plain = reinterpret_cast<u64>(from) + row * PANEL_ROW + byte;
+  auto element = [](PanelOperand from, int row, int byte) {
+    const u64 plain = reinterpret_cast<u64>(from.at) + row / 8 * from.group + row % 8 * PANEL_ROW + byte;
     const u64 at = (plain & ~0x7full) | ((plain ^ (plain >> 3 & 0x70)) & 0x7f);
     return bf16_value(*reinterpret_cast<const u16*>(at));
   };
@@ -59,13 +60,13 @@ DEVICE void copy_panels(const PanelMap& map, u8* to, int row, int frame, const B
       "l"(&map), "r"(0), "r"(row), "r"(0), "r"(frame), "r"(arrival.at())
       : "memory");
 }
-// What the unit takes for rows of 128 bytes, exchanged; groups of eight rows follow each other.
+// What the unit takes for rows of 128 bytes, exchanged, in groups of eight that lie `group` bytes apart.
 typedef u64 PanelOperand;
 DEVICE PanelOperand operand_at(PanelOperand operand, int bytes) { return operand + (bytes >> 4); }
-DEVICE PanelOperand panel_operand(const u8* p) {
+DEVICE PanelOperand panel_operand(const u8* p, int group) {
   const u64 at = static_cast<u32>(__cvta_generic_to_shared(p));
-  constexpr u64 GROUP = 8 * PANEL_ROW >> 4, EXCHANGED_128 = 1;
-  return (at >> 4 & 0x3fff) | (u64{1} << 16) | (GROUP << 32) | (EXCHANGED_128 << 62);
+  constexpr u64 EXCHANGED_128 = 1;
+  return (at >> 4 & 0x3fff) | (u64{1} << 16) | (static_cast<u64>(group >> 4) << 32) | (EXCHANGED_128 << 62);
 }
 template <int N, bool ACROSS>
 DEVICE void warpgroup_mma(float (&d)[N / 8][4], PanelOperand left, PanelOperand right, bool adds) {
@@ -106,7 +107,7 @@ DEVICE void warpgroup_end(float (&d)[TILES][4]) {
 }
 #else
 typedef u64 PanelOperand;
-DEVICE PanelOperand panel_operand(const u8*) { return 0; }
+DEVICE PanelOperand panel_operand(const u8*, int) { return 0; }
 DEVICE PanelOperand operand_at(PanelOperand operand, int) { return operand; }
 DEVICE void copy_panels(const PanelMap&, u8*, int, int, const BulkArrival&) {}
 template <int N, bool ACROSS>

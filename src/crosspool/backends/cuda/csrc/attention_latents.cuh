@@ -1,5 +1,5 @@
-// One block of decode attention: one token, one group of up to 8 * NT query heads of one KV head, some neighbouring splits
-// of its slots, each begun anew.
+// One block of decode attention over latents (MLA): one token, up to 8 * NT query heads, some neighbouring splits of its
+// slots, each begun anew.
 //
 // Scores are computed transposed (slots x heads): a group of 8 heads fills the matrix unit's 8 columns. Tiles of slots
 // come through shared memory, STAGES - 1 ahead. Slots of earlier steps do not depend on the kernel before, so their
@@ -9,16 +9,17 @@
 #include "attention.cuh"
 #include "warpgroup.cuh"
 
-// READY: queries and all slots are there; else a block makes its own of the projections, by lanes.
-// WIDE: products of warpgroups, whose operands stay in shared memory, cut into panels; for latents.
+// KD, VD: elements of a cache row and of the latent it begins with, which is key and value. READY: queries and all slots are
+// there; else a block makes its own of the projections, by lanes. WIDE: products of warpgroups, whose operands stay in
+// shared memory, cut into panels.
 // NOTE: most of this runs once a launch, and then its instructions come from memory: what is not needed costs time.
-template <int KD, int VD, bool SEPARATE, int NT, int TILE, int STAGES, int WARPS, bool READY, bool WIDE = false>
-struct Attention {
+template <int KD, int VD, int NT, int TILE, int STAGES, int WARPS, bool READY, bool WIDE = false>
+struct LatentsAttention {
   static constexpr int THREADS = WARPS * 32;
   static constexpr int COLS = NT * 8;
   static constexpr int K_ROW = KD * 2 + (WIDE ? 0 : 16);     // bytes; 16 of padding against bank conflicts
-  static constexpr int V_ROW = SEPARATE ? VD * 2 + 16 : 0;
-  static constexpr int STAGE = TILE * (K_ROW + V_ROW);
+  static constexpr int STAGE = TILE * K_ROW;
+  static constexpr int GROUP = KD / PANEL_ELEMENTS * PANEL_GROUP;  // WIDE: bytes of eight slots, panel after panel
   static constexpr int P_ROW = TILE * 2 + (WIDE ? 0 : 16);
   static constexpr int S_STRIDE = TILE + 4;                  // floats
   static constexpr int GROUPS = TILE / 16, K_PARTS = WARPS / GROUPS;
@@ -32,49 +33,45 @@ struct Attention {
   static constexpr int OFF_S = WIDE ? OFF_WORK + P_BYTES : OFF_WORK;
   static constexpr int OFF_ALPHA = OFF_WORK + WORK_BYTES;
   static constexpr int OFF_NEWEST = OFF_ALPHA + COLS * 4;
-  static constexpr int NEWEST = (KD + (SEPARATE ? VD : 0)) * 2;
+  static constexpr int NEWEST = KD * 2;
   static constexpr int OFF_ARRIVALS = OFF_NEWEST + NEWEST;   // WIDE: a barrier a stage
   static constexpr int SMEM = OFF_ARRIVALS + (WIDE ? STAGES * 8 : 0);
-  static constexpr bool IS_READY = READY;
+  static constexpr bool IS_READY = READY, TAKES_MAP = true;
   static_assert(GROUPS * K_PARTS == WARPS && K_STEPS * K_PARTS * 16 == KD && V_TILES * WARPS * 16 == VD, "shape");
-  static_assert(!WIDE || (!SEPARATE && TILE == 64 && WARPS == 8 && OFF_Q % 1024 == 0 && OFF_P % 1024 == 0), "panels");
+  static_assert(!WIDE || (TILE == 64 && WARPS == 8 && OFF_Q % 1024 == 0 && OFF_P % 1024 == 0), "panels");
   static_assert(STAGE % 16 == 0 && OFF_P % 16 == 0 && OFF_NEWEST % 16 == 0 && SMEM <= 227 * 1024, "shared memory");
 
   // What one thread keeps of all tiles.
   struct Sums {
-    float m[COLS / WARPS], l[COLS / WARPS];  // of heads warp, warp + WARPS, ...: maximum (log2 domain) and sum
+    float m[COLS / WARPS], l[COLS / WARPS];  // of heads warp, warp + WARPS, ...: maximum (log2 domain), and a lane's part of the sum
     float o[V_TILES][NT][4];                 // value_dim x heads, as the matrix unit leaves them
   };
 
   const AttentionParams& p;
   u8* smem;
   i64 token, table_row;
-  int kv_head, head0, heads_here, begin, end, tiles, window_begin;
+  int head0, heads_here, begin, end, tiles;
   int split, per_split, used;  // the first of its splits, tiles of each, and how many of all splits hold slots
   bool has_newest;  // the range's last slot is the token's own
   bool is_writer;   // ... and this block writes it to the cache
   const PanelMap* map;   // WIDE: whole tiles come by the copy engine; null: by all threads
 
-  // Block `part` of those that share splits of a token: each KV head's query heads in groups. block: of `blocks`.
-  static DEVICE Attention at(const AttentionParams& p, int block, int blocks, int part, i64 token) {
-    const int group = p.heads / p.kv_heads, groups_per_kv = ceil_div(group, COLS);
-    const int kv_head = part / groups_per_kv, head0 = kv_head * group + part % groups_per_kv * COLS;
-    const int length = p.lengths[token];
+  // Block `part` of those that share splits of a token: the query heads in groups. block: of `blocks`.
+  static DEVICE LatentsAttention at(const AttentionParams& p, int block, int blocks, int part, i64 token) {
+    const int head0 = part * COLS, length = p.lengths[token];
     const Splits splits = Splits::of(p, length, TILE);
     const int split = splits.share(block, blocks), begin = splits.begin(split);
     const int end = splits.begin(splits.share(block + 1, blocks)), tiles = ceil_div(end - begin, TILE);
-    return Attention{p, dynamic_smem(), token, p.table_rows != nullptr ? p.table_rows[token] : token,
-                     kv_head, head0, min_int((kv_head + 1) * group - head0, COLS), begin, end, tiles,
-                     p.window > 0 ? max_int(length - p.window, 0) : 0, split, splits.per_split, splits.used,
-                     !READY && tiles > 0 && end == length, part % groups_per_kv == 0, nullptr};
+    return LatentsAttention{p, dynamic_smem(), token, p.table_rows != nullptr ? p.table_rows[token] : token,
+                            head0, min_int(p.heads - head0, COLS), begin, end, tiles, split, splits.per_split, splits.used,
+                            !READY && tiles > 0 && end == length, part == 0, nullptr};
   }
 
   // Where 16 bytes of a tile's slot, of a query and of a head's probabilities lie.
   DEVICE u8* slot_piece(int stage, int slot, int piece) const {
     u8* rows = smem + stage * STAGE;
-    if (WIDE) return rows + piece / 8 * (TILE * PANEL_ROW) + panel_piece(slot, piece % 8);
-    if (!SEPARATE || piece < KD / 8) return rows + slot * K_ROW + piece * 16;
-    return rows + TILE * K_ROW + slot * V_ROW + (piece - KD / 8) * 16;
+    if (WIDE) return rows + slot / 8 * GROUP + piece / 8 * PANEL_GROUP + panel_piece(slot % 8, piece % 8);
+    return rows + slot * K_ROW + piece * 16;
   }
   DEVICE u8* query_piece(int h, int piece) const {
     u8* rows = smem + OFF_Q;
@@ -105,67 +102,34 @@ struct Attention {
       const u8* slot = reinterpret_cast<const u8*>(shfl(mine, r));
       const int at = warp * PER_WARP + r;
       const bool valid = tile + at < (has_newest ? end - 1 : end);
-      for (int c = lane; c < (KD + (SEPARATE ? VD : 0)) / 8; c += 32) {
-        const bool is_key = !SEPARATE || c < KD / 8;
-        const u8* from = is_key ? slot + kv_head * p.key_head_bytes + c * 16
-                                : slot + p.value_offset_bytes + kv_head * p.value_head_bytes + (c - KD / 8) * 16;
-        copy_async16(slot_piece(stage, at, c), from, valid);
-      }
+      for (int c = lane; c < KD / 8; c += 32) copy_async16(slot_piece(stage, at, c), slot + c * 16, valid);
     }
   }
 
   static constexpr int HEADS = COLS / WARPS;  // queries a warp makes
-  static constexpr int LANE = KD / 32;        // elements of a query a lane holds (SEPARATE)
-  static constexpr int ROPE_LANE = (KD - VD) / 32 > 0 ? (KD - VD) / 32 : 2;
+  static constexpr int ROPE_LANE = (KD - VD) / 32;  // elements of a rope part a lane holds
+  static_assert(ROPE_LANE == 2, "a lane's pair");
 
-  DEVICE u16* query(int h) const { return reinterpret_cast<u16*>(smem + OFF_Q + h * K_ROW); }
-
-  // Queries of this block's heads, normed and rotated, to shared memory; zeros for heads that are not there.
-  // Loads of all of a warp's heads are issued before the first is used.
+  // Queries of this block's heads, normed and rotated, to shared memory; in place of heads that are not there, the last one
+  // again, which nobody takes: a warp's heads go side by side, and loads of all are issued before the first is used.
   DEVICE void prepare_queries() const {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (int h = heads_here + warp; h < COLS; h += WARPS)
-      for (int i = lane; i < KD / 8; i += 32) *reinterpret_cast<uint4*>(query_piece(h, i)) = uint4{0, 0, 0, 0};
     if constexpr (READY) {
-      for (int i = threadIdx.x; i < heads_here * (KD / 8); i += THREADS)
+      for (int i = threadIdx.x; i < COLS * (KD / 8); i += THREADS)
         *reinterpret_cast<uint4*>(query_piece(i / (KD / 8), i % (KD / 8))) =
-            load16(p.q + (token * p.heads + head0 + i / (KD / 8)) * KD + i % (KD / 8) * 8);
-    } else if constexpr (SEPARATE) {
-      prepare_parts();
+            load16(p.q + (token * p.heads + head0 + min_int(i / (KD / 8), heads_here - 1)) * KD + i % (KD / 8) * 8);
     } else {
-      prepare_latents();
+      make_queries();
     }
   }
 
-  DEVICE void prepare_parts() const {
-    const int warp = threadIdx.x / 32;
-    const LaneTurn<LANE> turn(p.gqa.rope, token);
-    LanePart<LANE> parts[HEADS], weight{};
-    if (p.gqa.q_norm != nullptr) weight.load(p.gqa.q_norm);
-#pragma unroll
-    for (int n = 0; n < HEADS; ++n)
-      if (warp + n * WARPS < heads_here) parts[n].load(p.gqa.vector(token, head0 + warp + n * WARPS));
-#pragma unroll
-    for (int n = 0; n < HEADS; ++n)
-      if (warp + n * WARPS < heads_here) turn_query(parts[n], weight, turn, warp + n * WARPS);
-  }
-  DEVICE void turn_query(const LanePart<LANE>& part, const LanePart<LANE>& weight, const LaneTurn<LANE>& turn, int h) const {
-    float x[LANE];
-    part.unpack(x);
-    if (p.gqa.q_norm != nullptr) norm_part(x, weight, p.gqa.eps);
-    turn.turn(x);
-    LanePart<LANE>::store(query(h), x);
-  }
-
-  DEVICE void prepare_latents() const {
+  DEVICE void make_queries() const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const LaneTurn<ROPE_LANE> turn(p.mla.rope, token);
     LanePart<ROPE_LANE> parts[HEADS];
     uint4 latents[HEADS][VD / 256];
 #pragma unroll
     for (int n = 0; n < HEADS; ++n) {
-      const int h = warp + n * WARPS;
-      if (h >= heads_here) continue;
+      const int h = min_int(warp + n * WARPS, heads_here - 1);
       parts[n].load(p.mla.rope_part(token, head0 + h));
 #pragma unroll
       for (int i = 0; i < VD / 256; ++i)
@@ -174,34 +138,22 @@ struct Attention {
 #pragma unroll
     for (int n = 0; n < HEADS; ++n) {
       const int h = warp + n * WARPS;
-      if (h >= heads_here) continue;
 #pragma unroll
       for (int i = 0; i < VD / 256; ++i) *reinterpret_cast<uint4*>(query_piece(h, i * 32 + lane)) = latents[n][i];
       float x[ROPE_LANE];
       parts[n].unpack(x);
       turn.turn(x);
-      static_assert(SEPARATE || ROPE_LANE == 2, "a lane's pair");
       *reinterpret_cast<u32*>(query_piece(h, VD / 8 + lane / 4) + lane % 4 * 4) = pack_bf16(x[0], x[1]);
     }
   }
 
-  // The token's own slot from the projections: to shared memory, and by one block a KV head to the cache.
-  DEVICE void prepare_newest(bool write) const {
+  // The token's own slot from the projections, the latent by warp 0 and the rope key by warp 1: to shared memory, and by
+  // one block to the cache.
+  DEVICE void prepare_newest() const {
     const int warp = threadIdx.x / 32;
-    if (warp > 1) return;
     u16* newest = reinterpret_cast<u16*>(smem + OFF_NEWEST);
-    int at = 0, count = VD;  // what this warp makes of the slot
-    i64 offset = 0;          // and where it lies in the cache
-    if constexpr (SEPARATE) {
-      at = warp * KD;
-      offset = newest_offset();
-      const int head = p.heads + warp * p.kv_heads + kv_head;
-      const LaneTurn<LANE> turn(p.gqa.rope, token);
-      LanePart<LANE> part, weight{};
-      part.load(p.gqa.vector(token, head));
-      if (warp == 0 && p.gqa.k_norm != nullptr) weight.load(p.gqa.k_norm);
-      finish_newest(part, weight, turn);
-    } else if (warp == 0) {
+    u16* slot = reinterpret_cast<u16*>(slot_address(p.cache, table_row, end - 1));
+    if (warp == 0) {
       constexpr int E = VD / 32;
       LanePart<E> part, weight;
       part.load(p.mla.kv_a + token * p.mla.kv_a_stride);
@@ -210,7 +162,8 @@ struct Attention {
       part.unpack(x);
       norm_part(x, weight, p.mla.eps);
       LanePart<E>::store(newest, x);
-    } else {
+      if (is_writer) LanePart<E>::store(slot, x);
+    } else if (warp == 1) {
       const LaneTurn<ROPE_LANE> turn(p.mla.rope, token);
       LanePart<ROPE_LANE> part;
       part.load(p.mla.rope_part(token, p.heads));
@@ -218,28 +171,8 @@ struct Attention {
       part.unpack(x);
       turn.turn(x);
       LanePart<ROPE_LANE>::store(newest + VD, x);
-      at = VD, count = KD - VD, offset = VD * 2;
+      if (is_writer) LanePart<ROPE_LANE>::store(slot + VD, x);
     }
-    warp_sync();
-    if (write) write_newest(at, count, offset);
-  }
-  // Key (warp 0) or value (warp 1) of the newest slot: where it lies in the cache, and its place in shared memory.
-  DEVICE i64 newest_offset() const {
-    return threadIdx.x / 32 == 0 ? kv_head * p.key_head_bytes : p.value_offset_bytes + kv_head * p.value_head_bytes;
-  }
-  DEVICE void finish_newest(const LanePart<LANE>& part, const LanePart<LANE>& weight, const LaneTurn<LANE>& turn) const {
-    const int warp = threadIdx.x / 32;
-    float x[LANE];
-    part.unpack(x);
-    if (warp == 0 && p.gqa.k_norm != nullptr) norm_part(x, weight, p.gqa.eps);
-    if (warp == 0) turn.turn(x);
-    LanePart<LANE>::store(reinterpret_cast<u16*>(smem + OFF_NEWEST) + warp * KD, x);
-  }
-  DEVICE void write_newest(int at, int count, i64 offset) const {
-    const u16* newest = reinterpret_cast<const u16*>(smem + OFF_NEWEST);
-    u8* slot = slot_address(p.cache, table_row, end - 1) + offset;
-    for (int i = threadIdx.x % 32; i < count / 8; i += 32)
-      reinterpret_cast<uint4*>(slot)[i] = reinterpret_cast<const uint4*>(newest + at)[i];
   }
 
   // Into its tile, once the copies around it have arrived.
@@ -274,11 +207,12 @@ struct Attention {
       for (int c = 0; c < 4; ++c) acc[0][n][c] = acc[1][n][c] = 0.0f;
     if constexpr (WIDE) {
       // A warpgroup takes half of every panel.
-      const PanelOperand keys = panel_operand(smem + stage * STAGE + part * 64), q = panel_operand(smem + OFF_Q + part * 64);
+      const PanelOperand keys = panel_operand(smem + stage * STAGE + part * 64, GROUP);
+      const PanelOperand q = panel_operand(smem + OFF_Q + part * 64, PANEL_GROUP);
       warpgroup_begin(acc[0]);
 #pragma unroll
       for (int step = 0; step < K_STEPS; ++step)
-        warpgroup_mma<COLS, false>(acc[0], operand_at(keys, step / 2 * (TILE * PANEL_ROW) + step % 2 * 32),
+        warpgroup_mma<COLS, false>(acc[0], operand_at(keys, step / 2 * PANEL_GROUP + step % 2 * 32),
                                    operand_at(q, step / 2 * (COLS * PANEL_ROW) + step % 2 * 32), step > 0);
       warpgroup_end(acc[0]);
     } else {
@@ -308,8 +242,8 @@ struct Attention {
         s[(n * 8 + 2 * q + c % 2) * S_STRIDE + slot + c / 2 * 8] = acc[0][n][c] + acc[1][n][c];
   }
 
-  // Running softmax; a warp owns heads warp, warp + WARPS, ... and keeps their maximum and sum in registers. Its heads go
-  // side by side, so that their shuffles overlap.
+  // Running softmax; a warp owns heads warp, warp + WARPS, ... and keeps their maximum and sum in registers, the sum by
+  // lanes. Its heads go side by side, so that their shuffles overlap.
   DEVICE void softmax(int tile, float (&m)[HEADS], float (&l)[HEADS]) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const float* s = reinterpret_cast<const float*>(smem + OFF_S);
@@ -325,7 +259,7 @@ struct Attention {
         float x = s[h * S_STRIDE + slot];
 #pragma unroll
         for (int part = 1; part < K_PARTS; ++part) x += s[(part * COLS + h) * S_STRIDE + slot];
-        v[j][i] = tile + slot < end && tile + slot >= window_begin ? x * p.scale_log2 : NEG_INF;
+        v[j][i] = tile + slot < end ? x * p.scale_log2 : NEG_INF;
         top[j] = fmaxf(top[j], v[j][i]);
       }
     }
@@ -336,31 +270,24 @@ struct Attention {
 #pragma unroll
     for (int j = 0; j < HEADS; ++j) {
       const float next = fmaxf(m[j], top[j]);
-      const float base = next == NEG_INF ? 0.0f : next;  // a tile outside the window
-      shrink[j] = exp2_fast(m[j] - base);
+      shrink[j] = exp2_fast(m[j] - next);
       m[j] = next;
       sum[j] = 0.0f;
 #pragma unroll
       for (int i = 0; i < TILE / 32; ++i) {
-        const float e = exp2_fast(v[j][i] - base);
+        const float e = exp2_fast(v[j][i] - next);
         sum[j] += e;
         *probability(warp + j * WARPS, lane + i * 32) = bf16_bits(e);
       }
       if (lane == 0) alpha[warp + j * WARPS] = shrink[j];
+      l[j] = l[j] * shrink[j] + sum[j];
     }
-#pragma unroll
-    for (int mask = 16; mask; mask >>= 1)
-#pragma unroll
-      for (int j = 0; j < HEADS; ++j) sum[j] += shfl_xor(sum[j], mask);
-#pragma unroll
-    for (int j = 0; j < HEADS; ++j) l[j] = l[j] * shrink[j] + sum[j];
   }
 
   // o (value_dim x heads) = o * alpha + v^T p; a warp owns VD / 4 rows.
   DEVICE void values(int stage, float (&o)[V_TILES][NT][4]) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, q = lane % 4;
     const float* alpha = reinterpret_cast<const float*>(smem + OFF_ALPHA);
-    const u8* v = smem + stage * STAGE + (SEPARATE ? TILE * K_ROW : 0);
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       const float first = alpha[n * 8 + 2 * q], second = alpha[n * 8 + 2 * q + 1];
@@ -373,25 +300,24 @@ struct Attention {
       }
     }
     if constexpr (WIDE) {
-      const PanelOperand slots = panel_operand(smem + stage * STAGE + shfl(warp / 4, 0) * V_TILES * (TILE * PANEL_ROW));
-      const PanelOperand shares = panel_operand(smem + OFF_P);
+      const PanelOperand slots = panel_operand(smem + stage * STAGE + shfl(warp / 4, 0) * V_TILES * PANEL_GROUP, GROUP);
+      const PanelOperand shares = panel_operand(smem + OFF_P, PANEL_GROUP);
 #pragma unroll
       for (int i = 0; i < V_TILES; ++i) warpgroup_begin(o[i]);
 #pragma unroll
       for (int i = 0; i < V_TILES; ++i)
 #pragma unroll
         for (int step = 0; step < TILE / 16; ++step)
-          warpgroup_mma<COLS, true>(o[i], operand_at(slots, (i * TILE + step * 16) * PANEL_ROW),
+          warpgroup_mma<COLS, true>(o[i], operand_at(slots, i * PANEL_GROUP + step * 2 * GROUP),
                                     operand_at(shares, step * 32), true);
 #pragma unroll
       for (int i = 0; i < V_TILES; ++i) warpgroup_end(o[i]);
     } else {
-      multiply_values(v, o);
+      multiply_values(smem + stage * STAGE, o);
     }
   }
   DEVICE void multiply_values(const u8* v, float (&o)[V_TILES][NT][4]) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    constexpr int ROW = SEPARATE ? V_ROW : K_ROW;
 #pragma unroll
     for (int step = 0; step < TILE / 32; ++step) {  // 32 slots: two products
       u32 b[NT][4];
@@ -401,10 +327,10 @@ struct Attention {
 #pragma unroll
       for (int i = 0; i < V_TILES; ++i) {
         // Matrices 0..3: slots 0-7 rows d 0-7, slots 0-7 rows d 8-15, slots 8-15 rows d 0-7, slots 8-15 rows d 8-15.
-        const u8* at = v + (step * 32 + lane % 8 + lane / 16 * 8) * ROW + ((warp * V_TILES + i) * 16 + lane / 8 % 2 * 8) * 2;
+        const u8* at = v + (step * 32 + lane % 8 + lane / 16 * 8) * K_ROW + ((warp * V_TILES + i) * 16 + lane / 8 % 2 * 8) * 2;
         u32 a0[4], a1[4];
         ldmatrix_x4_trans(a0, at);
-        ldmatrix_x4_trans(a1, at + 16 * ROW);
+        ldmatrix_x4_trans(a1, at + 16 * K_ROW);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
           mma_bf16(o[i][n], a0[0], a0[1], a0[2], a0[3], b[n][0], b[n][1]);
@@ -428,17 +354,20 @@ struct Attention {
   DEVICE BulkArrival arrival(int stage) const { return BulkArrival{reinterpret_cast<u64*>(smem + OFF_ARRIVALS) + stage}; }
   // Tiles of which every slot was written before this launch; behind them comes one more at most.
   DEVICE bool is_whole(int tile) const { return WIDE && map != nullptr && tile + TILE <= (has_newest ? end - 1 : end); }
-  // What `start_tile` needs of the frame table: on its way a tile early. Its frame, or `slot_of` of each thread.
+  // The first of the eight slots of a tile that this thread brings, if it is one of the first TILE / 8.
+  static DEVICE int first_of_eight(int tile) { return tile + static_cast<int>(threadIdx.x) % (TILE / 8) * 8; }
+  // What `start_tile` needs of the frame table: on its way a tile early. The frame of those eight, or `slot_of` of each thread.
   DEVICE u64 place_of(int tile) const {
     if (!is_whole(tile)) return slot_of(tile);
     return p.cache.frame_table[table_row * p.cache.table_row_stride +
-                               static_cast<i64>(tile / p.cache.page_tokens) * p.cache.table_page_stride];
+                               static_cast<i64>(first_of_eight(tile) / p.cache.page_tokens) * p.cache.table_page_stride];
   }
   DEVICE void start_tile(int tile, int stage, u64 place) const {
     if (!is_whole(tile)) return load_tile(tile, stage, place);
-    if (threadIdx.x != 0) return;
-    arrival(stage).expect(STAGE);
-    copy_panels(*map, smem + stage * STAGE, tile % p.cache.page_tokens, static_cast<int>(place), arrival(stage));
+    if (threadIdx.x >= TILE / 8) return;
+    if (threadIdx.x == 0) arrival(stage).expect(STAGE);
+    copy_panels(*map, smem + stage * STAGE + threadIdx.x * GROUP, first_of_eight(tile) % p.cache.page_tokens,
+                static_cast<int>(place), arrival(stage));
   }
 
   static DEVICE void clear(Sums& s) {
@@ -454,9 +383,9 @@ struct Attention {
   DEVICE void finish(u64 upcoming) const {
     if (tiles > 0) prepare_queries();
     if constexpr (!READY) {
-      if (has_newest) prepare_newest(is_writer);
+      if (has_newest) prepare_newest();
     }
-    leave_empty();
+    if constexpr (READY) leave_empty();
     Sums s;
     clear(s);
     int at = split, left = per_split;  // of the present split: its number, and tiles still to come
@@ -493,10 +422,13 @@ struct Attention {
     }
   }
 
-  // Splits without slots: every block tells of those at its own place.
+  // A block without slots, of which the first stays: it waits for the kernel before, so that this one ends behind it.
+  DEVICE bool is_idle() const { return tiles == 0 && blockIdx.y > 0; }
+  // Splits without slots: blocks that stay tell of them, to those who merge without knowing which splits hold slots.
   DEVICE void leave_empty() const {
-    for (int empty = blockIdx.x; empty < p.splits; empty += gridDim.x) {
-      if (empty < used || static_cast<int>(threadIdx.x) >= heads_here) continue;
+    const int step = max_int(min_int(used, gridDim.y), 1);
+    for (int empty = used + blockIdx.y; empty < p.splits; empty += step) {
+      if (static_cast<int>(threadIdx.x) >= heads_here) continue;
       float* ml = p.partial_ml + ((token * p.splits + empty) * p.heads + head0 + threadIdx.x) * 2;
       ml[0] = NEG_INF, ml[1] = 0.0f;
     }
@@ -509,9 +441,10 @@ struct Attention {
 #pragma unroll
     for (int j = 0; j < HEADS; ++j) {
       const int h = warp + j * WARPS;
+      const float sum = warp_sum(s.l[j]);
       if (h < heads_here && lane == 0) {
         p.partial_ml[(part + h) * 2] = s.m[j];
-        p.partial_ml[(part + h) * 2 + 1] = s.l[j];
+        p.partial_ml[(part + h) * 2 + 1] = sum;
       }
     }
     const int first = (WIDE ? warp / 4 * V_TILES * 64 + warp % 4 * 16 : warp * V_TILES * 16) + lane / 4;
