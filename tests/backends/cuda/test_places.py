@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -76,3 +78,18 @@ def test_a_spare_place_is_for_a_model_that_is_not_in_place():
 def test_a_model_beyond_all_room_is_refused():
     with pytest.raises(ValueError, match=r"p0: a takes 0\.0 GiB whole and prefill_pool_bytes is 0\.0 GiB; set"):
         places(10).make_room("a", 11)
+
+
+def test_what_is_kept_of_a_model_goes_with_its_place():
+    class Kept:
+        """Something that a weak reference can point to."""
+
+    found = places(100)
+    assert found.make_room("a", 60)
+    place, _ = found.take("a", 60)
+    place.held = Kept()
+    found.release(place)
+    kept = weakref.ref(place.held)
+    del place
+    assert found.make_room("b", 90)
+    assert kept() is None, "memory that is still reached is not free"

@@ -8,6 +8,7 @@ never within a step.
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,12 +17,16 @@ from crosspool.units import GiB
 
 @dataclass(eq=False)
 class Place:
-    """One allocation. model: whose weights lie here, or are on their way. used: when it was last taken."""
+    """One allocation. model: whose weights lie here, or are on their way. used: when it was last taken.
+
+    held: what its user keeps of them; it goes with the place.
+    """
 
     memory: torch.Tensor
     model: str | None = None
     used: int = 0
     is_busy: bool = False  # a chunk reads it
+    held: Any = None
 
     @property
     def num_bytes(self) -> int:

@@ -45,7 +45,6 @@ class ModelsInTurn:
         self.places = Places(site.rank, room_bytes, make, self._swapper.settle)
         self._rank = site.rank
         self._models: dict[str, PrefillModel] = {}
-        self._in_place: dict[Place, InPlace] = {}
         self._given_up: list[tuple[Place, WorkerLane]] = []
 
     def __getitem__(self, name: str) -> PrefillModel:
@@ -87,15 +86,15 @@ class ModelsInTurn:
         place, is_in_place = self.places.take(name, model.host.num_bytes)
         try:
             if not is_in_place:
-                self._in_place[place] = self._swapper.bring(model.host, place)
-            yield self._in_place[place]
+                place.held = self._swapper.bring(model.host, place)
+            yield place.held
         finally:
             if is_over():
                 self.places.release(place)
             else:
                 self._given_up.append((place, lane))
         if not is_in_place:
-            self._tell(name, self._in_place[place])
+            self._tell(name, place.held)
 
     def bring_next(self, name: str | None) -> None:
         """Begin to bring in the model that comes next, where memory holds it beside the present one."""
@@ -104,7 +103,7 @@ class ModelsInTurn:
             return
         place = self.places.spare(name, model.host.num_bytes)
         if place is not None:
-            self._in_place[place] = self._swapper.bring(model.host, place)
+            place.held = self._swapper.bring(model.host, place)
 
     def _tell(self, name: str, in_place: InPlace) -> None:
         seconds = in_place.seconds()
