@@ -9,7 +9,14 @@ import pytest
 
 from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig, ServerConfig
 from crosspool.errors import CrossPoolError
-from crosspool.launch import cluster_config, demo_models, engine_config, prepare_models, with_prefill_room
+from crosspool.launch import (
+    cluster_config,
+    demo_models,
+    engine_config,
+    prefill_summary,
+    prepare_models,
+    with_prefill_room,
+)
 from crosspool.models.tensors import weight_bytes
 from crosspool.ranks import (
     hosts,
@@ -163,7 +170,12 @@ def test_a_prefill_ranks_room_is_two_of_the_largest_model_unless_it_is_given():
     given = replace(config, pools=replace(config.pools, prefill_pool_bytes=5 * GiB))
     assert with_prefill_room(given, models) == given
     assert cluster_config(given).prefill_pool_bytes == engine_config(given).prefill_pool_bytes == 5 * GiB
+    line = prefill_summary(with_prefill_room(config, models), models)
+    assert line is not None
+    assert line.startswith("prompts run on p0 on GPU 2: ")
+    assert "of its GPU for those in place, " in line
     inline = deployment(backend="cuda", models=demo_models())
+    assert prefill_summary(inline, models) is None
     assert with_prefill_room(inline, models) == inline
 
 

@@ -6,6 +6,7 @@ This is the one place that knows engine, cluster and server front ends at once.
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 from crosspool.backends.cuda.chunk_support import is_supported
@@ -44,7 +45,7 @@ from crosspool.ranks import (
 from crosspool.server.catalogue import Catalogue, ModelFrontend, SamplingDefaults
 from crosspool.server.chat import load_chat_template
 from crosspool.server.tokenizer import TextTokenizer
-from crosspool.units import GiB, align_up
+from crosspool.units import GiB, align_up, format_bytes
 
 DEMO_MODELS = Path(__file__).parent / "demo_models"
 
@@ -214,6 +215,22 @@ def with_prefill_room(config: DeploymentConfig, models: Sequence[PreparedModel])
     largest = max((weight_bytes(model.served.spec) for model in models), default=0)
     room = align_up(int(2 * largest * WHOLE_MODEL_SLACK), GiB)
     return replace(config, pools=replace(pools, prefill_pool_bytes=room))
+
+
+def prefill_summary(config: DeploymentConfig, models: Sequence[PreparedModel]) -> str | None:
+    """One line on what prefill ranks hold and where, once their room is known; None where there are none on GPUs."""
+    pools = config.pools
+    if pools.backend != "cuda" or pools.prefill != "dedicated":
+        return None
+    room = pools.prefill_pool_bytes or 0
+    sizes = sorted(weight_bytes(model.served.spec) for model in models)
+    num_in_place = sum(total * WHOLE_MODEL_SLACK <= room for total in accumulate(reversed(sizes)))
+    gpus = cluster_config(config).device_of
+    where = ", ".join(f"{rank} on GPU {gpus[rank]}" for rank in prefill_ranks(config))
+    return (
+        f"prompts run on {where}: {format_bytes(sum(sizes))} of models in host memory for each, {format_bytes(room)} of "
+        f"its GPU for those in place, {num_in_place} of the largest at once"
+    )
 
 
 def start_engine(config: DeploymentConfig, models: Sequence[PreparedModel] = ()) -> AsyncEngine:

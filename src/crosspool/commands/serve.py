@@ -10,7 +10,16 @@ from rich.console import Console
 from crosspool.commands.loading import shown_while_loading
 from crosspool.config import DeploymentConfig, LogFormat
 from crosspool.errors import CrossPoolError
-from crosspool.launch import catalogue, demo_models, load_models, prepare_model, prepare_models, start_engine
+from crosspool.launch import (
+    catalogue,
+    demo_models,
+    load_models,
+    prefill_summary,
+    prepare_model,
+    prepare_models,
+    start_engine,
+    with_prefill_room,
+)
 from crosspool.model_source import named_source
 from crosspool.server.app import create_app
 from crosspool.server.json_logs import json_formatter
@@ -103,6 +112,9 @@ async def _serve(config: DeploymentConfig, console: Console) -> None:
     listener = listen(config.server)  # before anything is loaded: a taken port is told at once
     with listener:
         models = prepare_models(config)
+        config = with_prefill_room(config, models)
+        if (line := prefill_summary(config, models)) is not None:
+            console.print(line, highlight=False, soft_wrap=True)
         engine = start_engine(config, models)
         host, port = listener.getsockname()[:2]
         scheme = "http" if config.server.ssl_certfile is None else "https"
