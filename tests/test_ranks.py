@@ -13,11 +13,10 @@ from crosspool.launch import (
     cluster_config,
     demo_models,
     engine_config,
-    prefill_summary,
     prepare_models,
-    with_prefill_room,
 )
 from crosspool.models.tensors import weight_bytes
+from crosspool.prefill_room import prefill_summary, with_prefill_room
 from crosspool.ranks import (
     hosts,
     kv_bytes_of_each,
@@ -162,8 +161,8 @@ def test_several_prefill_ranks_share_what_is_left():
 
 def test_a_prefill_ranks_room_is_two_of_the_largest_model_unless_it_is_given():
     config = deployment(backend="cuda", prefill="dedicated", models=demo_models())
-    models = prepare_models(config)
-    largest = max(weight_bytes(model.served.spec) for model in models)
+    models = [model.served.spec for model in prepare_models(config)]
+    largest = max(map(weight_bytes, models))
     room = with_prefill_room(config, models).pools.prefill_pool_bytes
     assert room is not None
     assert 2 * largest <= room < 2.1 * largest + GiB

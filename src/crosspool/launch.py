@@ -6,7 +6,6 @@ This is the one place that knows engine, cluster and server front ends at once.
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 
 from crosspool.backends.cuda.chunk_support import is_supported
@@ -26,6 +25,7 @@ from crosspool.model_source import model_directory
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import DType
 from crosspool.models.tensors import weight_bytes
+from crosspool.prefill_room import with_prefill_room
 from crosspool.preflight import check_machine, check_slices, check_whole_models
 from crosspool.ranks import (
     are_apart,
@@ -45,7 +45,6 @@ from crosspool.ranks import (
 from crosspool.server.catalogue import Catalogue, ModelFrontend, SamplingDefaults
 from crosspool.server.chat import load_chat_template
 from crosspool.server.tokenizer import TextTokenizer
-from crosspool.units import GiB, align_up, format_bytes
 
 DEMO_MODELS = Path(__file__).parent / "demo_models"
 
@@ -61,9 +60,6 @@ class PreparedModel:
 BACKEND_NAMES = {"numpy": "NumPy", "cuda": "CUDA"}
 BACKEND_DTYPES: dict[Backend, DType] = {"numpy": "float32", "cuda": "bfloat16"}
 """What each backend computes in and its cache holds."""
-
-WHOLE_MODEL_SLACK = 1.02
-"""What a model takes on a prefill rank's GPU, in parts of its weights: layers are padded, routers lie there twice."""
 
 CUDA_SPIN_US = 200_000.0
 """A GPU tells of a step's end in memory, so a rank with a step under way looks at it instead of sleeping."""
@@ -207,42 +203,17 @@ def _start_cluster(cluster: ClusterConfig, config: DeploymentConfig) -> Cluster:
     return ApartCluster(started, num_slots(config)) if are_apart(config) else started
 
 
-def with_prefill_room(config: DeploymentConfig, models: Sequence[PreparedModel]) -> DeploymentConfig:
-    """The same, with room for two of the largest of its models on prefill ranks' GPUs where nothing was said."""
-    pools = config.pools
-    if pools.backend != "cuda" or pools.prefill != "dedicated" or pools.prefill_pool_bytes is not None:
-        return config
-    largest = max((weight_bytes(model.served.spec) for model in models), default=0)
-    room = align_up(int(2 * largest * WHOLE_MODEL_SLACK), GiB)
-    return replace(config, pools=replace(pools, prefill_pool_bytes=room))
-
-
-def prefill_summary(config: DeploymentConfig, models: Sequence[PreparedModel]) -> str | None:
-    """One line on what prefill ranks hold and where, once their room is known; None where there are none on GPUs."""
-    pools = config.pools
-    if pools.backend != "cuda" or pools.prefill != "dedicated":
-        return None
-    room = pools.prefill_pool_bytes or 0
-    sizes = sorted(weight_bytes(model.served.spec) for model in models)
-    num_in_place = sum(total * WHOLE_MODEL_SLACK <= room for total in accumulate(reversed(sizes)))
-    gpus = cluster_config(config).device_of
-    where = ", ".join(f"{rank} on GPU {gpus[rank]}" for rank in prefill_ranks(config))
-    return (
-        f"prompts run on {where}: {format_bytes(sum(sizes))} of models in host memory for each, {format_bytes(room)} of "
-        f"its GPU for those in place, {num_in_place} of the largest at once"
-    )
-
-
 def start_engine(config: DeploymentConfig, models: Sequence[PreparedModel] = ()) -> AsyncEngine:
     """The two pools and the engine, running, with no models yet. The caller closes it.
 
     models: those that will be loaded first, by which what is not set is sized.
     Raises CrossPoolError for what no machine could serve, then for what this one cannot give.
     """
-    config = with_prefill_room(config, models)
+    specs = [model.served.spec for model in models]
+    config = with_prefill_room(config, specs)
     cluster = cluster_config(config)
     check_machine(config.pools)
-    check_whole_models(config.pools, sum(weight_bytes(model.served.spec) for model in models))
+    check_whole_models(config.pools, sum(map(weight_bytes, specs)))
     return AsyncEngine(Engine(engine_config(config), _start_cluster(cluster, config)).start())
 
 

@@ -39,7 +39,7 @@ def hosts(config: DeploymentConfig) -> tuple[tuple[str, ...], ...]:
     """Ranks that share a process; none where each has one of its own."""
     if config.pools.baseline is None:
         by_gpu: dict[int, list[str]] = {}
-        for rank, gpu in _gpu_of(config).items():
+        for rank, gpu in gpu_of(config).items():
             by_gpu.setdefault(gpu, []).append(rank)
         is_shared = any(len(group) > 1 for group in by_gpu.values())
         return tuple(tuple(by_gpu[gpu]) for gpu in sorted(by_gpu)) if is_shared else ()
@@ -78,7 +78,7 @@ def devices(config: DeploymentConfig) -> tuple[tuple[str, int], ...]:
     """(rank, GPU) of the ranks that do not simply have one each, in order. A baseline's place is a GPU."""
     places = _num_places(config)
     if config.pools.baseline is None:
-        own = _gpu_of(config)
+        own = gpu_of(config)
         return () if list(own.values()) == list(range(len(own))) else tuple(own.items())
     if are_apart(config):
         slots = num_slots(config)
@@ -152,7 +152,7 @@ def order(config: DeploymentConfig) -> str:
     return "priority" if config.pools.baseline is None else "ticket"
 
 
-def _gpu_of(config: DeploymentConfig) -> dict[str, int]:
+def gpu_of(config: DeploymentConfig) -> dict[str, int]:
     """The GPU of each rank of two pools. Prefill ranks get GPUs of their own, the last ones, unless they are placed.
 
     Where `gpus` has no room for that, the pools share what is left, one GPU at least, and prefill ranks what there is.

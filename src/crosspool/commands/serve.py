@@ -14,13 +14,12 @@ from crosspool.launch import (
     catalogue,
     demo_models,
     load_models,
-    prefill_summary,
     prepare_model,
     prepare_models,
     start_engine,
-    with_prefill_room,
 )
 from crosspool.model_source import named_source
+from crosspool.prefill_room import prefill_summary, with_prefill_room
 from crosspool.server.app import create_app
 from crosspool.server.json_logs import json_formatter
 from crosspool.server.run import check_tls, listen, run_loop, serve
@@ -112,8 +111,9 @@ async def _serve(config: DeploymentConfig, console: Console) -> None:
     listener = listen(config.server)  # before anything is loaded: a taken port is told at once
     with listener:
         models = prepare_models(config)
-        config = with_prefill_room(config, models)
-        if (line := prefill_summary(config, models)) is not None:
+        specs = [model.served.spec for model in models]
+        config = with_prefill_room(config, specs)
+        if (line := prefill_summary(config, specs)) is not None:
             console.print(line, highlight=False, soft_wrap=True)
         engine = start_engine(config, models)
         host, port = listener.getsockname()[:2]

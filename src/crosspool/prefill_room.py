@@ -1,0 +1,38 @@
+"""What prefill ranks on GPUs keep where: all models whole in host memory, some of them in place on the device."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from crosspool.config import DeploymentConfig
+from crosspool.models.spec import ModelSpec
+from crosspool.models.tensors import weight_bytes
+from crosspool.ranks import gpu_of, prefill_ranks
+from crosspool.units import GiB, align_up, format_bytes
+
+SLACK = 1.02
+"""What a model takes there, in parts of its weights: layers are padded, routers lie there twice."""
+
+
+def with_prefill_room(config: DeploymentConfig, models: Sequence[ModelSpec]) -> DeploymentConfig:
+    """The same, with room for two of the largest of its models on prefill ranks' GPUs where nothing was said."""
+    pools = config.pools
+    if pools.backend != "cuda" or pools.prefill != "dedicated" or pools.prefill_pool_bytes is not None:
+        return config
+    room = align_up(int(2 * SLACK * max(map(weight_bytes, models), default=0)), GiB)
+    return replace(config, pools=replace(pools, prefill_pool_bytes=room))
+
+
+def prefill_summary(config: DeploymentConfig, models: Sequence[ModelSpec]) -> str | None:
+    """One line on what prefill ranks hold and where, once their room is known; None where there are none on GPUs."""
+    pools = config.pools
+    if pools.backend != "cuda" or pools.prefill != "dedicated":
+        return None
+    room, gpus = pools.prefill_pool_bytes or 0, gpu_of(config)
+    sizes = sorted(map(weight_bytes, models), reverse=True)
+    num_in_place = sum(SLACK * total <= room for total in accumulate(sizes))
+    where = ", ".join(f"{rank} on GPU {gpus[rank]}" for rank in prefill_ranks(config))
+    return (
+        f"prompts run on {where}: {format_bytes(sum(sizes))} of models in host memory for each, "
+        f"{format_bytes(room)} of its GPU for those in place, {num_in_place} of the largest at once"
+    )
