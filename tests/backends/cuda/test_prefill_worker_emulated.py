@@ -116,6 +116,38 @@ def test_chunks_of_a_prefill_rank_leave_the_cache_and_tokens_of_the_two_pools(
     assert bool(is_same.all()), f"{int((~is_same).sum())} bytes of KV differ"
 
 
+def joined_steps(*steps):
+    """One step of several sequences' rows."""
+    header = replace(steps[0].header, num_tokens=sum(step.header.num_tokens for step in steps))
+    rows = tuple(row for step in steps for row in step.rows)
+    return StepDescriptor(header=header, rows=rows, joining=tuple(new for step in steps for new in step.joining))
+
+
+def test_several_sequences_of_a_chunk_keep_their_own_earlier_slots(directory):
+    prompts = [prompt_of(directory, 48, seed) for seed in (1, 2)]
+    found = []
+    for pair in (Pair(directory), DedicatedPair(directory, 54)):
+        run = pair.prompt if isinstance(pair, DedicatedPair) else pair.run
+        firsts = [
+            prefill_step(directory, prompt[:count], 1, greedy(), number, first_frame, 6)
+            for number, (prompt, count, first_frame) in enumerate(zip(prompts, (12, 30), (1, 32), strict=True), start=1)
+        ]
+        firsts = [replace(step, rows=(replace(step.rows[0], sample=False),)) for step in firsts]
+        assert run(joined_steps(*firsts)) == ()
+        laters = [
+            replace(step, rows=(replace(step.rows[0], sequence_id=number),))
+            for number, step in enumerate(
+                (later_chunk(prompts[0], 12, 48, 2), later_chunk(prompts[1], 30, 48, 2)), start=1
+            )
+        ]
+        tokens = [token.token_id for token in run(replace(joined_steps(*laters), joining=()))]
+        found.append((tokens, pair.kv._frames.arena[1:].clone()))
+    (tokens, arena), (own_tokens, own_arena) = found
+    assert own_tokens == tokens
+    assert len(tokens) == 2
+    assert torch.equal(arena, own_arena)
+
+
 def test_a_chunk_that_was_given_up_is_run_again(directory):
     prompt = prompt_of(directory, 40)
     (expected,) = Pair(directory).run(first_chunk(directory, prompt, 40))
