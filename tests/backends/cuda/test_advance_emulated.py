@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 
 from crosspool.backends.cuda.advance import advance, release  # noqa: E402
 from crosspool.backends.cuda.lane_memory import STOP_IDS, LaneMemory, RunPlace, RunRows, WaitRule  # noqa: E402
-from crosspool.backends.cuda.sampling import sampling_records  # noqa: E402
 from crosspool.backends.cuda.transport import begin_pass, end_pass  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
 
@@ -131,11 +130,9 @@ class Follower(KVLane):
 
     def __init__(self, follows: int, *, is_over: bool = False) -> None:
         super().__init__()
-        steps = np.arange(STEPS)[:, None]
-        ids, at = np.repeat([[-1, -2, -1, -1]], STEPS, axis=0), np.array([14, 24, 14, 14]) + steps
+        ids, at = np.array([-1, -2, -1, -1]), np.array([14, 24, 14, 14])
         stops = np.full((2, STOP_IDS), -1, dtype=np.int32)
-        sampling = sampling_records((STEPS, 4))
-        rows = RunRows(ids, at, sampling, np.array([100, 100]), stops, follows, is_over)
+        rows = RunRows(STEPS, ids, at, None, [100, 100], stops, follows, is_over)
         self.next_base = FIRST + 1024
         self.next_over = self.next_base + STEPS * LAYERS + 1
         self.next_slots = self.lane.push_run(self.next_base, LAYERS, self.next_over, rows)

@@ -7,8 +7,6 @@ word in pinned memory, and begins, or does not, by what `advance` finds on the d
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.batch import Batch
 from crosspool.backends.cuda.lane_memory import LaneMemory, RunPlace, RunRows
@@ -47,19 +45,17 @@ def push_run(
     """
     stops = batch.stop_ids()
     assert stops is not None, "the device cannot tell what ends the rows"
-    at, steps = np.arange(bucket), np.arange(header.num_steps)
-    at[len(batch.rows) :] = 0
-    token_ids = np.repeat(-1 - at[None], header.num_steps, axis=0)
-    token_ids[0] = batch.token_ids[at]
-    sampling = sampling_records((header.num_steps, bucket))
+    at = [row if row < len(batch.rows) else 0 for row in range(bucket)]
+    sampling = None
     for row in batch.sampled:
-        drawn = batch.sampling_row(row)
-        if not drawn.params.is_greedy:
-            for step in range(header.num_steps):
-                fill_sampling(sampling[step], row.row, batch.sampling_row(row, step))
-    limits = np.array([table.shape[1] * page_tokens for table in batch.tables])
-    positions = batch.positions[at] + steps[:, None]
-    rows = RunRows(token_ids, positions, sampling, limits, stops, batch.follows, batch.is_over)
+        if batch.sampling_row(row).params.is_greedy:
+            continue
+        sampling = sampling_records((header.num_steps, bucket)) if sampling is None else sampling
+        for step in range(header.num_steps):
+            fill_sampling(sampling[step], row.row, batch.sampling_row(row, step))
+    limits = [table.shape[1] * page_tokens for table in batch.tables]
+    token_ids, positions = batch.token_ids[at], batch.positions[at]
+    rows = RunRows(header.num_steps, token_ids, positions, sampling, limits, stops, batch.follows, batch.is_over)
     over = run_over(header.step_seq, header.num_steps, num_layers)
     return memory.push_run(epoch(header.step_seq, 0) - 1, num_layers, over, rows)
 

@@ -75,23 +75,34 @@ class RunPlace:
     may_be_first: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RunRows:
-    """The rows of all steps of a run.
+    """The rows of a run.
 
-    token_ids, positions: (steps, rows); an id below 0 is what row -1 - id sampled last. sampling: (steps, rows)
-    SAMPLING. limits, stops: as in `RunPlace`, of the rows in use. follows: as bits, the rows of the lane's run before
-    this one whose sequences are all that this one has; 0: it has others too, or none is before. is_over: they have all
-    ended.
+    token_ids, positions: (rows) of its first step; rows that are not in use repeat the first, and those of later steps
+    take the token of the one before. sampling: (steps, rows) SAMPLING; None: every row takes its best token. limits,
+    stops: as in `RunPlace`, of the rows in use. follows: as bits, the rows of the lane's run before this one whose
+    sequences are all that this one has; 0: it has others too, or none is before. is_over: they have all ended.
     """
 
+    num_steps: int
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
-    sampling: npt.NDArray[np.void]
-    limits: npt.NDArray[np.int64]
+    sampling: npt.NDArray[np.void] | None
+    limits: npt.ArrayLike
     stops: npt.NDArray[np.int32]
     follows: int = 0
     is_over: bool = False
+
+    def records(self) -> npt.NDArray[np.int32]:
+        """(num_steps, RECORD_WORDS): what is the same in every run of so many steps and rows."""
+        width, used, steps = len(self.token_ids), len(self.stops), np.arange(self.num_steps)
+        found = np.zeros((self.num_steps, RECORD_WORDS), dtype=np.int32)
+        found[1:, 2 : 2 + width] = -1 - np.arange(width) * (np.arange(width) < used)
+        found[:, _LEFT] = self.num_steps - 1 - steps
+        found[:, _STEP] = steps
+        found[:, _ROWS] = used
+        return found
 
 
 class LaneMemory:
@@ -109,8 +120,10 @@ class LaneMemory:
         self._records: npt.NDArray[np.int32] = self.ring.numpy()
         self._longs: npt.NDArray[np.int64] = self._records.view(np.int64)
         self._tokens: npt.NDArray[np.int32] = self.host_tokens.numpy()
+        self._tokens_seen = memoryview(self._tokens)  # quicker to read than an array
         self._cursor = 0
         self._last_epoch = 0
+        self._records_of: dict[tuple[int, int, int, bool], npt.NDArray[np.int32]] = {}  # of runs, by their shape
         self._paces: dict[tuple[str, int], Pace] = {}
         self._step_paces: dict[tuple[str, int], StepPace] = {}
         self._left = (0, 0)  # passes that were left behind others, and go on no more than those
@@ -214,29 +227,29 @@ class LaneMemory:
 
         over: as in `RunPlace`.
         """
-        num_steps, width = rows.token_ids.shape
-        steps = np.arange(num_steps)
-        slots = (self._cursor + steps) % RING_SLOTS
-        used = len(rows.stops)
-        found = np.zeros((num_steps, RECORD_WORDS), dtype=np.int32)
-        longs = found.view(np.int64)
+        num_steps, width, used = rows.num_steps, len(rows.token_ids), len(rows.stops)
+        key = (num_steps, width, used, rows.sampling is not None)
+        found = self._records_of.get(key)
+        if found is None:
+            found = self._records_of[key] = rows.records()
+        longs, steps = found.view(np.int64), np.arange(num_steps)
+        positions = rows.positions + steps[:, None]
         longs[:, 0] = base + num_layers * steps
-        found[:, 2 : 2 + width] = rows.token_ids
-        found[:, 2 + width : 2 + 2 * width] = rows.positions
-        found[:, 2 + 2 * width : 2 + 3 * width] = rows.positions + 1
-        found[:, 2 + 3 * width : 2 + (3 + SAMPLING_WORDS) * width] = rows.sampling.view(np.int32)
+        found[0, 2 : 2 + width] = rows.token_ids
+        found[:, 2 + width : 2 + 2 * width] = positions
+        found[:, 2 + 2 * width : 2 + 3 * width] = positions + 1
+        if rows.sampling is not None:
+            found[:, 2 + 3 * width : 2 + (3 + SAMPLING_WORDS) * width] = rows.sampling.view(np.int32)
         longs[:, RUN_AT // 2] = over
-        found[:, _LEFT] = num_steps - 1 - steps
-        found[:, _STEP] = steps
-        found[:, _ROWS] = used
         found[:, _LIMITS : _LIMITS + used] = rows.limits
         found[:, _STOPS : _STOPS + STOP_IDS * used] = rows.stops.reshape(-1)
-        found[0, _FOLLOWS] = np.uint32(rows.follows).astype(np.int32)
+        found[0, _FOLLOWS] = rows.follows - (rows.follows >> 31 << 32)
         found[0, _IS_OVER] = rows.is_over
-        self._records[slots] = found
+        self._records[self._next_slots(num_steps)] = found
+        first = self._cursor
         self._cursor += num_steps
         self._last_epoch = base + num_layers * num_steps
-        return [int(slot) for slot in slots]
+        return [slot % RING_SLOTS for slot in range(first, first + num_steps)]
 
     def post(
         self, base: int, num_layers: int, layers_at: int, place: RunPlace | None = None, num_steps: int = 1
@@ -276,8 +289,8 @@ class LaneMemory:
 
     def tokens_of(self, slots: Sequence[int], rows: int) -> list[list[int]]:
         """The same of several slots."""
-        found: list[list[int]] = self._tokens.reshape(RING_SLOTS, PASS_TOKENS)[slots, :rows].tolist()
-        return found
+        firsts = [slot * PASS_TOKENS for slot in slots]
+        return [self._tokens_seen[first : first + rows].tolist() for first in firsts]
 
     def view(self) -> LaneView:
         return LaneView(
