@@ -10,7 +10,6 @@ contents are the same. Then gaps between replayed steps of attention while pages
 from __future__ import annotations
 
 import argparse
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,9 @@ import torch
 from benchmarks.bench_attention import KINDS
 from benchmarks.cache_attention import FRAME_BYTES, SEED, CacheAttention, geometry_of
 from benchmarks.full_models import full_spec
-from benchmarks.gpu_timing import guarded, seeded_cache, write_failures
+from benchmarks.gpu_timing import guarded, keep_busy, seeded_cache, write_failures
 from benchmarks.report import RESULTS, Report
-from benchmarks.step_gaps import paired_gaps, step_graph
+from benchmarks.step_gaps import PairedGaps, gaps_us, step_graph
 from crosspool.backends.cuda.copy_order import MAX_COPIES
 from crosspool.backends.cuda.driver import Driver
 from crosspool.backends.cuda.host_frames import HostFrames, make_host_frames
@@ -43,8 +42,8 @@ NUM_PAGES = 128
 ROUNDS = 7
 STEP_CONTEXT = 4096
 NUM_GAPS, NUM_ROUNDS = 10_000, 10
-PAUSES_S = {"paced": 0.002, "no_pause": 0.0}
-"""Between two pages, each of which goes out while another comes back. no_pause: some are always under way."""
+MAX_UNDER_WAY = 6
+"""Batches of pages, beyond which a step begins no more."""
 
 
 class Tier:
@@ -61,6 +60,7 @@ class Tier:
             Site("kv0", device, Driver("kv0"), {"kv0": 0}, None), self.arena, num_host_frames, 0
         )
         self.pin_s_per_gib = (time.perf_counter() - begin_s) / (self.frames.num_bytes / GiB)
+        self.num_moved = 0
         rng = np.random.default_rng(SEED)
         self.own = _pages(rng.permutation(np.arange(1, POOL_FRAMES)))
         self.host = _pages(rng.permutation(np.arange(1, num_host_frames)))
@@ -73,6 +73,14 @@ class Tier:
         """into: number of the first page of the pool that is filled."""
         pages = range(first, first + count)
         return [FrameCopy(self.own[into + page], self.host[page], is_stowed=False) for page in pages]
+
+    def move(self) -> None:
+        """One more page goes out while another one comes back, unless so many do already."""
+        if self.frames.num_under_way > MAX_UNDER_WAY:
+            return
+        page = self.num_moved % (NUM_PAGES // 2)
+        self.frames.copy([*self.stow(1, page), *self.bring_back(NUM_PAGES, 1, NUM_PAGES // 2 + page)])
+        self.num_moved += 1
 
     def until_ended(self) -> None:
         while self.frames.num_under_way:
@@ -113,36 +121,27 @@ def copies(report: Report, tier: Tier) -> None:
 
 
 def beside_steps(report: Report, kernels: DeviceKernels, tier: Tier, num_gaps: int) -> None:
-    """Steps of all layers of Qwen3-30B-A3B's attention, each over its own cache."""
+    """Steps of all layers of Qwen3-30B-A3B's attention, each over its own cache; the same thread begins the copies."""
     model = full_spec(KINDS["gqa"])
     spec, layers = model.layers[-1].attention, model.num_layers
     cache = seeded_cache(geometry_of(spec, layers), 1, STEP_CONTEXT, SEED)
     graph = step_graph(CacheAttention(kernels, spec, STEP_CONTEXT), cache)
-    for name, pause_s in PAUSES_S.items():
-        moved: list[int] = []
-        gaps = paired_gaps(graph, partial(_move, tier, pause_s, moved), num_gaps, NUM_ROUNDS)
-        report.samples(f"step_gap_us.quiet.{name}", gaps.quiet_us, note=f"{layers} layers at {STEP_CONTEXT} tokens")
-        report.samples(f"step_gap_us.copying.{name}", gaps.beside_us)
-        rate = 2 * len(moved) * FRAMES_PER_PAGE * FRAME_BYTES / 1e9 / gaps.beside_s
-        report.metric(f"copied_gb_per_s.{name}", rate, note="beside steps, both directions together")
-        gaps.report_overhead(report, f"host_tier_p99_tbt_overhead.{name}", "of all gaps of each kind")
-
-
-def _move(tier: Tier, pause_s: float, moved: list[int], stop: threading.Event) -> None:
-    """Page after page goes out while another one comes back."""
-    torch.cuda.set_device(tier.arena.device)  # a new thread has no context
-    number = 0
-    while not stop.is_set():
-        page = number % (NUM_PAGES // 2)
-        tier.frames.copy([*tier.stow(1, page), *tier.bring_back(NUM_PAGES, 1, NUM_PAGES // 2 + page)])
-        moved.append(page)
-        number += 1
-        if pause_s:
-            stop.wait(pause_s)
-        else:
-            while tier.frames.num_under_way > 4 and not stop.is_set():
-                time.sleep(1e-4)
-    tier.until_ended()
+    keep_busy(0.2)
+    gaps = PairedGaps()
+    num_before = tier.num_moved
+    for number in range(NUM_ROUNDS):
+        found: dict[bool, list[float]] = {}
+        for is_copying in (False, True) if number % 2 == 0 else (True, False):
+            begin_s = time.perf_counter()
+            found[is_copying] = gaps_us(graph, num_gaps // NUM_ROUNDS, tier.move if is_copying else None)
+            gaps.beside_s += time.perf_counter() - begin_s if is_copying else 0.0
+            tier.until_ended()
+        gaps.add_round(found[False], found[True])
+    report.samples("step_gap_us.quiet", gaps.quiet_us, note=f"{layers} layers at {STEP_CONTEXT} tokens")
+    report.samples("step_gap_us.copying", gaps.beside_us, note="a page goes out and another comes back with every step")
+    rate = 2 * (tier.num_moved - num_before) * FRAMES_PER_PAGE * FRAME_BYTES / 1e9 / gaps.beside_s
+    report.metric("copied_gb_per_s_beside_steps", rate, limit=2 * PCIE_GB_PER_S, note="both directions together")
+    gaps.report_overhead(report, "host_tier_p99_tbt_overhead", "of all gaps of each kind")
 
 
 def main() -> None:

@@ -28,6 +28,12 @@ class PairedGaps:
     rounds: list[float] = field(default_factory=list)
     beside_s: float = 0.0
 
+    def add_round(self, quiet_us: list[float], beside_us: list[float]) -> None:
+        self.quiet_us += quiet_us
+        self.beside_us += beside_us
+        quiet, beside = (float(np.percentile(gaps, 99)) for gaps in (quiet_us, beside_us))
+        self.rounds.append(100 * (beside / quiet - 1))
+
     def report_overhead(self, report: Report, name: str, note: str) -> None:
         """Metrics `name`_percent and `name`_us."""
         quiet, beside = (float(np.percentile(gaps, 99)) for gaps in (self.quiet_us, self.beside_us))
@@ -64,19 +70,17 @@ def paired_gaps(graph: torch.cuda.CUDAGraph, beside: Beside, num_gaps: int, num_
             started_s = time.perf_counter()
             if is_beside:
                 other.start()
-            found[is_beside] = _gaps_us(graph, num_gaps // num_rounds)
+            found[is_beside] = gaps_us(graph, num_gaps // num_rounds)
             stop.set()
             if is_beside:
                 other.join()
                 gaps.beside_s += time.perf_counter() - started_s
-        gaps.quiet_us += found[False]
-        gaps.beside_us += found[True]
-        quiet, besides = (float(np.percentile(found[kind], 99)) for kind in (False, True))
-        gaps.rounds.append(100 * (besides / quiet - 1))
+        gaps.add_round(found[False], found[True])
     return gaps
 
 
-def _gaps_us(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
+def gaps_us(graph: torch.cuda.CUDAGraph, count: int, meanwhile: Callable[[], None] | None = None) -> list[float]:
+    """meanwhile: what the thread that launches steps does while one is under way."""
     for _ in range(20):
         graph.replay()
     torch.cuda.synchronize()
@@ -84,6 +88,8 @@ def _gaps_us(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
     last_s = time.perf_counter()
     for _ in range(count):
         graph.replay()
+        if meanwhile is not None:
+            meanwhile()
         torch.cuda.current_stream().synchronize()
         now_s = time.perf_counter()
         found.append(1e6 * (now_s - last_s))

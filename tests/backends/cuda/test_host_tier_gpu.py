@@ -51,12 +51,14 @@ async def engine_of(directories, num_frames, num_host_frames) -> AsyncIterator[A
     cluster = start_cluster(
         ClusterConfig(
             backend="cuda",
+            layout="inprocess",
+            hosts=(("kv0", "w0"),),
             num_frames=config.num_frames,
             num_host_frames=config.num_host_frames,
             frame_bytes=FRAME_BYTES,
             max_tokens_per_step=config.max_tokens_per_step,
             num_lanes=config.num_lanes,
-            devices=(("kv0", 0), ("w0", torch.cuda.device_count() - 1)),
+            devices=(("kv0", 0), ("w0", 0)),
             spin_us=200_000,
             start_timeout_s=180,
         )

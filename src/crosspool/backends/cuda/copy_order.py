@@ -15,6 +15,9 @@ MAX_COPIES = 32
 """Frames of a batch. Enqueuing one takes a microsecond and a half of the thread that also runs decode steps."""
 
 
+NONE: frozenset[int] = frozenset()
+
+
 @dataclass(eq=False, slots=True)
 class CopyBatch:
     """Copies of one direction, of which no two touch the same frame: they may be carried out in any order.
@@ -43,9 +46,11 @@ class _Way:
         self.by_frame: dict[int, int] = {}
         self.by_host_frame: dict[int, int] = {}
 
-    def touching(self, copy: FrameCopy) -> Iterable[int]:
-        yield from (self.by_frame[frame] for frame in copy.frames if frame in self.by_frame)
-        yield from (self.by_host_frame[frame] for frame in copy.host_frames if frame in self.by_host_frame)
+    def touching(self, copy: FrameCopy) -> frozenset[int]:
+        if not self.by_frame:  # as a rule: pages go one way for a while
+            return NONE
+        found = {self.by_frame[frame] for frame in copy.frames if frame in self.by_frame}
+        return frozenset(found.union(self.by_host_frame[f] for f in copy.host_frames if f in self.by_host_frame))
 
     def forget(self, batch: CopyBatch) -> None:
         for newest, frames in ((self.by_frame, batch.frames), (self.by_host_frame, batch.host_frames)):
@@ -69,7 +74,7 @@ class CopyOrder:
 
     def add(self, copy: FrameCopy) -> None:
         way, other = self._ways[copy.is_stowed], self._ways[not copy.is_stowed]
-        after = frozenset(other.touching(copy))
+        after = other.touching(copy)
         batch = way.waiting[-1] if way.waiting else None
         if batch is None or not batch.takes(copy) or not after <= batch.after:
             self._num_batches += 1
