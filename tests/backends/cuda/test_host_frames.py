@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from crosspool.backends.cuda import host_frames as host_frames_module  # noqa: E402
 from crosspool.backends.cuda.copy_order import MAX_COPIES  # noqa: E402
 from crosspool.backends.cuda.driver import Driver  # noqa: E402
-from crosspool.backends.cuda.host_frames import MAX_ENQUEUED, HostFrames, host_memory  # noqa: E402
+from crosspool.backends.cuda.host_frames import MAX_ENQUEUED, HostFrames, host_memory, make_host_frames  # noqa: E402
 from crosspool.backends.cuda.link import Site  # noqa: E402
 from crosspool.backends.numpy.host_frames import HostFrames as ReferenceFrames  # noqa: E402
 from crosspool.kv_pool.host_tier import FrameCopy  # noqa: E402
@@ -109,7 +109,27 @@ def test_a_frame_that_is_copied_again_is_waited_for_again():
     assert wait.satisfied()
 
 
-@pytest.mark.parametrize(("num_frames", "frame_bytes"), [(3, 2 * MiB), (300, 2 * MiB), (9, 24 * KiB), (200, 3 * MiB)])
+def test_host_memory_is_unpinned_with_its_frames_and_its_lack_is_told_with_the_size(monkeypatch):
+    closed = []
+    monkeypatch.setattr(host_frames_module, "DeviceCopyEngine", lambda driver, device: LazyEngine())
+    monkeypatch.setattr(host_frames_module.HostBlob, "close", lambda blob: closed.append(blob.num_bytes))
+    site = Site("kv0", torch.device("cpu"), Driver("kv0"), {"kv0": 0}, None)
+    arena = torch.zeros((4, 2 * MiB), dtype=torch.uint8)
+    frames = make_host_frames(site, arena, 3, 0)
+    assert frames.num_bytes == 6 * MiB
+    assert not closed
+    del frames
+    assert closed == [6 * MiB]
+
+    def too_much(site, sizes):
+        raise OSError(f"no {sum(sizes.values())} bytes")
+
+    monkeypatch.setattr(host_frames_module, "HostBlob", too_much)
+    with pytest.raises(ValueError, match=r"kv0: host_pool_bytes asks for 2\.0 GiB of pinned memory: no 2147.*lower it"):
+        make_host_frames(site, arena, 1024, 0)
+
+
+@pytest.mark.parametrize(("num_frames", "frame_bytes"), [(3, 2 * MiB), (100, 2 * MiB), (9, 24 * KiB), (60, 3 * MiB)])
 def test_host_frames_lie_side_by_side_and_each_in_one_pinned_part(num_frames, frame_bytes, monkeypatch):
     monkeypatch.setattr(host_frames_module, "PART_BYTES", 64 * MiB)
     blob = host_memory(Site("kv0", torch.device("cpu"), Driver("kv0"), {"kv0": 0}, None), num_frames, frame_bytes)

@@ -5,6 +5,7 @@ and frames that one is brought back into are nobody's until a step brings them.
 """
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -121,7 +122,9 @@ def make_host_frames(site: Site, arena: torch.Tensor, num_frames: int, first_fra
             f"{failure}; lower it"
         ) from None
     engines = DeviceCopyEngine(site.driver, site.device), DeviceCopyEngine(site.driver, site.device)
-    return HostFrames(arena, host, host.memory.data_ptr(), num_frames, first_frame, engines)
+    frames = HostFrames(arena, host, host.memory.data_ptr(), num_frames, first_frame, engines)
+    weakref.finalize(frames, host.close).atexit = False  # while it is pinned nobody else may have its addresses
+    return frames
 
 
 def host_memory(site: Site, num_frames: int, frame_bytes: int) -> HostBlob:
