@@ -1,11 +1,11 @@
 """Prompts in the pools against prompts on a GPU of their own: first tokens, and tokens of neighbours meanwhile.
 
-    python -m benchmarks.bench_prefill_dedicated [--arms inline,dedicated] [--models a,b] [--room-gib 60] [--out DIR]
+    python -m benchmarks.bench_prefill_dedicated [--arms inline,one-place,two-places] [--parts alone,turns,beside,load]
 
-Two GPUs in both arms. inline: KV rank and weights rank have one each, and prompts run in both. dedicated: the two share
-the first, and a prefill rank has the second, with room for one model at a time, so that two take turns. Whole models
-with random weights behind the whole engine, without HTTP. Limits of first tokens are the operations of a prompt's
-products at the measured rate of a large one, one after the other; of a switch, the model's bytes over the bus.
+Two GPUs in all arms. inline: KV rank and weights rank have one each, and prompts run in both. In the others both ranks
+are on the first, and a prefill rank has the second, with room for one model or for two: in one place two take turns.
+Whole models with random weights behind the whole engine, without HTTP. Limits of first tokens are the operations of a
+prompt's products at the measured rate of a large one; of a switch, the model's bytes over the bus.
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ from crosspool.units import GiB
 BUS_GB_PER_S = 55.0
 """From pinned host memory, probed."""
 
-ARMS = ("inline", "dedicated")
+ARMS = ("inline", "one-place", "two-places")
+PARTS = ("alone", "turns", "beside", "load")
 
 SUMMARY = (
-    "Two GPUs in both arms, whole models with random weights, no HTTP. inline: KV rank on one GPU, weights rank on the "
-    "other. dedicated: both on the first, a prefill rank on the second with room for one model, so that each change of "
-    "model brings in the other one from pinned host memory, a layer at a time under the first chunk. Three GPUs (pools "
-    "keep one each, prompts have a third) were not at hand, so decode of the dedicated arm has one GPU in place of two."
+    "Two GPUs in all arms, whole models with random weights, no HTTP. inline: KV rank on one GPU, weights rank on the "
+    "other. In the other arms both are on the first GPU, and a prefill rank on the second has room for one model (each "
+    "change of model then brings in the other one from pinned host memory, a layer at a time under the first chunk) or "
+    "for two. Three GPUs (pools keep one each, prompts have a third) were not at hand: decode of these arms has one GPU "
+    "in place of two, and its time between tokens is to be compared before and during a prompt, not across arms."
 )
 
 
@@ -110,8 +112,9 @@ class Traffic:
 def config_of(arm: str, options: argparse.Namespace, directory: Path) -> DeploymentConfig:
     names = options.models.split(",")
     pools = PoolsConfig(backend="cuda", weights="random", kv_pool_bytes=int(options.kv_gib * GiB))
-    if arm == "dedicated":
-        room = int(options.room_gib * GiB)
+    largest = max(weight_bytes(full_spec(name, options.layers)) for name in names)
+    if arm != "inline":
+        room = int(1.02 * largest) * ARMS.index(arm)
         pools = replace(pools, prefill="dedicated", num_gpus=2, prefill_pool_bytes=room)
     return DeploymentConfig(
         models=tuple(
@@ -128,25 +131,32 @@ async def measure(arm: str, options: argparse.Namespace, report: Report, directo
     models = prepare_models(config)
     engine = start_engine(config, models)
     try:
-        for model in models:
-            await engine.add_model(model.served)
+        await asyncio.gather(*(engine.add_model(model.served) for model in models))
         report.metric(f"ready_s.{arm}", time.perf_counter() - begin, note="random weights drawn, kernels warmed up")
         print(f"{arm}: ready after {time.perf_counter() - begin:.1f} s; {engine.memory_bytes()}", flush=True)
         traffic = Traffic(engine)
-        for name in names:
-            await _alone(arm, name, traffic, options, report)
-        if arm == "dedicated":
-            await _turns(names, traffic, report, options)
+        parts = options.parts.split(",")
         for name, neighbour in zip(names, [*names[1:], names[0]], strict=True):
-            await _beside(arm, name, neighbour, traffic, options, report)
-        first, gaps = await traffic.load(names, options.per_s, options.seconds)
-        note = f"{len(first)} requests, Poisson {options.per_s:g}/s, prompts of 500 to 4,000 tokens"
-        report.samples(f"ttft_ms_under_load.{arm}", first, note=note)
-        report.samples(f"tbt_ms_under_load.{arm}", gaps, note=note)
-        print(f"{arm} load: ttft {np.percentile(first, [50, 99])}, tbt {np.percentile(gaps, [50, 99])}", flush=True)
+            if "alone" in parts:
+                await _alone(arm, name, traffic, options, report)
+            if "beside" in parts:
+                await _beside(arm, name, neighbour, traffic, options, report)
+            report.write(options.out)  # what there is by now
+        if "turns" in parts and arm == "one-place":
+            await _turns(names, traffic, report, options)
+        if "load" in parts:
+            await _load(arm, names, traffic, options, report)
         print(f"{arm}: switches {engine.stats().prefill_switches}", flush=True)
     finally:
         await engine.close()
+
+
+async def _load(arm: str, names: Sequence[str], traffic: Traffic, options: argparse.Namespace, report: Report) -> None:
+    first, gaps = await traffic.load(names, options.per_s, options.seconds)
+    note = f"{len(first)} requests, Poisson {options.per_s:g}/s, prompts of 500 to 4,000 tokens"
+    report.samples(f"ttft_ms_under_load.{arm}", first, note=note)
+    report.samples(f"tbt_ms_under_load.{arm}", gaps, note=note)
+    print(f"{arm} load: ttft {np.percentile(first, [50, 99])}, tbt {np.percentile(gaps, [50, 99])}", flush=True)
 
 
 async def _alone(arm: str, name: str, traffic: Traffic, options: argparse.Namespace, report: Report) -> None:
@@ -197,11 +207,11 @@ def main() -> None:
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--models", default="qwen3-30b-a3b,deepseek-v2-lite")
     parser.add_argument("--layers", type=int, help="of each model; default: all")
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--contexts", default="4096,32768")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--kv-gib", type=float, default=24)
-    parser.add_argument("--room-gib", type=float, default=58)
     parser.add_argument("--per-s", type=float, default=4)
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--commit", help="that was measured, where the checkout does not tell")

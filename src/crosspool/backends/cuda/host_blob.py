@@ -17,7 +17,7 @@ from crosspool.backends.cuda.link import Site
 from crosspool.units import MiB, align_up
 
 HUGE_PAGE_BYTES = 2 * MiB
-NUM_THREADS = 8
+NUM_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
