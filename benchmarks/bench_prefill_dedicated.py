@@ -42,7 +42,7 @@ SUMMARY = (
     "Two GPUs in all arms, whole models with random weights, no HTTP. inline: KV rank on one GPU, weights rank on the "
     "other. In the other arms both are on the first GPU, and a prefill rank on the second has room for one model (each "
     "change of model then brings in the other one from pinned host memory, a layer at a time under the first chunk) or "
-    "for two. Three GPUs (pools keep one each, prompts have a third) were not at hand: decode of these arms has one GPU "
+    "for two. Three GPUs (pools keep one each, prompts have one) were not at hand: decode of these arms has one GPU "
     "in place of two, and its time between tokens is to be compared before and during a prompt, not across arms."
 )
 

@@ -164,10 +164,9 @@ def test_two_models_take_turns_in_one_place_and_next_to_each_other_in_two(direct
     one = pair.prefill._models["tiny"].host.num_bytes
     whole = pair.prefill.memory_bytes()
     assert (whole["whole_models"], whole["host_weights"]) == (one, one)
+    assert pair.prefill._models.places.models() == ("tiny",), "a model that is loaded comes to a place at once"
     (expected,) = pair.prompt(first_chunk(directory, prompt, 40))
-    assert pair.prefill._models.places.models() == ("tiny",)
     pair.prefill.add_model(replace(pair.placement, name="other", directory=other.path), nothing)
-    pair.prefill._models.bring_next("other")
     assert set(pair.prefill._models.places.models()) == {"tiny", "other"}
     (again,) = pair.prompt(first_chunk(directory, prompt, 40, step_seq=2))
     assert again.token_id == expected.token_id
@@ -190,3 +189,18 @@ def test_a_row_without_tokens_is_refused(directory):
     pair = DedicatedPair(directory)
     with pytest.raises(ValueError, match="sequence 1 brings no tokens; a prefill rank runs prompts only"):
         next(pair.prefill.run(step, LaneLinks({"kv0": pair.rank[0]}, {"kv0": pair.rank[1]})))
+
+
+def test_models_take_turns_in_the_one_place_that_there_is_room_for(directory, tmp_path):
+    other = read_model_dir(write_tiny_model(tmp_path / "other", "qwen3_moe", dtype="bfloat16", tokenizer=False, seed=3))
+    prompt = prompt_of(directory, 40)
+    pair = DedicatedPair(directory)
+    pair.prefill._models.places._room_bytes = pair.prefill._models["tiny"].host.num_bytes
+    (expected,) = pair.prompt(first_chunk(directory, prompt, 40))
+    pair.prefill.add_model(replace(pair.placement, name="other", directory=other.path), nothing)
+    assert pair.prefill._models.places.models() == ("tiny",), "it has to wait for its first prompt"
+    pair.prefill._models.bring_next("other")
+    assert pair.prefill._models.places.models() == ("other",)
+    (found,) = pair.prompt(first_chunk(directory, prompt, 40, step_seq=2))
+    assert pair.prefill._models.places.models() == ("tiny",)
+    assert found.token_id == expected.token_id

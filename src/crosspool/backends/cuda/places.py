@@ -92,12 +92,17 @@ class Places:
             place.used, place.is_busy = self._ticks, True
             return place, is_in_place
 
-    def spare(self, model: str, num_bytes: int) -> Place | None:
-        """A place for a model that comes next, beside the busy one; None where there is none, or it is in place."""
+    def spare(self, model: str, num_bytes: int, *, may_replace: bool = True) -> Place | None:
+        """A place for a model that comes next, beside the busy one; None where there is none, or it is in place.
+
+        may_replace: whether another model may have to leave for it.
+        """
         with self._lock:
             if self._held_by(model) is not None:
                 return None
             place = self._oldest(num_bytes)
+            if place is not None and place.model is not None and not may_replace:
+                return None
             if place is not None:
                 self._ticks += 1
                 place.model, place.used = model, self._ticks

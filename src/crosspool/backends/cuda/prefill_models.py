@@ -1,6 +1,7 @@
 """What a prefill rank keeps of its models, and where they are in place."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class ModelsInTurn:
         self._rank = site.rank
         self._models: dict[str, PrefillModel] = {}
         self._given_up: list[tuple[Place, WorkerLane]] = []
+        self._lock = threading.Lock()  # a place and what is brought there change together, whatever thread asks
 
     def __getitem__(self, name: str) -> PrefillModel:
         """Raises ValueError for a model that is not here."""
@@ -55,7 +57,9 @@ class ModelsInTurn:
         return model
 
     def add(self, name: str, model: PrefillModel) -> None:
+        """Take a model that has been loaded; it comes to a place that no other model has, if there is one."""
         self._models[name] = model
+        self._bring(name, model, may_replace=False)
 
     def remove(self, name: str) -> None:
         """No step of the model is under way."""
@@ -67,13 +71,14 @@ class ModelsInTurn:
 
     def settle(self) -> None:
         """Free places whose chunk was given up and has ended on the device since."""
-        running = []
-        for place, lane in self._given_up:
-            if lane.memory.is_drained:
-                self.places.release(place)
-            else:
-                running.append((place, lane))
-        self._given_up = running
+        with self._lock:
+            running = []
+            for place, lane in self._given_up:
+                if lane.memory.is_drained:
+                    self.places.release(place)
+                else:
+                    running.append((place, lane))
+            self._given_up = running
 
     @contextmanager
     def taken(self, name: str, lane: WorkerLane, is_over: Callable[[], bool]) -> Iterator[InPlace]:
@@ -83,27 +88,39 @@ class ModelsInTurn:
         """
         self.settle()
         model = self[name]
-        place, is_in_place = self.places.take(name, model.host.num_bytes)
-        try:
+        with self._lock:
+            place, is_in_place = self.places.take(name, model.host.num_bytes)
             if not is_in_place:
-                place.held = self._swapper.bring(model.host, place)
+                self._bring_to(place, model)
+        try:
             yield place.held
         finally:
             if is_over():
                 self.places.release(place)
             else:
-                self._given_up.append((place, lane))
+                with self._lock:
+                    self._given_up.append((place, lane))
         if not is_in_place:
             self._tell(name, place.held)
 
     def bring_next(self, name: str | None) -> None:
         """Begin to bring in the model that comes next, where memory holds it beside the present one."""
         model = None if name is None else self._models.get(name)
-        if name is None or model is None:
-            return
-        place = self.places.spare(name, model.host.num_bytes)
-        if place is not None:
+        if name is not None and model is not None:
+            self._bring(name, model, may_replace=True)
+
+    def _bring(self, name: str, model: PrefillModel, *, may_replace: bool) -> None:
+        with self._lock:
+            place = self.places.spare(name, model.host.num_bytes, may_replace=may_replace)
+            if place is not None:
+                self._bring_to(place, model)
+
+    def _bring_to(self, place: Place, model: PrefillModel) -> None:
+        try:
             place.held = self._swapper.bring(model.host, place)
+        except BaseException:
+            place.model, place.is_busy = None, False  # nothing whole lies there
+            raise
 
     def _tell(self, name: str, in_place: InPlace) -> None:
         seconds = in_place.seconds()

@@ -69,6 +69,7 @@ class CudaPrefillWorker:
             with naming_consumers(site.rank, site.device, f"a place for {name}", self._models.consumers):
                 while not self._models.places.make_room(name, host.num_bytes):
                     progress(host.num_bytes, host.num_bytes)  # a load that was given up ends here
+                    self._models.settle()
                     time.sleep(PLACE_POLL_S)
                 cache = self._room(geometry, 1 + geometry.num_pages(placement.context_tokens))
                 finish(site.device)
