@@ -13,6 +13,7 @@ import argparse
 import faulthandler
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,53 +22,64 @@ from benchmarks.bench_moe_layer import choose_distinct, layer_bytes
 from benchmarks.ffn_client import FFNClient
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import guarded, keep_busy, write_failures
+from benchmarks.most_of_a_gpu import MostOfAGpu
 from benchmarks.one_gpu import OneGpu
 from benchmarks.report import RESULTS, Report
 from benchmarks.split_model import Gpus
 from benchmarks.split_parts import COPY_TB_PER_S
 from crosspool.backends.cuda.ffn_half import FFNHalf
+from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.moe import ffn
+from crosspool.backends.cuda.random_slices import random_ffn_slices
 from crosspool.backends.cuda.weights import random_ffn_weights
 from crosspool.models.spec import MoEFFNSpec
 
 NUM_LAYERS = 12
 SEED = 7
-TARGETS = {"ffn": {1: 31.0}, "kv": {1: 27.0, 2: 45.0, 4: 82.0, 8: 158.0}}
+TARGETS = {
+    ("ffn", 1): {1: 31.0},
+    ("kv", 1): {1: 27.0, 2: 45.0, 4: 82.0, 8: 158.0},
+    ("kv", 2): {1: 19.0},
+    ("ffn", 2): {1: 19.0},
+}
+"""Asked of Qwen3-30B-A3B, all experts distinct, by route and number of servers."""
 HOPS_US = 5.5
 
 
 def round_trips(
     gpus: Gpus, report: Report, name: str, batches: list[int], routings: list[str], passes: int, route: str
 ) -> None:
-    """Medians over passes of the mean round trip of their layers, and the sums' error."""
-    spec = full_spec(name, NUM_LAYERS)
-    with torch.cuda.device(gpus.devices[1]):
-        layers = random_ffn_weights(spec, SEED, gpus.devices[1])
+    """Medians over passes of the mean round trip of their layers, and the sums' error; a server for each GPU but the
+    client's."""
+    spec, num_servers = full_spec(name, NUM_LAYERS), len(gpus.devices) - 1
+    slices = random_ffn_slices(spec, SEED, gpus.devices[1:])
+    moe = slices[0][0].spec
+    assert isinstance(moe, MoEFFNSpec)
     for routing in routings:
         for batch in batches:
-            moe = layers[0].spec
-            assert isinstance(moe, MoEFFNSpec)
             if routing == "distinct" and batch * moe.top_k > moe.num_experts:
                 continue
-            client = FFNClient(gpus, layers, batch, seed=SEED + batch, takes_choices=route == "kv")
-            unique = prepare_routing(gpus, layers, client, routing, route)
+            client = FFNClient(gpus, slices, batch, seed=SEED + batch, takes_choices=route == "kv")
+            unique = prepare_routing(gpus, slices, client, routing, route)
             keep_busy(0.4)
             client.run(passes)
             times = client.run(passes)
             error = client.error()
-            floor = layer_bytes(layers[0], unique) / COPY_TB_PER_S / 1e6 + HOPS_US
-            suffix = "" if routing == "distinct" else ".uniform"
+            floor = layer_bytes(slices[0][0], unique) / COPY_TB_PER_S / 1e6 + HOPS_US
+            suffix = f"{route}{'' if routing == 'distinct' else '.uniform'}"
             report.samples(
-                f"ffn_roundtrip_us.{name}.tp1.b{batch}.{route}{suffix}",
+                f"ffn_roundtrip_us.{name}.tp{num_servers}.b{batch}.{suffix}",
                 times,
                 limit=floor,
                 note=f"bytes at {COPY_TB_PER_S} TB/s and two bare hops; {unique:.1f} experts a layer",
             )
-            report.metric(f"ffn_roundtrip_error.{name}.b{batch}.{route}{suffix}", error, limit=2e-3)
+            report.metric(f"ffn_roundtrip_error.{name}.tp{num_servers}.b{batch}.{suffix}", error, limit=2e-3)
             median = sorted(times)[len(times) // 2]
-            goal = TARGETS[route].get(batch) if name.startswith("qwen3") and routing == "distinct" else None
+            is_named = name.startswith("qwen3") and routing == "distinct"
+            goal = TARGETS.get((route, num_servers), {}).get(batch) if is_named else None
             print(
-                f"{name} b{batch} {routing}: {median:.2f} us, floor {floor:.1f}, target {goal}, error {error:.1e}",
+                f"{name} tp{num_servers} b{batch} {suffix}: {median:.2f} us, floor {floor:.1f}, target {goal}, "
+                f"error {error:.1e}",
                 flush=True,
             )
             client.close()
@@ -75,44 +87,52 @@ def round_trips(
 
 def prepare_routing(
     gpus: Gpus,
-    layers: tuple,  # type: ignore[type-arg]
+    slices: Sequence[Sequence[FFNLayerWeights]],
     client: FFNClient,
     routing: str,
     route: str = "ffn",
 ) -> float:
     """Mean number of experts that a layer reads for the client's rows."""
     unique = []
-    with torch.cuda.device(gpus.devices[1]):
-        half = FFNHalf(gpus.kernels[1], layers, client.batch)
-        out = torch.empty(client.batch, layers[0].hidden, dtype=torch.float32, device=gpus.devices[1])
-        for idx, layer in enumerate(layers):
-            x = client.rows[idx].to(gpus.devices[1])
-            if routing == "distinct":
-                choose_distinct(layer, x)
-            ffn(gpus.kernels[1], layer, x, out, half.scratch)
-            chosen, shape = half.scratch.routing, (client.batch, layer.spec.top_k)
-            unique.append(int(chosen.num_unique.item()))
-            if route == "kv":
-                client.choose(chosen.topk_ids.clone().view(shape), chosen.topk_weights.clone().view(shape))
+    for gpu, layers in enumerate(slices, 1):
+        with torch.cuda.device(gpus.devices[gpu]):
+            half = FFNHalf(gpus.kernels[gpu], layers, client.batch)
+            out = torch.empty(client.batch, layers[0].hidden, dtype=torch.float32, device=gpus.devices[gpu])
+            for idx, layer in enumerate(layers):
+                x = client.rows[idx].to(gpus.devices[gpu])
+                if routing == "distinct":
+                    torch.manual_seed(SEED + idx)  # the same experts on every GPU
+                    choose_distinct(layer, x)
+                ffn(gpus.kernels[gpu], layer, x, out, half.scratch)
+                assert isinstance(layer.spec, MoEFFNSpec)
+                chosen, shape = half.scratch.routing, (client.batch, layer.spec.top_k)
+                unique.append(int(chosen.num_unique.item()))
+                if route == "kv" and gpu == 1:
+                    client.choose(chosen.topk_ids.clone().view(shape), chosen.topk_weights.clone().view(shape))
     return sum(unique) / len(unique)
 
 
-def stress(gpus: Gpus, report: Report, rounds: int) -> None:
-    """Random pauses before every put; the last pass's sums must still be right."""
-    spec = full_spec("deepseek-v2-lite", NUM_LAYERS)
+def stress(gpus: Gpus, report: Report, rounds: int, name: str, batch: int) -> None:
+    """Random pauses before every put; the sums of every round must be those of the first pass, bit for bit."""
+    spec = full_spec(name, NUM_LAYERS)
     with torch.cuda.device(gpus.devices[1]):
         layers = random_ffn_weights(spec, SEED, gpus.devices[1])
-    client = FFNClient(gpus, layers, 1, seed=3)
+    client = FFNClient(gpus, [layers], batch, seed=3)
+    client.run(1)
+    error = client.error()
+    client.expect()
     begin = time.perf_counter()
-    done, wrong = 0, 0
+    done = 0
     while done < rounds:
-        passes = min(50, max(1, (rounds - done) // NUM_LAYERS))
-        client.run(passes, pause_mask=0x1FFF)
-        done += passes * NUM_LAYERS
-        wrong += client.differs()
-    report.metric("ffn_stress_rounds", done, note=f"random pauses; {time.perf_counter() - begin:.1f} s")
-    report.metric("ffn_stress_wrong_passes", wrong, limit=0)
-    print(f"stress: {done} rounds, {wrong} wrong passes, {time.perf_counter() - begin:.1f} s", flush=True)
+        passes = min(1000, max(1, (rounds - done) // NUM_LAYERS))
+        done += (len(client.run(passes, pause_mask=0x1FFF)) + (3 if passes > 3 else 0)) * NUM_LAYERS
+    note = (
+        f"{name}, batch {batch}, random pauses of up to 8 us, every sum compared; {time.perf_counter() - begin:.1f} s"
+    )
+    report.metric(f"ffn_stress_rounds.b{batch}", done, note=note)
+    report.metric(f"ffn_stress_wrong_sums.b{batch}", client.num_wrong, limit=0)
+    report.metric(f"ffn_stress_error.b{batch}", error, limit=2e-3)
+    print(f"stress b{batch}: {done} rounds, {client.num_wrong} wrong sums, {note}", flush=True)
     client.close()
 
 
@@ -120,7 +140,7 @@ def idle_power(gpus: Gpus, report: Report, before: float) -> None:
     spec = full_spec("deepseek-v2-lite", 2)
     with torch.cuda.device(gpus.devices[1]):
         layers = random_ffn_weights(spec, SEED, gpus.devices[1])
-    client = FFNClient(gpus, layers, 1, seed=3, idle_s=4.0)
+    client = FFNClient(gpus, [layers], 1, seed=3, idle_s=4.0)
     client.run(1)
     time.sleep(2.0)
     resident = power_watts(1)
@@ -128,6 +148,16 @@ def idle_power(gpus: Gpus, report: Report, before: float) -> None:
     report.metric("idle_watts.resident", resident, note="the server waits for rows")
     report.metric("idle_watts.without", before)
     print(f"idle power: {before} W without, {resident} W with the server waiting", flush=True)
+
+
+class BothGpus(Gpus):
+    """The client's GPU, another one, and the first once more but for one multiprocessor: two servers."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        first = self.kernels[0]
+        self.devices.append(self.devices[0])
+        self.kernels.append(MostOfAGpu(first, first.num_sms - 1))  # type: ignore[arg-type]
 
 
 def power_watts(gpu: int) -> float:
@@ -145,10 +175,11 @@ def main() -> None:
     parser.add_argument("--routes", default="ffn,kv")
     parser.add_argument("--routings", default="uniform,distinct")
     parser.add_argument("--one-gpu", action="store_true", help="both sides on one GPU")
+    parser.add_argument("--both", action="store_true", help="a server on either GPU, one of them beside the client")
     parser.add_argument("--hang-seconds", type=float, default=240.0, help="give up where nothing ends")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
-    gpus: Gpus = OneGpu() if options.one_gpu else Gpus(2)
+    gpus: Gpus = OneGpu() if options.one_gpu else BothGpus() if options.both else Gpus(2)
     failures, skipped = dict[str, str](), options.skip.split(",") + (["power"] if options.one_gpu else [])
     idle_watts = 0.0 if options.one_gpu else power_watts(1)
     hardware = "h200" if options.one_gpu else "h200-x2"
@@ -169,7 +200,9 @@ def main() -> None:
                     failures,
                 )
     if "stress" not in skipped:
-        guarded("stress", lambda: stress(gpus, report, options.rounds), failures)
+        for batch in (1, 8):
+            rounds = options.rounds if batch == 1 else options.rounds // 10
+            guarded("stress", lambda r=rounds, b=batch: stress(gpus, report, r, names[0], b), failures)  # type: ignore[misc]
     if "power" not in skipped:
         guarded("idle power", lambda: idle_power(gpus, report, idle_watts), failures)
     report.write(options.out)

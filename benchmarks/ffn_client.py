@@ -1,17 +1,18 @@
-"""Drives one FFN server from another GPU: rows out, sums back, layer after layer (`csrc/ffn_client.cu`)."""
+"""Drives FFN servers from another GPU: rows out, sums back, layer after layer (`csrc/ffn_client.cu`)."""
 
 from __future__ import annotations
 
 import ctypes
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from benchmarks.split_model import Gpus, Side, open_links
 from crosspool.backends.cuda.channel_map import LinkMap
-from crosspool.backends.cuda.ffn_server import IDLE_S, FFNServer, serve_layers
+from crosspool.backends.cuda.ffn_server import IDLE_S, FFNServer, ServedPass, serve_layers
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.lane_memory import WaitRule
 from crosspool.backends.cuda.moe_params import FFNScratch
@@ -30,7 +31,7 @@ class ClientParams(ctypes.Structure):
         ("answers", Flags),
         ("slots", ctypes.c_void_p * _RANKS * 2),
         ("sums", ctypes.c_void_p * _RANKS * 2),
-        *((name, ctypes.c_void_p) for name in ("rows", "received", "times")),
+        *((name, ctypes.c_void_p) for name in ("rows", "received", "expected", "wrong", "times")),
         ("first_base", ctypes.c_ulonglong),
         *((name, ctypes.c_int) for name in ("passes", "layers", "row_bytes", "values")),
         *((name, ctypes.c_uint) for name in ("pause_mask", "pause_ns")),
@@ -38,8 +39,19 @@ class ClientParams(ctypes.Structure):
     ]
 
 
+@dataclass(frozen=True)
+class Served:
+    """One server: its slice of every layer, and what answers."""
+
+    layers: tuple[FFNLayerWeights, ...]
+    side: Side
+    server: FFNServer
+    passes: ServedPass
+
+
 class FFNClient:
-    """GPU 0 asks, a server on GPU 1 answers; `rows` (layers, batch, hidden) are what each layer of a pass is sent.
+    """GPU 0 asks, a server for each slice answers: on GPU 1, and so on; `rows` (layers, batch, hidden) are what each
+    layer of a pass is sent.
 
     takes_choices: under `route: kv`; `choose` must have been called before a run.
     """
@@ -47,34 +59,46 @@ class FFNClient:
     def __init__(
         self,
         gpus: Gpus,
-        layers: Sequence[FFNLayerWeights],
+        slices: Sequence[Sequence[FFNLayerWeights]],
         batch: int,
         *,
         seed: int,
         idle_s: float = IDLE_S,
         takes_choices: bool = False,
     ) -> None:
-        self.batch, self.layers, self._gpus = batch, tuple(layers), gpus
+        """slices: one a server; `gpus` has its GPU behind the client's, which may be the same."""
+        self.batch, self._gpus = batch, gpus
         self._choices: list[torch.Tensor] = []
-        here, there = gpus.devices[:2]
-        self._blocks = 1 if here == there else batch  # as attention's last kernels have; a server leaves room for one
-        hidden = layers[0].hidden
-        rule = WaitRule(deadline_s=1.0)
-        self._kv, self._side = Side.on(gpus.kernels[0], rule), Side.on(gpus.kernels[1], rule)
-        (self._link,), self._kept = open_links(here, [there], (2 * batch + 32) * hidden)
+        here, servers = gpus.devices[0], gpus.devices[1 : len(slices) + 1]
+        self._blocks = 1 if here in servers else batch  # as attention's last kernels have; a server leaves room for one
+        self._hidden, self._num_layers = slices[0][0].hidden, len(slices[0])
+        self._rule = WaitRule(deadline_s=1.0)
+        self._kv = Side.on(gpus.kernels[0], self._rule)
+        self._links, self._kept = open_links(here, servers, (2 * batch + 32) * self._hidden)
         generator = torch.Generator(device=here).manual_seed(seed)
-        rows = torch.randn(len(layers), batch, hidden, device=here, generator=generator)
+        rows = torch.randn(self._num_layers, batch, self._hidden, device=here, generator=generator)
         self.rows = rows.bfloat16()
-        self._received = torch.empty(len(layers), batch, hidden, dtype=torch.float32, device=here)
-        with torch.cuda.device(there):
-            crossing = FFNCrossing(gpus.kernels[1], self._side.lane, LinkMap(self._link.outbox, self._link.inbox))
-            scratch = FFNScratch.for_layers(list(layers), batch, there)
-            self._served = serve_layers(layers, crossing, batch, scratch, takes_choices=takes_choices)
-            self._server = FFNServer(gpus.kernels[1], there, [self._side.lane], idle_s=idle_s)
+        self._received = torch.empty(rows.shape, dtype=torch.float32, device=here)
+        self._served = [
+            self._serve(number + 1, link, tuple(layers), idle_s, takes_choices)
+            for number, (link, layers) in enumerate(zip(self._links, slices, strict=True))
+        ]
         self._base = 0
         self._expected: torch.Tensor | None = None
-        for device in (here, there):
+        self._wrong = torch.zeros(1, dtype=torch.int64, device=here)
+        for device in gpus.devices:
             torch.cuda.synchronize(device)
+
+    def _serve(
+        self, gpu: int, link: LinkMap, layers: tuple[FFNLayerWeights, ...], idle_s: float, takes_choices: bool
+    ) -> Served:
+        device, kernels = self._gpus.devices[gpu], self._gpus.kernels[gpu]
+        side = Side.on(kernels, self._rule)
+        with torch.cuda.device(device):
+            crossing = FFNCrossing(kernels, side.lane, LinkMap(link.outbox, link.inbox))
+            scratch = FFNScratch.for_layers(list(layers), self.batch, device)
+            passes = serve_layers(layers, crossing, self.batch, scratch, takes_choices=takes_choices)
+            return Served(layers, side, FFNServer(kernels, device, [side.lane], idle_s=idle_s), passes)
 
     def choose(self, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """What a router on the KV rank would send with the next layer's rows: (batch, top_k) int32 and fp32."""
@@ -90,19 +114,24 @@ class FFNClient:
         return rows[:, : rows.shape[1] // 16 * 16].contiguous()
 
     def run(self, passes: int, *, pause_mask: int = 0) -> list[float]:
-        """Microseconds of a round trip, a mean over each pass's layers; the first three passes are left out."""
+        """Microseconds of a round trip, a mean over each pass's layers; the first three passes are left out.
+
+        pause_mask: random pauses before every put. Once `expect` was called, the sums of every round are compared.
+        """
         warm_up = 3 if passes > 3 else 0
-        total, layers = passes + warm_up, len(self.layers)
+        total, layers, hidden = passes + warm_up, self._num_layers, self._hidden
         times = torch.zeros(total + 1, dtype=torch.int64, device=self._gpus.devices[0])
         self._received.fill_(float("nan"))
         first = self._base + STEP
-        link, sent = self._link, self._sent()
+        links, sent = self._links, self._sent()
         params = ClientParams(
             view=self._kv.lane.view(),
-            flags=Flags.at([link.outbox.flag]),
-            answers=Flags.at([link.inbox.flag]),
+            flags=Flags.at([link.outbox.flag for link in links]),
+            answers=Flags.at([link.inbox.flag for link in links]),
             rows=sent.data_ptr(),
             received=self._received.data_ptr(),
+            expected=None if self._expected is None else self._expected.data_ptr(),
+            wrong=self._wrong.data_ptr(),
             times=times.data_ptr(),
             first_base=first,
             passes=total,
@@ -110,18 +139,19 @@ class FFNClient:
             row_bytes=sent.shape[1],
             values=self._received[0].numel(),
             pause_mask=pause_mask,
-            are_words=link.inbox.fits_words(self.batch, self.layers[0].hidden),
+            are_words=links[0].inbox.fits_words(self.batch, hidden),
         )
         for parity in range(2):
-            params.slots[parity][0] = link.outbox.slot(parity)
-            hidden = self.layers[0].hidden
-            sums = link.inbox.words(parity, self.batch, hidden) if params.are_words else None
-            params.sums[parity][0] = link.inbox.slot(parity) if sums is None else sums.address
+            for rank, link in enumerate(links):
+                params.slots[parity][rank] = link.outbox.slot(parity)
+                sums = link.inbox.words(parity, self.batch, hidden) if params.are_words else None
+                params.sums[parity][rank] = link.inbox.slot(parity) if sums is None else sums.address
         for number in range(total):
             self._base += STEP
-            while self._base - self._side.lane.done_epoch > STEP * 60:  # the ring holds 64 passes
-                time.sleep(0)
-            self._server.post(self._side.lane, self._served, self._base)
+            for served in self._served:
+                while self._base - served.side.lane.done_epoch > STEP * 60:  # the ring holds 64 passes
+                    time.sleep(0)
+                served.server.post(served.side.lane, served.passes, self._base)
             if number == min(total, 50) - 1:
                 with torch.cuda.stream(self._kv.stream):
                     self._kv.stream.wait_stream(torch.cuda.default_stream(self._gpus.devices[0]))
@@ -129,36 +159,38 @@ class FFNClient:
                         "ffn_client", "ffn_client", grid=(self._blocks, 1, 1), threads=512, smem_bytes=0, params=params
                     )
         self._kv.stream.synchronize()
-        if self._kv.lane.late_epoch(0) or self._side.lane.late_epoch(0):
-            raise RuntimeError(
-                f"late: client {self._kv.lane.late_epoch(0)}, server {self._side.lane.late_epoch(0)} of {self._base}"
-            )
+        late = [side.lane.late_epoch(0) for side in (self._kv, *(served.side for served in self._served))]
+        if any(late):
+            raise RuntimeError(f"late: client {late[0]}, servers {late[1:]} of {self._base}")
         stamps = times.tolist()
         means = [(end - begin) / 1e3 / layers for begin, end in pairwise(stamps)]
         return means[warm_up:]
 
-    def differs(self) -> bool:
-        """Whether the last pass's sums are not those of the first look."""
-        if self._expected is None:
-            self._expected = self._received.clone()
-            return not bool(self._received.isfinite().all())
-        return not torch.equal(self._received, self._expected)
+    def expect(self) -> None:
+        """From now on every round's sums have to be those of the last pass, bit for bit."""
+        self._expected = self._received.clone()
+        assert bool(self._expected.isfinite().all())
+
+    @property
+    def num_wrong(self) -> int:
+        """Sums that were not as expected, of all rounds."""
+        return int(self._wrong.item())
 
     def error(self) -> float:
-        """Largest relative error of a layer's sums against float64 products of the experts that the server chose."""
-        self._server.stop()
-        there = self._gpus.devices[1]
+        """Largest relative error of a layer's sums against the slices' FFNs in float64."""
+        here = self._gpus.devices[0]
         worst = 0.0
-        with torch.cuda.device(there):
-            for idx, layer in enumerate(self.layers):
-                x = self.rows[idx].to(there)
-                expected = reference(layer, x)
-                got = self._received[idx].to(there).double()
-                worst = max(worst, float((got - expected).norm() / expected.norm()))
+        for idx, received in enumerate(self._received):
+            expected = torch.zeros(received.shape, dtype=torch.float64, device=here)
+            for gpu, served in zip(self._gpus.devices[1:], self._served, strict=False):
+                with torch.cuda.device(gpu):
+                    expected += reference(served.layers[idx], self.rows[idx].to(gpu)).to(here)
+            worst = max(worst, float((received.double() - expected).norm() / expected.norm()))
         return worst
 
     def close(self) -> None:
-        self._server.stop()
+        for served in self._served:
+            served.server.stop()
 
 
 def reference(layer: FFNLayerWeights, x: torch.Tensor) -> torch.Tensor:

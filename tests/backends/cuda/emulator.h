@@ -183,6 +183,7 @@ inline float4 load_float4_l2(const float* p) { return load_as<float4>(p); }
 inline u32 warp_max_u32(u32 v) {
   return emulator::exchange(v, [](auto get) { u32 m = 0; for (int i = 0; i < 32; ++i) m = get(i) > m ? get(i) : m; return m; });
 }
+inline int count_bits(int v) { return __builtin_popcount(static_cast<u32>(v)); }
 inline int first_lane(bool v) {
   return emulator::exchange(v, [](auto get) { int lane = 0; while (!get(lane)) ++lane; return lane; });
 }

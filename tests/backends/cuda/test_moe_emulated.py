@@ -68,6 +68,28 @@ def test_a_tokens_ffn_has_the_same_bits_in_every_batch(options):
     assert torch.equal(outputs(list(range(19)), fused), together)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        (3, {"hidden": 2120, "experts": 4, "top_k": 2, "width": 24, "shared": 16}),
+        (2, {"hidden": 72, "experts": 4, "top_k": 2, "width": 1048, "shared": 2120}),
+        (32, {"hidden": 1056, "experts": 3, "top_k": 3, "width": 1160}),
+    ],
+)
+def test_long_rows_and_many_activations_take_part(tokens, options):
+    """Rows of several passes, half a tile at the end of a matrix, activations that no block can hold."""
+    layer = moe_layer(ROUTERS["softmax"], **options)
+    x = draw(tokens, layer.hidden, seed=30)
+    outs = []
+    for is_fused in (False, True):
+        out = nan(tokens, layer.hidden)
+        kernels = EmulatedKernels(num_sms=7, is_hopper=is_fused)
+        ffn(kernels, layer, x, out, FFNScratch.for_layers([layer], tokens, CPU), fused=True)
+        outs.append(out)
+    assert torch.equal(*outs)
+    assert bool(outs[0].isfinite().all())
+
+
 def ffn_reference(layer, x, ids, weights):
     x = x.double()
     total = torch.zeros(len(x), dtype=torch.float64)

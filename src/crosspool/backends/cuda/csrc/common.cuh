@@ -74,6 +74,7 @@ DEVICE u32 load_u32_l2(const int* p) { return static_cast<u32>(__ldcg(p)); }
 DEVICE float4 load_float4_l2(const float* p) { return __ldcg(reinterpret_cast<const float4*>(p)); }
 // The largest value of a warp's lanes.
 DEVICE u32 warp_max_u32(u32 v) { return __reduce_max_sync(~0u, v); }
+DEVICE int count_bits(int v) { return __popc(v); }
 // The lowest lane where `v` is true, which it is for at least one.
 DEVICE int first_lane(bool v) { return __ffs(__ballot_sync(~0u, v)) - 1; }
 

@@ -14,6 +14,8 @@ struct ClientParams {
   const u8* rows;                         // (layers, row_bytes): what each layer of a pass sends: rows of bf16, then what
                                           // a router would add
   float* received;                        // (layers, tokens, hidden): the sums of the last pass, in rank order, or null
+  const float* expected;                  // the same: what the sums of every pass have to be, bit for bit, or null
+  u64* wrong;                             // how many sums were not
   u64* times;                             // (passes + 1): when each pass began, and the last one's end
   u64 first_base;                         // of the first pass; the next ones follow at STEP
   int passes, layers, row_bytes, values;  // row_bytes: of one layer; values: of one layer's sums
@@ -59,13 +61,16 @@ KERNEL(ffn_client, ClientParams, BLOCK, 1) {
       if (p.are_words) await_words(p, base, layer);
       else await(p.view, p.answers, base, layer);
       block_sync();
-      if (p.received != nullptr && pass == p.passes - 1) {
+      const bool keeps = p.received != nullptr && pass == p.passes - 1;
+      if (keeps || p.expected != nullptr) {
         for (int i = first_of(2); i < p.values; i += all_take(2)) {  // those that this thread waited for
           for (int j = i; j < i + 2; ++j) {
             float sum = 0.0f;
             for (int rank = 0; rank < p.answers.count; ++rank)
               sum += load_float_l2(p.sums[layer & 1][rank] + (p.are_words ? 2 * j : j));
-            p.received[static_cast<i64>(layer) * p.values + j] = sum;
+            const i64 at = static_cast<i64>(layer) * p.values + j;
+            if (keeps) p.received[at] = sum;
+            if (p.expected != nullptr && bits_of_float(sum) != bits_of_float(p.expected[at])) atomic_add(p.wrong, 1);
           }
         }
         block_sync();

@@ -88,8 +88,13 @@ struct FusedLayer {
     const auto put = [&](int t, float logit) {
       store_relaxed_device(p.logits + t * p.rows + row, LogitWords::word(logit, epoch));
     };
-    if (row < p.rows) first.logits(p.route, row, router.sums, put);
-    for (row += gridDim.x; row < p.rows; row += gridDim.x) RouterRow(p.route, row).logits(p.route, row, router.sums, put);
+    RouterRow weight = first;
+  #pragma unroll 1
+    while (row < p.rows) {
+      weight.logits(p.route, row, router.sums, put);
+      row += gridDim.x;
+      if (row < p.rows) weight = RouterRow(p.route, row);
+    }
     up.load_shared();
 
     RouterParams local = p.route;  // every block chooses for itself
@@ -101,6 +106,7 @@ struct FusedLayer {
     local.expert_pairs = lists.pairs;
     choose_all(local, router, [&](int t) { return LogitWords{p.logits + t * p.rows, epoch}; });
     block_sync();
+  #pragma unroll 1
     for (int i = threadIdx.x; i < p.route.tokens * m.top_k; i += MOE_THREADS) {
       lists.tokens[i] = lists.pairs[i] / m.top_k;
       if (blockIdx.x == 0) p.route.topk_ids[i] = router.chosen[i], p.route.topk_weights[i] = weights[i];
@@ -110,8 +116,9 @@ struct FusedLayer {
   // Ids and weights that came with the rows.
   DEVICE void take_choices() {
     const int pairs = p.route.tokens * p.moe.top_k;
+  #pragma unroll 1
     for (int i = threadIdx.x; i < pairs; i += MOE_THREADS) {
-      router.chosen[i] = static_cast<int>(load_u32_l2(p.route.topk_ids + i));
+      router.chosen[i] = known_expert(p.route, load_u32_l2(p.route.topk_ids + i));
       weights[i] = load_float_l2(p.route.topk_weights + i);
     }
     RouterParams local = p.route;
@@ -120,8 +127,9 @@ struct FusedLayer {
     local.unique_offsets = lists.offsets;
     local.expert_pairs = lists.pairs;
     block_sync();
-    list_experts(local, router.chosen, router.counts);
+    list_experts(local, router);
     block_sync();
+  #pragma unroll 1
     for (int i = threadIdx.x; i < pairs; i += MOE_THREADS) lists.tokens[i] = lists.pairs[i] / p.moe.top_k;
   }
 };

@@ -43,7 +43,7 @@ KERNEL(route_lists, RouterParams, ROUTER_THREADS, 1) {
   const RouterSmem s = router_smem(dynamic_smem());
   grid_launch_dependents();
   grid_wait();
-  for (int i = threadIdx.x; i < p.tokens * p.top_k; i += ROUTER_THREADS) s.chosen[i] = static_cast<int>(load_u32_l2(p.topk_ids + i));
+  for (int i = threadIdx.x; i < p.tokens * p.top_k; i += ROUTER_THREADS) s.chosen[i] = known_expert(p, load_u32_l2(p.topk_ids + i));
   block_sync();
-  list_experts(p, s.chosen, s.counts);
+  list_experts(p, s);
 }

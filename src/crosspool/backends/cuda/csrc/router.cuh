@@ -156,6 +156,7 @@ DEVICE void choose(const RouterParams& p, const Logits& logits, int token, float
     keys[i] = lane * PER_LANE + i >= p.experts ? 0 : key > 0 ? key : 1;
   }
   int* ids = chosen + token * p.top_k;
+#pragma unroll 1
   for (int k = 0; k < p.top_k; ++k) {
     u32 mine = keys[0];
 #pragma unroll
@@ -205,48 +206,6 @@ DEVICE void list_one_token(const RouterParams& p, const int* chosen) {
   p.expert_pairs[place] = k;
 }
 
-// `chosen`: (tokens, top_k) in shared memory. The pairs grouped by expert, experts ascending, pairs in token order.
-DEVICE void list_experts(const RouterParams& p, const int* chosen, int* counts) {
-  if (p.tokens == 1) return list_one_token(p, chosen);
-  const int lane = threadIdx.x % 32, pairs = p.tokens * p.top_k;
-  for (int e = threadIdx.x; e < p.experts; e += ROUTER_THREADS) {
-    int count = 0;
-    for (int pair = 0; pair < pairs; ++pair) count += chosen[pair] == e;
-    counts[e] = count;
-  }
-  block_sync();
-  if (threadIdx.x < 32) {  // counts become starts; one sum carries pairs (high half) and experts (low half)
-    int total = 0;
-    for (int e0 = 0; e0 < p.experts; e0 += 32) {
-      const int count = e0 + lane < p.experts ? counts[e0 + lane] : 0;
-      const int mine = count > 0 ? (count << 16) + 1 : 0;
-      int sum = mine;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {  // inclusive over the lanes
-        const int other = shfl(sum, lane >= step ? lane - step : lane);
-        if (lane >= step) sum += other;
-      }
-      const int before = total + sum - mine;
-      if (mine) {
-        p.unique_ids[before & 0xffff] = e0 + lane;
-        p.unique_offsets[before & 0xffff] = before >> 16;
-      }
-      if (e0 + lane < p.experts) counts[e0 + lane] = before >> 16;
-      total += shfl(sum, 31);
-    }
-    if (lane == 0) {
-      *p.num_unique = total & 0xffff;
-      p.unique_offsets[total & 0xffff] = pairs;
-    }
-  }
-  block_sync();
-  for (int e = threadIdx.x; e < p.experts; e += ROUTER_THREADS) {
-    int at = counts[e];
-    for (int pair = 0; pair < pairs; ++pair)
-      if (chosen[pair] == e) p.expert_pairs[at++] = pair;
-  }
-}
-
 struct RouterSmem {
   float* choice;  // ROUTER_WARPS * MAX_EXPERTS
   float* scores;  // ROUTER_WARPS * MAX_EXPERTS
@@ -267,6 +226,53 @@ DEVICE RouterSmem router_smem(void* smem) {
   return s;
 }
 
+// An id that came from elsewhere; where its rows were given up, it may be anything.
+DEVICE int known_expert(const RouterParams& p, u32 id) { return id < static_cast<u32>(p.experts) ? static_cast<int>(id) : 0; }
+
+// From `s.chosen`, (tokens, top_k): the pairs grouped by expert, experts ascending, pairs in token order.
+DEVICE void list_experts(const RouterParams& p, const RouterSmem& s) {
+  if (p.tokens == 1) return list_one_token(p, s.chosen);
+  const int lane = threadIdx.x % 32, pairs = p.tokens * p.top_k;
+  int* const tokens = s.counts;                           // of an expert: a bit each
+  int* const starts = reinterpret_cast<int*>(s.choice);  // its first pair's place
+#pragma unroll 1
+  for (int e = threadIdx.x; e < p.experts; e += ROUTER_THREADS) tokens[e] = 0;
+  block_sync();
+#pragma unroll 1
+  for (int pair = threadIdx.x; pair < pairs; pair += ROUTER_THREADS) atomic_add(tokens + s.chosen[pair], 1 << pair / p.top_k);
+  block_sync();
+  if (threadIdx.x < 32) {  // a lane looks after neighbours; one sum carries pairs (high half) and experts (low half)
+    const int each = ceil_div(p.experts, 32), end = min_int((lane + 1) * each, p.experts);
+    int mine = 0;
+#pragma unroll 1
+    for (int e = lane * each; e < end; ++e)
+      if (tokens[e] != 0) mine += (count_bits(tokens[e]) << 16) + 1;
+    int sum = mine;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {  // inclusive over the lanes
+      const int other = shfl(sum, lane >= step ? lane - step : lane);
+      if (lane >= step) sum += other;
+    }
+    if (lane == 31) {
+      *p.num_unique = sum & 0xffff;
+      p.unique_offsets[sum & 0xffff] = pairs;
+    }
+#pragma unroll 1
+    for (int e = lane * each, before = sum - mine; e < end; ++e) {
+      if (tokens[e] == 0) continue;
+      p.unique_ids[before & 0xffff] = e;
+      p.unique_offsets[before & 0xffff] = starts[e] = before >> 16;
+      before += (count_bits(tokens[e]) << 16) + 1;
+    }
+  }
+  block_sync();
+#pragma unroll 1
+  for (int pair = threadIdx.x; pair < pairs; pair += ROUTER_THREADS) {
+    const int e = s.chosen[pair], earlier = tokens[e] & ((1 << pair / p.top_k) - 1);
+    p.expert_pairs[starts[e] + count_bits(earlier)] = pair;
+  }
+}
+
 // One row of the router's weight, the block's threads side by side, and its products with every token.
 struct RouterRow {
   static constexpr int STEP = ROUTER_THREADS * 4, AT_ONCE = 4;
@@ -283,24 +289,44 @@ struct RouterRow {
   static DEVICE float product(float4 w, uint2 v) {
     return w.x * bf16_low(v.x) + w.y * bf16_high(v.x) + w.z * bf16_low(v.y) + w.w * bf16_high(v.y);
   }
+  // This thread's pieces of tokens from t0 on; zeros where there are none.
+  static DEVICE void load(const RouterParams& p, int t0, uint2 (&to)[AT_ONCE][HELD]) {
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; ++n)
+#pragma unroll
+      for (int c = 0; c < HELD; ++c) {
+        const int i = c * STEP + threadIdx.x * 4;
+        to[n][c] = uint2{0, 0};
+        if (t0 + n < p.tokens && i < p.hidden) to[n][c] = load8(p.x + static_cast<i64>(t0 + n) * p.hidden + i);
+      }
+  }
+  // Products of elements that are not held: of longer rows than usual.
+  DEVICE void add_beyond(const RouterParams& p, int t0, float (&sum)[AT_ONCE]) const {
+#pragma unroll 1
+    for (int i = HELD * STEP + threadIdx.x * 4; i < p.hidden; i += STEP) {
+      const float4 w = load_float4(weight + i);
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; ++n)
+        if (t0 + n < p.tokens) sum[n] += product(w, load8(p.x + static_cast<i64>(t0 + n) * p.hidden + i));
+    }
+  }
   // The row's logit of every token (or the shared expert's scale) to device memory: `put(token, logit)`.
   template <class Put>
   DEVICE void logits(const RouterParams& p, int row, float* sums, const Put& put) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint2 coming[AT_ONCE][HELD];
+    load(p, 0, coming);
+#pragma unroll 1
     for (int t0 = 0; t0 < p.tokens; t0 += AT_ONCE) {
       float sum[AT_ONCE];
 #pragma unroll
       for (int n = 0; n < AT_ONCE; ++n) {
-        const u16* x = p.x + static_cast<i64>(min_int(t0 + n, p.tokens - 1)) * p.hidden;
         sum[n] = 0.0f;
-        if (t0 + n >= p.tokens) continue;
 #pragma unroll
-        for (int c = 0; c < HELD; ++c) {
-          const int i = c * STEP + threadIdx.x * 4;
-          if (i < p.hidden) sum[n] += product(held[c], load8(x + i));
-        }
-        for (int i = HELD * STEP + threadIdx.x * 4; i < p.hidden; i += STEP) sum[n] += product(load_float4(weight + i), load8(x + i));
+        for (int c = 0; c < HELD; ++c) sum[n] += product(held[c], coming[n][c]);
       }
+      if (p.hidden > HELD * STEP) add_beyond(p, t0, sum);
+      if (t0 + AT_ONCE < p.tokens) load(p, t0 + AT_ONCE, coming);
 #pragma unroll
       for (int mask = 16; mask; mask >>= 1)
 #pragma unroll
@@ -310,6 +336,7 @@ struct RouterRow {
         if (lane == n && t0 + n < p.tokens) sums[(t0 + n) * ROUTER_WARPS + warp] = sum[n];
     }
     block_sync();
+#pragma unroll 1
     for (int t = threadIdx.x; t < p.tokens; t += ROUTER_THREADS) {
       float sum = 0.0f;
       for (int w = 0; w < ROUTER_WARPS; ++w) sum += sums[t * ROUTER_WARPS + w];
@@ -325,6 +352,7 @@ template <class Row>
 DEVICE void choose_tokens(const RouterParams& p, const RouterSmem& s, const Row& row) {
   const int warp = threadIdx.x / 32;
   float *choice = s.choice + warp * MAX_EXPERTS, *scores = s.scores + warp * MAX_EXPERTS;
+#pragma unroll 1
   for (int t = warp; t < p.tokens; t += ROUTER_WARPS) {
     if (p.experts <= 128) choose<4>(p, row(t), t, choice, scores, s.chosen);
     else choose<MAX_EXPERTS / 32>(p, row(t), t, choice, scores, s.chosen);
@@ -336,7 +364,7 @@ DEVICE void choose_tokens(const RouterParams& p, const RouterSmem& s, const Row&
 template <class Row>
 DEVICE void choose_all(const RouterParams& p, const RouterSmem& s, const Row& row) {
   choose_tokens(p, s, row);
-  list_experts(p, s.chosen, s.counts);
+  list_experts(p, s);
 }
 
 // One block's row of logits to all; true in the block that finds the others' too.
