@@ -7,9 +7,9 @@ from crosspool.backends.cuda.params import GemvParams, address
 from crosspool.units import ceil_div
 
 MAX_TOKENS = 32
-_VARIANTS = ((4, 2), (4, 4), (4, 6), (8, 4), (16, 4), (8, 8), (16, 8), (16, 10))
-_LONG = ((4096, (8, 2, 14)), (5120, (8, 8, 12)))
-"""By the longest k, above 2,048."""
+_VARIANTS = ((1, 4), (4, 2), (4, 4), (4, 6), (8, 4), (16, 4), (8, 8), (16, 8), (16, 10))
+_FEW_ROWS = ((2048, (8, 2, 6)), (4096, (8, 2, 14)), (5120, (8, 6, 14)))
+"""Shapes with chunks in shared memory, by the longest k they take; above 1,024."""
 _RED_FLOATS, _TILE_COLS = 160, 8
 _HELD_BYTES = 2 * 32 * 16
 """Of a warp's chunk: 16 bytes of two rows a lane."""
@@ -21,11 +21,13 @@ def variant(rows: int, k: int, *, norms: bool = False, holds: bool = True) -> tu
     What shared memory holds is on its way before the wait for the kernel before too, and leaves registers to kernels
     beside this one. With a norm it holds nothing, and k takes one pass. holds: whether there is shared memory for that.
     """
-    if 1024 < k <= 2048 and not norms:  # many rows: smaller blocks; few: fewer, longer warps
-        return (8, 4, 0) if rows > 32768 else (8, 8, 0) if rows <= 4500 or not holds else (4, 8, 8)
-    if rows <= 4500 and holds and not norms:
-        for longest, shape in _LONG:
-            if 2048 < k <= longest:
+    if 1024 < k <= 2048 and rows > 32768 and not norms:
+        return 8, 4, 0
+    if holds and not norms and k > 1024:
+        if k <= 2048 and rows > 3000:  # many rows: smaller blocks
+            return 4, 8, 8
+        for longest, shape in _FEW_ROWS:
+            if k <= longest and rows <= 4500:
                 return shape
     for warps, chunks in _VARIANTS:
         if warps * chunks * 32 >= k:

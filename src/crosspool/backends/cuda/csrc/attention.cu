@@ -11,6 +11,7 @@ struct WideAttentionParams {
 // Blocks (groups of heads, shares of the splits, tokens): those of short contexts that have slots come first, and spread.
 template <class Block>
 DEVICE void attend_split(const AttentionParams& p, const PanelMap* map = nullptr) {
+  if (map != nullptr && threadIdx.x == 0) expect_map(*map);
   Block self = Block::at(p, blockIdx.y, gridDim.y, blockIdx.x, blockIdx.z);
   if (self.is_idle()) return;
   if constexpr (Block::TAKES_MAP) self.map = map;
@@ -29,7 +30,6 @@ DEVICE void attend_split(const AttentionParams& p, const PanelMap* map = nullptr
 
 ATTENTION(attention_gqa_d64_h8, HeadsAttention, 128, 4, 64, 1, 3)
 ATTENTION(attention_gqa_d128_h8, HeadsAttention, 128, 4, 128, 1, 2)
-KERNEL(attention_gqa_d128_h8_three, AttentionParams, 128, 4) { attend_split<HeadsAttention<128, 1, 3, false>>(p); }
 ATTENTION(attention_gqa_d128_h16, HeadsAttention, 128, 2, 128, 2, 2)
 ATTENTION(attention_gqa_d256_h8, HeadsAttention, 128, 1, 256, 1, 2)
 ATTENTION(attention_mla_l512_r64_h16, LatentsAttention, 256, 1, 576, 512, 2, 64, 2, 8)

@@ -39,6 +39,7 @@ struct HeadsAttention {
   int split, per_split, used;  // the first of its splits, tiles of each, and how many of all splits hold slots
   bool has_newest;  // the range's last slot is the token's own
   bool is_writer;   // ... and this block writes it to the cache
+  u8* own_slot;     // ... here
 
   // Block `part` of those that share splits of a token: each KV head's query heads in groups. block: of `blocks`.
   static DEVICE HeadsAttention at(const AttentionParams& p, int block, int blocks, int part, i64 token) {
@@ -48,10 +49,12 @@ struct HeadsAttention {
     const Splits splits = Splits::of(p, length, TILE);
     const int split = splits.share(block, blocks), begin = splits.begin(split);
     const int end = splits.begin(splits.share(block + 1, blocks)), tiles = ceil_div(end - begin, TILE);
-    return HeadsAttention{p, dynamic_smem(), token, p.table_rows != nullptr ? p.table_rows[token] : token,
-                          kv_head, head0, min_int((kv_head + 1) * group - head0, COLS), begin, end, tiles,
-                          p.window > 0 ? max_int(length - p.window, 0) : 0, split, splits.per_split, splits.used,
-                          !READY && tiles > 0 && end == length, part % groups_per_kv == 0};
+    const bool has_newest = !READY && tiles > 0 && end == length;
+    const i64 table_row = p.table_rows != nullptr ? p.table_rows[token] : token;
+    return HeadsAttention{p, dynamic_smem(), token, table_row, kv_head, head0, min_int((kv_head + 1) * group - head0, COLS),
+                          begin, end, tiles, p.window > 0 ? max_int(length - p.window, 0) : 0,
+                          split, splits.per_split, splits.used, has_newest, part % groups_per_kv == 0,
+                          has_newest ? slot_address(p.cache, table_row, end - 1) : nullptr};
   }
 
   DEVICE int first_own() const { return static_cast<int>(threadIdx.x) / 32 * OWN; }
@@ -135,9 +138,8 @@ struct HeadsAttention {
     LanePart<LANE>::store(reinterpret_cast<u16*>(key_row(stage, end - 1 - tile)), x);
     LanePart<LANE>::store(reinterpret_cast<u16*>(value_row(stage, end - 1 - tile)), v);
     if (!is_writer) return;
-    u8* slot = slot_address(p.cache, table_row, end - 1);
-    LanePart<LANE>::store(reinterpret_cast<u16*>(slot + kv_head * p.key_head_bytes), x);
-    LanePart<LANE>::store(reinterpret_cast<u16*>(slot + p.value_offset_bytes + kv_head * p.value_head_bytes), v);
+    LanePart<LANE>::store(reinterpret_cast<u16*>(own_slot + kv_head * p.key_head_bytes), x);
+    LanePart<LANE>::store(reinterpret_cast<u16*>(own_slot + p.value_offset_bytes + kv_head * p.value_head_bytes), v);
   }
 
   // All queries as the matrix unit takes them; they serve every tile.
@@ -242,7 +244,7 @@ struct HeadsAttention {
       if (i < tiles) load_tile(begin + i * TILE, i, slot_of(begin + i * TILE));
       copy_async_commit();
     }
-    return tiles > 0 ? slot_of(begin + STAGES * TILE) : 0;
+    return tiles > STAGES ? slot_of(begin + STAGES * TILE) : 0;
   }
 
   static DEVICE void clear(Sums& sums) {
@@ -290,7 +292,7 @@ struct HeadsAttention {
       warp_sync();  // the stage is free for the next copies
       if (i + STAGES < tiles) load_tile(tile + STAGES * TILE, stage, upcoming);
       copy_async_commit();
-      upcoming = slot_of(tile + (STAGES + 1) * TILE);
+      if (i + STAGES + 1 < tiles) upcoming = slot_of(tile + (STAGES + 1) * TILE);
     }
   }
 

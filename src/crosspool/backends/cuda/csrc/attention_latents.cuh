@@ -54,6 +54,7 @@ struct LatentsAttention {
   int split, per_split, used;  // the first of its splits, tiles of each, and how many of all splits hold slots
   bool has_newest;  // the range's last slot is the token's own
   bool is_writer;   // ... and this block writes it to the cache
+  u8* own_slot;     // ... here
   const PanelMap* map;   // WIDE: whole tiles come by the copy engine; null: by all threads
 
   // Block `part` of those that share splits of a token: the query heads in groups. block: of `blocks`.
@@ -62,9 +63,11 @@ struct LatentsAttention {
     const Splits splits = Splits::of(p, length, TILE);
     const int split = splits.share(block, blocks), begin = splits.begin(split);
     const int end = splits.begin(splits.share(block + 1, blocks)), tiles = ceil_div(end - begin, TILE);
-    return LatentsAttention{p, dynamic_smem(), token, p.table_rows != nullptr ? p.table_rows[token] : token,
-                            head0, min_int(p.heads - head0, COLS), begin, end, tiles, split, splits.per_split, splits.used,
-                            !READY && tiles > 0 && end == length, part == 0, nullptr};
+    const bool has_newest = !READY && tiles > 0 && end == length;
+    const i64 table_row = p.table_rows != nullptr ? p.table_rows[token] : token;
+    return LatentsAttention{p, dynamic_smem(), token, table_row, head0, min_int(p.heads - head0, COLS), begin, end, tiles,
+                            split, splits.per_split, splits.used, has_newest, part == 0,
+                            has_newest ? slot_address(p.cache, table_row, end - 1) : nullptr, nullptr};
   }
 
   // Where 16 bytes of a tile's slot, of a query and of a head's probabilities lie.
@@ -147,28 +150,35 @@ struct LatentsAttention {
     }
   }
 
-  // The token's own slot from the projections, the latent by warp 0 and the rope key by warp 1: to shared memory, and by
-  // one block to the cache.
-  DEVICE void prepare_newest() const {
+  // The token's own slot from the projections, the latent by warp 0 and the rope key by warp 1: loaded with the queries,
+  // then to shared memory, and by one block to the cache.
+  struct Newest {
+    LanePart<VD / 32> latent, weight;
+    LanePart<ROPE_LANE> rope;
+  };
+  DEVICE void load_newest(Newest& n) const {
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) {
+      n.latent.load(p.mla.kv_a + token * p.mla.kv_a_stride);
+      n.weight.load(p.mla.kv_a_norm);
+    } else if (warp == 1) {
+      n.rope.load(p.mla.rope_part(token, p.heads));
+    }
+  }
+  DEVICE void prepare_newest(const Newest& n) const {
     const int warp = threadIdx.x / 32;
     u16* newest = reinterpret_cast<u16*>(smem + OFF_NEWEST);
-    u16* slot = reinterpret_cast<u16*>(slot_address(p.cache, table_row, end - 1));
+    u16* slot = reinterpret_cast<u16*>(own_slot);
     if (warp == 0) {
-      constexpr int E = VD / 32;
-      LanePart<E> part, weight;
-      part.load(p.mla.kv_a + token * p.mla.kv_a_stride);
-      weight.load(p.mla.kv_a_norm);
-      float x[E];
-      part.unpack(x);
-      norm_part(x, weight, p.mla.eps);
-      LanePart<E>::store(newest, x);
-      if (is_writer) LanePart<E>::store(slot, x);
+      float x[VD / 32];
+      n.latent.unpack(x);
+      norm_part(x, n.weight, p.mla.eps);
+      LanePart<VD / 32>::store(newest, x);
+      if (is_writer) LanePart<VD / 32>::store(slot, x);
     } else if (warp == 1) {
       const LaneTurn<ROPE_LANE> turn(p.mla.rope, token);
-      LanePart<ROPE_LANE> part;
-      part.load(p.mla.rope_part(token, p.heads));
       float x[ROPE_LANE];
-      part.unpack(x);
+      n.rope.unpack(x);
       turn.turn(x);
       LanePart<ROPE_LANE>::store(newest + VD, x);
       if (is_writer) LanePart<ROPE_LANE>::store(slot + VD, x);
@@ -342,14 +352,17 @@ struct LatentsAttention {
 
   // Put the first tiles on their way; returns where the one behind them lies, for `finish`.
   DEVICE u64 start() const {
-    if (WIDE && map != nullptr && threadIdx.x == 0)
-      for (int i = 0; i < STAGES; ++i) arrival(i).create();
+    if (WIDE && map != nullptr) {
+      if (threadIdx.x == 0)
+        for (int i = 0; i < STAGES; ++i) arrival(i).create();
+      warp_sync();  // for the threads beside it that bring slots
+    }
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) {
       if (i < tiles) start_tile(begin + i * TILE, i, place_of(begin + i * TILE));
       copy_async_commit();
     }
-    return tiles > 0 ? place_of(begin + (STAGES - 1) * TILE) : 0;
+    return tiles > STAGES - 1 ? place_of(begin + (STAGES - 1) * TILE) : 0;
   }
   DEVICE BulkArrival arrival(int stage) const { return BulkArrival{reinterpret_cast<u64*>(smem + OFF_ARRIVALS) + stage}; }
   // Tiles of which every slot was written before this launch; behind them comes one more at most.
@@ -381,10 +394,10 @@ struct LatentsAttention {
 
   // All tiles of the block, once queries and newest slot can be made; every split's partial attention for the merge.
   DEVICE void finish(u64 upcoming) const {
+    Newest newest{};
+    if (!READY && has_newest) load_newest(newest);
     if (tiles > 0) prepare_queries();
-    if constexpr (!READY) {
-      if (has_newest) prepare_newest();
-    }
+    if (!READY && has_newest) prepare_newest(newest);
     if constexpr (READY) leave_empty();
     Sums s;
     clear(s);
@@ -402,7 +415,7 @@ struct LatentsAttention {
       block_sync();  // the tile has arrived for all; the stage of tile i - 1 is free
       if (i + STAGES - 1 < tiles) start_tile(tile + (STAGES - 1) * TILE, (i + STAGES - 1) % STAGES, upcoming);
       copy_async_commit();
-      upcoming = place_of(tile + STAGES * TILE);
+      if (i + STAGES < tiles) upcoming = place_of(tile + STAGES * TILE);
       if (!READY && i == tiles - 1 && has_newest) {
         patch_newest(tile, stage);
         publish();

@@ -100,11 +100,12 @@ struct TileColumns {
       copy_async16(to + i / PIECES * ROW + i % PIECES * 16, from + i / PIECES * stride + (valid ? k : 0), valid);
     }
   }
-  // This lane's column of a chunk, as the product takes it.
-  // NOTE: a lane whose token is not there reads another's: nobody takes that sum.
+  // This lane's column of a chunk, as the product takes it. Lanes without a token leave shared memory to the others.
   DEVICE uint4 piece(int chunk) const {
     const int lane = threadIdx.x % 32;
-    return load16(own + NORM + min_int(lane / 4, tokens - 1) * ROW + chunk * 64 + lane % 4 * 16);
+    uint4 x = uint4{0, 0, 0, 0};
+    if (lane / 4 < tokens) x = load16(own + NORM + lane / 4 * ROW + chunk * 64 + lane % 4 * 16);
+    return x;
   }
 };
 

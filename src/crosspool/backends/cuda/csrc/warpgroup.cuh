@@ -16,6 +16,7 @@ DEVICE int panel_piece(int row, int piece) { return row * PANEL_ROW + ((piece ^ 
 struct alignas(64) PanelMap { u64 words[16]; };
 
 #if defined(CROSSPOOL_EMULATOR)
+DEVICE void expect_map(const PanelMap&) {}
 // Here the words say plainly: address of frame 0's first row, bytes of a row and of a frame, panels, rows of a copy.
 DEVICE void copy_panels(const PanelMap& map, u8* to, int row, int frame, const BulkArrival& arrival) {
   const u64* w = map.words;
@@ -52,6 +53,8 @@ DEVICE void warpgroup_begin(float (&)[TILES][4]) {}
 template <int TILES>
 DEVICE void warpgroup_end(float (&)[TILES][4]) {}
 #elif defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// One thread: the map will be used; its first use takes it from memory.
+DEVICE void expect_map(const PanelMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 // One thread: rows from `row` on of a frame to the panels at `to`.
 DEVICE void copy_panels(const PanelMap& map, u8* to, int row, int frame, const BulkArrival& arrival) {
   asm volatile(
@@ -107,6 +110,7 @@ DEVICE void warpgroup_end(float (&d)[TILES][4]) {
 }
 #else
 typedef u64 PanelOperand;
+DEVICE void expect_map(const PanelMap&) {}
 DEVICE PanelOperand panel_operand(const u8*, int) { return 0; }
 DEVICE PanelOperand operand_at(PanelOperand operand, int) { return operand; }
 DEVICE void copy_panels(const PanelMap&, u8*, int, int, const BulkArrival&) {}
