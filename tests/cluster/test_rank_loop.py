@@ -276,3 +276,13 @@ def test_a_weights_rank_waits_longer_than_a_kv_rank_and_stays_silent_at_the_end(
     loop.advance()
     (ended,) = said
     assert ended.waiting_on == ("kv0",)
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_a_lone_lane_that_waits_for_nobody_goes_on_in_the_same_turn(make_rig, num_lanes):
+    rig = make_rig()
+    rig.worker.inlets_of = lambda layer, inlets: () if layer == 0 else inlets
+    for lane in range(num_lanes):
+        rig.step(lane)
+    assert rig.loop.advance()
+    assert rig.worker.log == ([(0, 0), (0, 1)] if num_lanes == 1 else [(0, 0)])

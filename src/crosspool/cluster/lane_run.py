@@ -65,6 +65,11 @@ class LaneRun:
         """Whether its next segment can run."""
         return self._wait is None or self._wait.satisfied()
 
+    @property
+    def waits_for_nobody(self) -> bool:
+        """Whether its last segment ended only to tell something, or to let the step before it end."""
+        return self._wait is not None and not self._wait.inlets
+
     def segment(self, now_s: float, next_ticket: int, patience_s: float) -> Segment | None:
         """Its next segment if that is ready. One that became ready only now takes `next_ticket`.
 

@@ -99,6 +99,7 @@ class RankLoop:
             (run,) = self._runs.values()
             if run.becomes_ready(now_s):
                 self._run_segment(run, now_s)
+                self._run_on()
                 return True
             if (deadline_s := run.deadline_s) is None or now_s <= deadline_s:
                 return False
@@ -114,6 +115,16 @@ class RankLoop:
             return False
         self._run_segment(self._runs[self._around.order(ready).lane], now_s)
         return True
+
+    def _run_on(self) -> None:
+        """Run a lone lane's next segment too where it waits for nobody: a turn of the host is longer than that."""
+        while len(self._runs) == 1:
+            (run,) = self._runs.values()
+            if not run.waits_for_nobody:
+                return
+            now_s = self._around.clock()
+            run.becomes_ready(now_s)
+            self._run_segment(run, now_s)
 
     def handle(self, message: ToRank) -> None:
         """Take one control message. `Stop` is the host's."""

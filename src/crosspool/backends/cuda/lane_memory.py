@@ -120,7 +120,7 @@ class LaneMemory:
         self._records: npt.NDArray[np.int32] = self.ring.numpy()
         self._longs: npt.NDArray[np.int64] = self._records.view(np.int64)
         self._tokens: npt.NDArray[np.int32] = self.host_tokens.numpy()
-        self._tokens_seen = memoryview(self._tokens)  # quicker to read than an array
+        self._tokens_seen, self._words_seen = memoryview(self._tokens), memoryview(self._host_words)  # quicker to read
         self._cursor = 0
         self._last_epoch = 0
         self._records_of: dict[tuple[int, int, int, bool], npt.NDArray[np.int32]] = {}  # of runs, by their shape
@@ -140,7 +140,8 @@ class LaneMemory:
     @property
     def done_epoch(self) -> int:
         """The last epoch of the newest pass that has ended."""
-        return int(self._host_words[DONE])
+        done: int = self._words_seen[DONE]
+        return done
 
     @property
     def seen_epoch(self) -> int:
@@ -149,7 +150,8 @@ class LaneMemory:
 
     def late_epoch(self, peer: int) -> int:
         """The newest epoch that the peer (by its place in the placement) did not deliver in time; 0: none."""
-        return int(self._host_words[LATE + peer])
+        late: int = self._words_seen[LATE + peer]
+        return late
 
     @property
     def last_epoch(self) -> int:

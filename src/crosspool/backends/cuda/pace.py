@@ -9,7 +9,7 @@ from crosspool.units import ceil_div
 TELL_S = 0.016
 """How much of a run is read and told at once: so late a token may come."""
 
-EARLY, LATE = 0.01, 0.01
+EARLY, LATE = 0.01, 0.03
 """Part of the usual time by which the first look comes early where the device is about to stand still, and late where
 it goes on: there one look is to do."""
 
