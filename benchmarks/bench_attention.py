@@ -3,8 +3,8 @@
     python -m benchmarks.bench_attention [--out DIRECTORY] [--contexts 4096,...] [--page-tokens 256]
 
 Layers rotate through a cache of seeded values several times the size of L2; lengths beyond the model's are allowed.
-Each layer starts when the one before has ended; `overlapped`: while it runs, as in a step. Attention over latents runs
-on products of warpgroups where pages hold whole tiles of 64 slots.
+Each layer starts when the one before has ended; `overlapped`: while it runs, as in a step. Pages have the size that the
+models are served with.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from crosspool.backends.cuda.attention_variants import key_value_dims, num_split
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.params import GqaInput, MlaInput
 from crosspool.backends.cuda.rope import RopeTable, gqa_input, mla_input
-from crosspool.kv_pool.geometry import PageGeometry
+from crosspool.kv_pool.geometry import PageGeometry, choose_page_tokens
 from crosspool.models.spec import GQASpec, MLASpec
 from crosspool.units import MiB, ceil_div
 
@@ -40,10 +40,11 @@ def measure(
     context: int,
     batch: int,
     tb_per_s: float,
-    page_tokens: int,
+    page_tokens: int | None,
     overlap: bool = False,
 ) -> None:
-    spec = full_spec(KINDS[kind]).layers[-1].attention
+    model = full_spec(KINDS[kind])
+    spec = model.layers[-1].attention
     layer_bytes = batch * context * spec.kv_elements_per_token * 2
     layers = max(1, min(48, ceil_div(ROTATE_BYTES, layer_bytes)))
     if layers * layer_bytes > MAX_CACHE_BYTES:
@@ -52,7 +53,7 @@ def measure(
         num_layers=layers,
         elements_per_token_layer=spec.kv_elements_per_token,
         element_bytes=2,
-        page_tokens=page_tokens,
+        page_tokens=page_tokens or choose_page_tokens(model, 2 * MiB),
         frame_bytes=2 * MiB,
     )
     cache = seeded_cache(geometry, batch, context, SEED)
@@ -115,13 +116,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--contexts", default="1024,4096,32768,131072,1048576")
     parser.add_argument("--batches", default="1,2,4,8")
-    parser.add_argument("--page-tokens", type=int, default=256)
+    parser.add_argument("--page-tokens", type=int)
     options = parser.parse_args()
     kernels = DeviceKernels(torch.device("cuda"))
     failures: dict[str, str] = {}
     tb_per_s = copy_tb_per_s()
     report = Report(
-        "attention", hardware="h200", config={"page_tokens": options.page_tokens, "dtype": "bf16"}, seed=SEED
+        "attention", hardware="h200", config={"page_tokens": options.page_tokens or "usual", "dtype": "bf16"}, seed=SEED
     )
     report.summary = "Decode attention alone (split pass and merge). Targets at 4K, batch 1: 6 us GQA, 7 us MLA."
     report.metric("copy_tb_per_s", tb_per_s)

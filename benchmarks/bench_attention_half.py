@@ -25,14 +25,13 @@ from crosspool.backends.cuda.attention_half import AttentionHalf
 from crosspool.backends.cuda.launch import DeviceKernels
 from crosspool.backends.cuda.transport_params import DelayParams
 from crosspool.backends.cuda.weights import random_attention_weights
-from crosspool.kv_pool.geometry import page_geometry
+from crosspool.kv_pool.geometry import choose_page_tokens, page_geometry
 from crosspool.models.spec import ModelSpec
 from crosspool.models.tensors import model_tensors
 from crosspool.units import MiB
 
 TARGETS = {"qwen3-30b-a3b": 20.0, "glm-4.7-flash": 24.0, "deepseek-v2-lite": 17.0}
 NUM_LAYERS = 16
-PAGE_TOKENS = 256
 SEED = 7
 WAIT_US = 25
 
@@ -49,7 +48,7 @@ def attention_bytes(spec: ModelSpec, context: int, batch: int) -> float:
 def measure(report: Report, kernels: DeviceKernels, name: str, context: int, batch: int, tb_per_s: float) -> None:
     spec = full_spec(name, NUM_LAYERS)
     weights = random_attention_weights(spec, SEED, kernels.device)
-    geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
+    geometry = page_geometry(spec, page_tokens=choose_page_tokens(full_spec(name), 2 * MiB), frame_bytes=2 * MiB)
     cache = seeded_cache(geometry, batch, context, SEED)
     half = AttentionHalf(kernels, spec, weights, cache, batch, one_row_per_sequence=True)
     half.positions.fill_(context - 1)
@@ -111,7 +110,7 @@ def measure_parts(report: Report, kernels: DeviceKernels, name: str) -> None:
     """Results are worthless without a kernel, and times of the others hold: none depends on values."""
     spec = full_spec(name, NUM_LAYERS)
     weights = random_attention_weights(spec, SEED, kernels.device)
-    geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
+    geometry = page_geometry(spec, page_tokens=choose_page_tokens(full_spec(name), 2 * MiB), frame_bytes=2 * MiB)
     launcher = Without(kernels)
     half = AttentionHalf(launcher, spec, weights, seeded_cache(geometry, 1, 4096, SEED), 1, one_row_per_sequence=True)
     half.positions.fill_(4095)
