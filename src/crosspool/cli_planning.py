@@ -49,14 +49,17 @@ def simulate(
         bool, typer.Option(help="hand out a lane's next decode step while one runs, as the server does (mode exact)")
     ] = False,
     prompts_wait: Annotated[
-        bool,
-        typer.Option(help="prompts wait for the decode steps under way, as weights ranks on GPUs have it (mode exact)"),
-    ] = False,
+        int, typer.Option(help="prompts wait for decode steps of up to so many rows; on GPUs 8 (mode exact)")
+    ] = 0,
     patience_us: Annotated[
         float,
         typer.Option(help="what a layer of a prompt may take before it goes before decode; on GPUs 1000  [for ever]"),
     ] = float("inf"),
     patience_token_us: Annotated[float, typer.Option(help="the same, for each token more; on GPUs 0.75")] = 0.0,
+    prompts_share: Annotated[
+        bool,
+        typer.Option(help="prompts run beside decode, not in turns, as long as their patience allows (mode exact)"),
+    ] = False,
     beside_share: Annotated[
         float, typer.Option(help="share of every FFN that a weights rank on the KV GPU holds, such as 0.25")
     ] = 0.0,
@@ -87,6 +90,7 @@ def simulate(
         "prompts_wait": prompts_wait,
         "patience_s": patience_us * 1e-6,
         "patience_token_s": patience_token_us * 1e-6,
+        "prompts_share": prompts_share,
         "beside_share": beside_share,
         "seed": seed,
     }

@@ -206,12 +206,40 @@ def test_a_prompt_begins_once_the_decode_steps_under_way_have_ended():
     costs = {"a": LinearCost(attention=5, ffn=400, tail=0, row=0), "p": LinearCost(attention=5, ffn=60, row=0)}
     work = requests([(0.0, "a", 10, 400), (0.1001, "p", 64, 1)])
     at_once, waits = (
-        simulate_exact(replace(a_group(costs), prompts_wait=is_held, order="ticket"), work).models["p"].ttft.mean
-        for is_held in (False, True)
+        simulate_exact(replace(a_group(costs), prompts_wait=rows, order="ticket"), work).models["p"].ttft.mean
+        for rows in (0, 1)
     )
     step_s = costs["a"].base.step_s
     assert at_once + 0.1 * step_s < waits < at_once + step_s
-    alone = simulate_exact(replace(a_group(costs), prompts_wait=True), requests([(0.0, "p", 64, 1)]))
+    alone = simulate_exact(replace(a_group(costs), prompts_wait=1), requests([(0.0, "p", 64, 1)]))
     assert alone.models["p"].ttft.mean < at_once
-    both = simulate_exact(replace(a_group(costs), prompts_wait=True, is_ahead=True), work)
+    both = simulate_exact(replace(a_group(costs), prompts_wait=1, is_ahead=True), work)
     assert both.num_unfinished == 0
+    two = requests([(0.0, "a", 10, 400), (0.0, "a", 10, 400), (0.1001, "p", 64, 1)])
+    ttft = [
+        simulate_exact(replace(a_group(costs), prompts_wait=rows, order="ticket"), two).models["p"].ttft.mean
+        for rows in (0, 1, 2)
+    ]
+    assert ttft[0] == ttft[1] < ttft[2], "steps of more rows are not waited for"
+
+
+def test_a_prompt_beside_decode_takes_what_its_patience_allows_and_slows_decode():
+    from dataclasses import replace
+
+    from crosspool.simulator.group import Patience
+    from crosspool.simulator.sharing import Sharing, twin_stations
+
+    costs = {"a": LinearCost(attention=5, ffn=100, tail=0, row=0), "p": LinearCost(attention=5, ffn=60, row=0)}
+    plain = a_group(costs)
+    sharing = Sharing(stretch=2.0, decode_slower=1.5)
+    group = replace(plain, patience=Patience(1e-3), sharing=sharing, stations=twin_stations(plain.stations))
+    found = simulate_exact(group, requests([(0.0, "a", 10, 200), (0.1, "p", 64, 1)]))
+    layers = 12
+    assert found.models["p"].ttft.mean == pytest.approx(layers * (2.0 * 1e-3 + 6e-6), rel=0.02)
+    step_s = costs["a"].base.step_s
+    assert found.models["a"].tbt.quantile(0.5) == pytest.approx(step_s, rel=0.06)
+    assert found.models["a"].tbt.quantile(0.99) == pytest.approx(1.5 * step_s, rel=0.06)
+    assert found.stations == ("kv", "weights", "kv-prompts", "weights-prompts")
+    assert found.busy_s[3] == pytest.approx(layers * (2.0e-3 - 5e-6), rel=0.05)
+    alone = simulate_exact(group, requests([(0.0, "p", 64, 1)]))
+    assert alone.models["p"].ttft.mean == pytest.approx(costs["p"].base.step_s, rel=0.05), "nobody to share with"

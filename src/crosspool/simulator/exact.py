@@ -9,6 +9,7 @@ from crosspool.simulator.driver import Arrivals, CoreDriver, SimulatedRequest
 from crosspool.simulator.group import STREAMS, SimulatedGroup
 from crosspool.simulator.pipeline import OrderedPipeline, Pipeline, Route, Span, StreamPipeline
 from crosspool.simulator.result import GroupResult, group_result
+from crosspool.simulator.sharing import twin_route
 
 Progress = Callable[[float], None]
 """Called with the virtual time now and then."""
@@ -24,18 +25,19 @@ def make_pipeline(group: SimulatedGroup, num_lanes: int, spans: list[Span] | Non
 class HeldPrompts:
     """Chunks of prompts that wait until the decode steps that were under way have ended, as fused ones make them.
 
-    running: the steps in flight, by lane.
+    running: the steps in flight, by lane. most_rows: of those that are fused.
     """
 
-    def __init__(self, running: Mapping[int, StepDescriptor]) -> None:
-        self._running = running
+    def __init__(self, running: Mapping[int, StepDescriptor], most_rows: int) -> None:
+        self._running, self._most_rows = running, most_rows
         self._held: list[tuple[StepDescriptor, set[int]]] = []
 
     def hold(self, step: StepDescriptor) -> bool:
         """Whether the step has to wait; decode never does."""
         if step.header.phase == "decode":
             return False
-        lanes = {lane for lane, other in self._running.items() if other.header.phase == "decode"}
+        decode = ((lane, other) for lane, other in self._running.items() if other.header.phase == "decode")
+        lanes = {lane for lane, other in decode if len(other.rows) <= self._most_rows}
         if lanes:
             self._held.append((step, lanes))
         return bool(lanes)
@@ -72,13 +74,19 @@ def simulate_exact(
 
     behind: dict[int, StepDescriptor] = {}  # by lane
     running: dict[int, StepDescriptor] = {}  # by lane
-    held = HeldPrompts(running) if group.prompts_wait else None
+    held = HeldPrompts(running, group.prompts_wait) if group.prompts_wait else None
 
     def start(step: StepDescriptor, delay_s: float) -> None:
         model, header = models[step.header.model], step.header
         times = model.times(step_work(step), has_neighbours=in_flight > 0)
         patience_s = group.patience.of(header, times)
         route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority, patience_s=patience_s)
+        if group.sharing is not None and any(other.header.phase != header.phase for other in running.values()):
+            if header.phase == "decode":
+                times = group.sharing.decode(times)
+            else:
+                times = group.sharing.prompt(times, group.patience.allowed_s(header))
+                route = twin_route(route, len(group.stations))
         pipeline.start(header.lane, times, route, now + delay_s)
 
     def begin(step: StepDescriptor, delay_s: float) -> None:

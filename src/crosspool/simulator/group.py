@@ -12,6 +12,7 @@ from crosspool.scheduler.order import ORDER_POLICIES
 from crosspool.scheduler.step import StepHeader
 from crosspool.simulator.cost import StepCost, StepWork
 from crosspool.simulator.pipeline import Route
+from crosspool.simulator.sharing import Sharing
 
 Layout = Literal["crosspool", "static", "elastic"]
 STREAMS = "streams"
@@ -36,7 +37,11 @@ class Patience:
         """Seconds that a segment of the step waits before it outranks every priority. Decode never does."""
         if header.phase == "decode":
             return float("inf")
-        return max(0.0, self.piece_s + header.num_tokens * self.token_s - times.ffn_s)
+        return max(0.0, self.allowed_s(header) - times.ffn_s)
+
+    def allowed_s(self, header: StepHeader) -> float:
+        """What a layer's FFN of the chunk may take."""
+        return self.piece_s + header.num_tokens * self.token_s
 
 
 FOR_EVER = Patience()
@@ -69,8 +74,9 @@ class SimulatedGroup:
 
     host_s: from the end of a step to the start of the next, the engine's own time. is_ahead: decode steps are handed
     out while those before them run, as the server does (mode exact). prompts_wait: a chunk of a prompt begins once the
-    decode steps under way have ended, which are fused until then (mode exact). prepare: called with the core once the
-    models are added; monolithic layouts put their own pages in.
+    decode steps under way of up to so many rows have ended, which are fused until then (mode exact). sharing: prompts
+    run beside decode, on the second half of the stations, rather than in turns (mode exact). prepare: called with the
+    core once the models are added; monolithic layouts put their own pages in.
     """
 
     name: str
@@ -81,8 +87,9 @@ class SimulatedGroup:
     order: str = "priority"
     host_s: float = 0.0
     is_ahead: bool = False
-    prompts_wait: bool = False
+    prompts_wait: int = 0
     patience: Patience = FOR_EVER
+    sharing: Sharing | None = None
     prepare: Callable[[EngineCore], None] | None = None
 
     def __post_init__(self) -> None:

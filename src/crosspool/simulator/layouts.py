@@ -28,6 +28,7 @@ from crosspool.simulator.group import FOR_EVER, Layout, Patience, SimulatedGroup
 from crosspool.simulator.measured import MeasuredTable, whole_with_measurements, with_measurements
 from crosspool.simulator.pipeline import Route
 from crosspool.simulator.replicas import ReplicatedPages
+from crosspool.simulator.sharing import Sharing, twin_stations
 from crosspool.units import ceil_div, format_bytes
 
 
@@ -41,8 +42,9 @@ def simulated_group(
     order: str = "priority",
     host_s: float = 0.0,
     is_ahead: bool = False,
-    prompts_wait: bool = False,
+    prompts_wait: int = 0,
     patience: Patience = FOR_EVER,
+    sharing: Sharing | None = None,
     max_queue: int = 64,
     measured: MeasuredTable | None = None,
     hosting: Hosting | None = None,
@@ -68,6 +70,8 @@ def simulated_group(
         is_ahead=is_ahead,
         prompts_wait=prompts_wait,
         patience=patience,
+        sharing=sharing,
+        stations=group.stations if sharing is None else twin_stations(group.stations),
     )
 
 

@@ -13,6 +13,7 @@ from crosspool.simulator.layouts import simulated_group
 from crosspool.simulator.measured import MeasuredTable
 from crosspool.simulator.pipeline import Span
 from crosspool.simulator.result import GroupResult
+from crosspool.simulator.sharing import Sharing
 from crosspool.simulator.steps import simulate_steps
 from crosspool.simulator.workload import group_requests
 
@@ -24,11 +25,12 @@ class SimulationSettings:
     """What to simulate of a plan. Requests arrive in [start_s, start_s + duration_s) of the workload.
 
     drain: go on until all have ended; otherwise stop when the time is up. is_ahead: a lane's next decode step is handed
-    out while the present one runs. prompts_wait: chunks of prompts begin once the decode steps under way have ended, as
-    weights ranks that fuse layers have it. patience_s, patience_token_s: what a layer's FFN of a prompt may take, and
-    more for each of its tokens, before it goes before decode. hosting: names of the models of each GPU, in a monolithic
-    layout; none: as planned. beside_share: of every FFN, on a weights rank that lies on the KV GPU (two pools, one KV
-    GPU).
+    out while the present one runs. prompts_wait: chunks of prompts begin once the decode steps under way of up to so
+    many rows have ended, as weights ranks that fuse layers have it. patience_s, patience_token_s: what a layer's FFN of
+    a prompt may take, and more for each of its tokens, before it goes before decode. prompts_share: they run beside
+    decode rather than in turns, about as long as their patience allows. hosting: names of the models of each GPU, in a
+    monolithic layout; none: as planned. beside_share: of every FFN, on a weights rank that lies on the KV GPU (two
+    pools, one KV GPU).
 
     Raises ValueError for bad bounds.
     """
@@ -42,9 +44,10 @@ class SimulationSettings:
     seed: int = 0
     host_s: float = 0.0
     is_ahead: bool = False
-    prompts_wait: bool = False
+    prompts_wait: int = 0
     patience_s: float = float("inf")
     patience_token_s: float = 0.0
+    prompts_share: bool = False
     max_queue: int = 64
     hosting: Hosting | None = None
     beside_share: float = 0.0
@@ -58,10 +61,17 @@ class SimulationSettings:
             raise ValueError("steps ahead, and prompts that wait for decode, are played put by put; use mode exact")
         if not self.duration_s > 0:
             raise ValueError(f"duration is {self.duration_s} s; it must be above 0")
+        if self.prompts_wait < 0:
+            raise ValueError(f"prompts_wait is {self.prompts_wait} rows; it must not be negative")
         if self.start_s < 0 or self.host_s < 0 or not self.patience_s >= 0 or not self.patience_token_s >= 0:
             raise ValueError(
                 f"start {self.start_s}, host time {self.host_s} and patience {self.patience_s} and "
                 f"{self.patience_token_s} s must not be negative"
+            )
+        if self.prompts_share and (self.mode != "exact" or self.patience_s == float("inf")):
+            raise ValueError(
+                f"prompts share GPUs with decode for as long as their patience allows, which is {self.patience_s} s; "
+                "give a patience, and mode exact"
             )
         if not 0 <= self.beside_share < 1 or (self.beside_share and self.layout != "crosspool"):
             raise ValueError(
@@ -107,6 +117,7 @@ def _simulate_group(
         is_ahead=settings.is_ahead,
         prompts_wait=settings.prompts_wait,
         patience=Patience(settings.patience_s, settings.patience_token_s),
+        sharing=Sharing() if settings.prompts_share else None,
         max_queue=settings.max_queue,
         measured=measured,
         hosting=settings.hosting,
