@@ -1,6 +1,6 @@
 """How long does one MoE layer take for a few tokens, router included, on one GPU?
 
-    python -m benchmarks.bench_moe_layer [--out DIRECTORY] [--models qwen3-30b-a3b,...]
+    python -m benchmarks.bench_moe_layer [--out DIRECTORY] [--models qwen3-30b-a3b,...] [--fused]
 
 Layers rotate, so weights come from device memory. The first kernel of a layer does not overlap the layer before it.
 """
@@ -104,7 +104,7 @@ def main() -> None:
     failures: dict[str, str] = {}
     tb_per_s = copy_tb_per_s()
     report = Report(
-        "moe_layer",
+        "moe_layer_fused" if options.fused else "moe_layer",
         hardware="h200",
         config={"num_layers": NUM_LAYERS, "dtype": "bf16", "fused": options.fused},
         seed=SEED,
