@@ -3,9 +3,10 @@
     python -m benchmarks.bench_serve_http [--parts prefill,long,faults] [--requests 45] [--fault-s 60]
         [--long-tokens 131072] [--kv-bytes 60GiB] [--more --batch-invariant]
 
-Random weights, one server for all parts. `prefill`: 4K and 32K of every model, alone and beside decode. `long`: a very
-long prompt of GLM while the others answer. `faults`: streams of every model, prompts of 20 to 3,000 tokens, greedy,
-first undisturbed, then while each kind of rank is killed and stopped (SIGSTOP); kept as a result of its own.
+Random weights, drawn or from checkpoints (--parent), one server for all parts. `prefill`: 4K and 32K of every model,
+alone and beside decode. `long`: a very long prompt of GLM while the others answer. `faults`: streams of every model,
+prompts of 20 to 3,000 tokens, greedy, first undisturbed, then while each kind of rank is killed and stopped (SIGSTOP);
+kept as a result of its own.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ async def run(options: argparse.Namespace) -> None:
     log = options.out / "server.log"
     config = {"models": names, "kv": options.kv_bytes, "more": options.more}
     report = Report("serve_http", hardware="h200-x2", config=config, seed=7)
-    report.summary = (
-        "crosspool serve with random weights of the true shapes on one KV GPU and one weights GPU, over HTTP."
-    )
+    report.summary = "crosspool serve with models of the true shapes on one KV GPU and one weights GPU, over HTTP."
     recovery = Report("recovery", hardware="h200-x2", config=config, seed=7)
     recovery.summary = "Each kind of rank killed and stopped under mixed traffic of three models over HTTP."
-    server = ServedProcess(names, options.kv_bytes, log, options.more.split())
+    if options.parent is not None:
+        recovery.summary += " Weights come from checkpoints in the page cache, at the start and after each loss."
+    server = ServedProcess(names, options.kv_bytes, log, options.more.split(), options.parent)
     try:
-        report.metric("ready_s", server.wait_ready(), note="from the start of the process; weights drawn on the GPU")
+        report.metric("ready_s", server.wait_ready(), note="from the start of the process")
         print(f"ready after {report.metrics['ready_s']:.1f} s", flush=True)
         query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader"]
         print(subprocess.run(query, capture_output=True, text=True, check=False).stdout, flush=True)
@@ -62,7 +63,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(CONFIGS))
     parser.add_argument("--parts", default="prefill,long,faults", help="in this order")
-    parser.add_argument("--contexts", default="4096,32768", help="of prefill, the longest beside every other model")
+    parser.add_argument(
+        "--parent", type=Path, help="of the models' checkpoints, as bench_reload --only-write leaves them"
+    )
+    parser.add_argument("--contexts", default="4096,32768", help="of prefill")
     parser.add_argument("--kv-bytes", default="60GiB")
     parser.add_argument("--long-tokens", type=int, default=131072)
     parser.add_argument("--requests", type=int, default=45, help="different ones, asked again and again")

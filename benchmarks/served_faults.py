@@ -16,7 +16,7 @@ from benchmarks.served_clients import Answer, Clients, plans
 from benchmarks.served_process import ServedProcess
 
 AT_ONCE = 9
-QUIET_S = 3.0
+QUIET_S = 2.0
 BOUND_S = 75.0
 FAULTS = (("w0", "SIGKILL"), ("kv0", "SIGKILL"), ("w0", "SIGSTOP"), ("kv0", "SIGSTOP"))
 

@@ -1,4 +1,4 @@
-"""`crosspool serve` in a process of its own, with models of true shapes and random weights."""
+"""`crosspool serve` in a process of its own, with models of true shapes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ START_TIMEOUT_S = 240
 class ServedProcess:
     """`crosspool serve` in a process of its own."""
 
-    def __init__(self, models: Sequence[str], kv_bytes: str, log: Path, more: Sequence[str] = ()) -> None:
-        directory = Path(tempfile.mkdtemp())
-        paths = [str(write_model_dir(directory, name)) for name in models]
+    def __init__(
+        self, models: Sequence[str], kv_bytes: str, log: Path, more: Sequence[str] = (), parent: Path | None = None
+    ) -> None:
+        """parent: the directory of the models' checkpoints; None: random weights."""
+        directory = parent or Path(tempfile.mkdtemp())
+        paths = [str(directory / name if parent else write_model_dir(directory, name)) for name in models]
         self._log = log.open("wb")
-        command = [sys.executable, "-m", "crosspool", "serve", *paths, "--backend", "cuda", "--weights", "random"]
+        command = [sys.executable, "-m", "crosspool", "serve", *paths, "--backend", "cuda"]
+        command += ["--weights", "checkpoint" if parent else "random"]
         command += ["--kv-pool-bytes", kv_bytes, "--port", str(PORT), "--no-enable-prefix-caching", *more]
         self.begin = time.perf_counter()
         self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)

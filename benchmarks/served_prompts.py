@@ -22,15 +22,14 @@ SETTLE_S = 0.8
 
 
 async def first_tokens(clients: Clients, report: Report, names: Sequence[str], contexts: Sequence[int]) -> None:
-    """Each context of every model alone, then while sequences of another model, or with the longest of each, decode."""
+    """Each context of every model alone, then while sequences of another model decode."""
     apart = ClientApart()
     try:
         for name in names:
             alone = {context: await idle(apart, report, name, context) for context in contexts}
-            others = [other for other in names if other != name]
+            neighbour = next(other for other in names if other != name)
             for context in contexts:
-                for neighbour in others if context == max(contexts) else others[:1]:
-                    await beside(clients, apart, report, name, context, neighbour, alone[context])
+                await beside(clients, apart, report, name, context, neighbour, alone[context])
     finally:
         apart.close()
 
