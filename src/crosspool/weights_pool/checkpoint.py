@@ -89,7 +89,8 @@ def _stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 def _indexed_tensors(index: Path, weight_map: dict[str, Any]) -> dict[str, StoredTensor]:
     directory = index.parent
-    odd = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
+    odd = [name for name in weight_map.values() if not isinstance(name, str)]
+    odd += [name for name in set(weight_map.values()) if Path(name).name != name] if not odd else []
     if odd:
         raise CheckpointError(f"{index}: names {odd[0]!r}, which is not a file of its directory")
     files = sorted(set(weight_map.values()))

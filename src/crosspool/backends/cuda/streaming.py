@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -47,6 +47,9 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 NUM_READERS = 16
 """Most processes that read: those of a machine with few cores are one fewer than these."""
+
+SLOT_FACTOR = 1.5
+"""A slot's size in extents: a matrix of an expert that must be arranged may be longer than one."""
 
 NUM_MOVERS = 4
 """Threads that copy where the device is the host: a copy engine is none of them."""
@@ -83,19 +86,19 @@ def stream_share(
         nonlocal total
         with Checkpoint(directory.path) as checkpoint:
             plan = plan_load(checkpoint, directory, pool, slice_index, num_slices, shares, also=also)
-            for destination in plan.destinations:
-                name, layer = destination.tensor.name, destination.tensor.layer
-                if room is not None:
-                    holder(layer)[name] = room(layer, destination.shape, _dtype(name))
-                    continue
-                make = torch.zeros if destination.is_zero else torch.empty
-                holder(layer)[name] = make(destination.shape, dtype=_dtype(name), device=device)
             total = payload_bytes(checkpoint, plan)
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # memory freed just now may still be in use there
-            wanted = reads(checkpoint, plan, extent_bytes // 2)
-            for _, of_layer in groupby(wanted, key=lambda read: read.tensor.layer):
-                for extent in extents(checkpoint, of_layer, extent_bytes):
+            for layer, destinations in groupby(plan.destinations, key=lambda each: each.tensor.layer):
+                part = replace(plan, destinations=tuple(destinations))
+                for destination in part.destinations:
+                    name = destination.tensor.name
+                    if room is not None:
+                        holder(layer)[name] = room(layer, destination.shape, _dtype(name))
+                        continue
+                    make = torch.zeros if destination.is_zero else torch.empty
+                    holder(layer)[name] = make(destination.shape, dtype=_dtype(name), device=device)
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()  # memory freed just now may still be in use there
+                for extent in extents(checkpoint, reads(checkpoint, part, extent_bytes // 2), extent_bytes):
                     yield from shortened(joined(extent, _is_plain), _is_plain, extent_bytes)
 
     def place(extent: Extent, block: torch.Tensor) -> None:
@@ -112,7 +115,7 @@ def stream_share(
     with _no_collection():
         num_readers = max(1, min(num_readers, (os.cpu_count() or 2) - 1))
         with (
-            Readers(num_readers, 2 * extent_bytes) as readers,
+            Readers(num_readers, int(SLOT_FACTOR * extent_bytes)) as readers,
             _pinned(readers, device) as slots,
             ThreadPoolExecutor(NUM_MOVERS, thread_name_prefix="crosspool-stream") as movers,
         ):
