@@ -6,9 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from crosspool.backends.cuda import host_model  # noqa: E402
 from crosspool.backends.cuda.driver import Driver  # noqa: E402
 from crosspool.backends.cuda.host_blob import HUGE_PAGE_BYTES, HostBlob  # noqa: E402
 from crosspool.backends.cuda.host_model import OWN, load_whole  # noqa: E402
+from crosspool.backends.cuda.launch import CudaError  # noqa: E402
 from crosspool.backends.cuda.link import Site  # noqa: E402
 from crosspool.backends.cuda.places import Place  # noqa: E402
 from crosspool.backends.cuda.streaming import stream_share  # noqa: E402
@@ -16,13 +18,27 @@ from crosspool.backends.cuda.swap import Swapper  # noqa: E402
 from crosspool.backends.cuda.weights import pack_attention_weights, pack_ffn_weights  # noqa: E402
 from crosspool.backends.cuda.whole_weights import tensors_of  # noqa: E402
 from crosspool.cluster.base import ModelPlacement  # noqa: E402
-from crosspool.models.directory import read_model_dir  # noqa: E402
+from crosspool.models.directory import ModelDirectory, read_model_dir  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.judge
 
 CPU = torch.device("cpu")
 SITE = Site("p0", CPU, Driver("p0"), {"p0": 0}, None)
+
+
+def placement_of(directory: ModelDirectory) -> ModelPlacement:
+    return ModelPlacement(
+        name="m",
+        directory=directory.path,
+        hidden_size=directory.spec.hidden_size,
+        kv_rank="kv0",
+        weights_ranks=("w0", "w1"),
+        prefill_ranks=("p0",),
+        page_tokens=8,
+        frame_bytes=2**16,
+        kv_dtype="bfloat16",
+    )
 
 
 def nothing(loaded: int, total: int) -> None: ...
@@ -45,23 +61,24 @@ def test_groups_begin_at_huge_pages_and_tensors_lie_in_them_in_turn():
         blob.put("a", (HUGE_PAGE_BYTES + 256,), torch.uint8)
 
 
+def test_a_host_that_cannot_pin_so_much_is_told_with_rank_model_and_size(tmp_path, monkeypatch):
+    def refused(*sizes):
+        raise CudaError("p0: cuMemHostRegister failed: CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr(host_model, "HostBlob", refused)
+    directory = read_model_dir(write_tiny_model(tmp_path / "tiny", "qwen3_moe", dtype="bfloat16", tokenizer=False))
+    with pytest.raises(
+        ValueError, match=r"p0: the host has no room to pin 0\.0 GiB for m \(p0: cuMemHostRegister .*; free"
+    ):
+        load_whole(directory, placement_of(directory), SITE, nothing)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss", "qwen2_moe", "llama"])
 def test_a_whole_model_is_both_pools_weights_and_comes_to_a_place_as_it_is(family, tmp_path):
     directory = read_model_dir(write_tiny_model(tmp_path / family, family, dtype="bfloat16", tokenizer=False))
     spec = directory.spec
-    placement = ModelPlacement(
-        name="m",
-        directory=directory.path,
-        hidden_size=spec.hidden_size,
-        kv_rank="kv0",
-        weights_ranks=("w0", "w1"),
-        prefill_ranks=("p0",),
-        page_tokens=8,
-        frame_bytes=2**16,
-        kv_dtype="bfloat16",
-    )
     told = []
-    host = load_whole(directory, placement, SITE, lambda loaded, total: told.append((loaded, total)))
+    host = load_whole(directory, placement_of(directory), SITE, lambda loaded, total: told.append((loaded, total)))
     assert told[-1][0] == told[-1][1]
     own, layers = stream_share(directory, "kv", CPU, nothing)
     attention = pack_attention_weights(spec, own, iter(layers))

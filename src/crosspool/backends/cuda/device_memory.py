@@ -25,9 +25,12 @@ def remainder(device: torch.device, known: Consumers, num_mapped_bytes: int = 0)
     return {"workspace": workspace, "other": max(0, total - free - sum(known.values()) - workspace)}
 
 
+REMEDY = "lower kv_pool_bytes, serve fewer models, or give the models more weights ranks"
+
+
 @contextmanager
 def naming_consumers(
-    rank: str, device: torch.device, wanted: str, consumers: Callable[[], Consumers]
+    rank: str, device: torch.device, wanted: str, consumers: Callable[[], Consumers], remedy: str = REMEDY
 ) -> Iterator[None]:
     """Turn running out of memory into a ValueError that says what the memory is used for, in GiB."""
     try:
@@ -41,5 +44,5 @@ def naming_consumers(
         )
         raise ValueError(
             f"{rank}: GPU {device.index} has no room for {wanted}: {parts}; {free / GiB:.1f} of {total / GiB:.1f} GiB "
-            "are free: lower kv_pool_bytes, serve fewer models, or give the models more weights ranks"
+            f"are free: {remedy}"
         ) from None

@@ -32,7 +32,7 @@ class HostBlob:
     """Zeroed host memory. Tensors lie in groups, in the order in which they are put."""
 
     def __init__(self, site: Site, sizes: Mapping[Hashable, int]) -> None:
-        """sizes: bytes of each group. Raises MemoryError or CudaError where the host has not so much to give."""
+        """sizes: bytes of each group. Raises OSError or CudaError where the host has not so much to give."""
         self._site = site
         self.groups: dict[Hashable, Group] = {}
         at = 0

@@ -9,6 +9,7 @@ import torch
 from crosspool.backends.base import Progress
 from crosspool.backends.cuda.ffn_weights import pack_ffn
 from crosspool.backends.cuda.host_blob import HostBlob
+from crosspool.backends.cuda.launch import CudaError
 from crosspool.backends.cuda.link import Site
 from crosspool.backends.cuda.products import exact_parts
 from crosspool.backends.cuda.random_slices import SEED, draw_share
@@ -19,6 +20,7 @@ from crosspool.cluster.base import ModelPlacement
 from crosspool.models.directory import ModelDirectory
 from crosspool.models.spec import ModelSpec
 from crosspool.models.tensors import weight_bytes
+from crosspool.units import GiB
 
 CPU = torch.device("cpu")
 OWN = -1
@@ -50,7 +52,14 @@ def load_whole(directory: ModelDirectory, placement: ModelPlacement, site: Site,
         progress(min(done, total), total)
 
     attention = _attention(directory, placement, site, told)
-    blob = HostBlob(site, _sizes(spec, attention))
+    sizes = _sizes(spec, attention)
+    try:
+        blob = HostBlob(site, sizes)
+    except (OSError, CudaError) as failure:
+        raise ValueError(
+            f"{site.rank}: the host has no room to pin {sum(sizes.values()) / GiB:.1f} GiB for {placement.name} "
+            f"({failure}); free host memory, serve fewer models, or prefill inline"
+        ) from None
 
     def keep(group: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         if blob.offset(tensor) is not None:

@@ -34,6 +34,7 @@ from crosspool.scheduler.step import StepDescriptor
 from crosspool.units import ceil_div
 
 PLACE_POLL_S = 0.05
+REMEDY = "lower prefill_pool_bytes, or place the prefill rank on a GPU of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class CudaPrefillWorker:
         geometry = _one_layer(directory.spec, placement)
         host = load_whole(directory, placement, site, progress)
         try:
-            with naming_consumers(site.rank, site.device, f"a place for {name}", self._models.consumers):
+            with naming_consumers(site.rank, site.device, f"a place for {name}", self._models.consumers, REMEDY):
                 while not self._models.places.make_room(name, host.num_bytes):
                     progress(host.num_bytes, host.num_bytes)  # a load that was given up ends here
                     self._models.settle()
