@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--models", default=",".join(CONFIGS))
     parser.add_argument("--batches", default="1,2,4,8,16,32")
+    parser.add_argument("--other-batches", default="", help="of models behind the first; default: the same")
     parser.add_argument("--fused", action="store_true", help="router and FFN as one cooperative kernel")
     options = parser.parse_args()
     kernels = DeviceKernels(torch.device("cuda"))
@@ -111,9 +112,11 @@ def main() -> None:
     )
     report.summary = "One MoE layer, router included; `uniform`: random routing, else all experts distinct."
     report.metric("copy_tb_per_s", tb_per_s)
-    batches = [int(batch) for batch in options.batches.split(",")]
+    chosen = options.batches
     for name in options.models.split(","):
-        guarded(name, lambda name=name: measure(report, kernels, name, tb_per_s, batches, options.fused), failures)  # type: ignore[misc]
+        batches = [int(batch) for batch in chosen.split(",")]
+        guarded(name, lambda n=name, b=batches: measure(report, kernels, n, tb_per_s, b, options.fused), failures)  # type: ignore[misc]
+        chosen = options.other_batches or chosen
         torch.cuda.empty_cache()
     report.write(options.out)
     write_failures(failures, options.out)
