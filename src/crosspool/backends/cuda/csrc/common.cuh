@@ -151,7 +151,8 @@ template <int N>
 DEVICE void copy_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 // Programmatic dependent launch (sm_90 and later). Every block of every kernel calls grid_wait before it reads what
-// an earlier kernel wrote and before it ends: then the end of one kernel implies the end of all before it.
+// an earlier kernel wrote and before it ends: then the end of one kernel implies the end of all before it. Blocks with
+// nothing to do may leave at once, as long as one of their grid waits.
 #if __CUDA_ARCH__ >= 900
 DEVICE void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void grid_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
