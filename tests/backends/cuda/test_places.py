@@ -61,6 +61,14 @@ def test_a_busy_place_is_neither_taken_nor_dropped_nor_spare():
     assert found.models() == ()
 
 
+def test_of_free_places_the_smallest_that_fits_is_taken():
+    found = places(100)
+    assert found.make_room("big", 60)
+    assert found.make_room("small", 30)
+    small, _ = found.take("small", 30)
+    assert small.num_bytes == 30
+
+
 def test_a_spare_place_is_for_a_model_that_is_not_in_place():
     found = places(120)
     for model in "ab":

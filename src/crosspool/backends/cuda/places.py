@@ -125,4 +125,4 @@ class Places:
 
     def _oldest(self, num_bytes: int) -> Place | None:
         fitting = [place for place in self._places if place.num_bytes >= num_bytes and not place.is_busy]
-        return min(fitting, key=lambda place: (place.model is not None, place.used), default=None)
+        return min(fitting, key=lambda place: (place.model is not None, place.used, place.num_bytes), default=None)
