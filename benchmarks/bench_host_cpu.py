@@ -1,6 +1,6 @@
 """What do the hosts of two ranks take of a core while a lane decodes in runs that its devices take by themselves?
 
-    python -m benchmarks.bench_host_cpu [--step-ms 2.5] [--steps 8] [--steps-ahead device] [--out DIRECTORY]
+    python -m benchmarks.bench_host_cpu [--step-ms 2.5] [--steps 8] [--ways device] [--out DIRECTORY]
 
 A device is a clock here: a run of steps has ended so far as time has passed since its records were written. Everything
 else is real: loops of ranks and hosts in threads of their own, sockets, doorbells, records, commits. No GPU is needed,
@@ -278,6 +278,7 @@ class Lane:
 
 def measure(options: argparse.Namespace, report: Report) -> None:
     """Tokens after the first eighth are counted: by then the hosts have learned how long steps take."""
+    way = options.steps_ahead
     lane, num_tokens, first, begin = Lane(options), 0, 0, (0.0, {"": 0.0})
     between_ms: list[float] = []
     now_s = time.perf_counter()
@@ -293,19 +294,19 @@ def measure(options: argparse.Namespace, report: Report) -> None:
         host.end()
     counted = num_tokens - first
     for name, seconds in used.items():
-        report.metric(f"host_us_per_token.{name}", 1e6 * seconds / counted)
+        report.metric(f"host_us_per_token.{way}.{name}", 1e6 * seconds / counted)
     share = 100 * LANE_TOKENS_PER_S * sum(used.values()) / counted
     note = f"both ranks, at {LANE_TOKENS_PER_S} tokens/s"
-    report.metric("host_core_percent.lane", share, limit=CORE_LIMIT, note=note)
-    report.metric("ms_per_token", 1e3 * wall_s / counted, note=f"the device's alone: {options.step_ms:g}")
-    report.samples("told_every_ms", between_ms)
+    report.metric(f"host_core_percent.lane.{way}", share, limit=CORE_LIMIT, note=note)
+    report.metric(f"ms_per_token.{way}", 1e3 * wall_s / counted, note=f"the device's alone: {options.step_ms:g}")
+    report.samples(f"told_every_ms.{way}", between_ms)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--step-ms", type=float, default=2.5)
     parser.add_argument("--steps", type=int, default=8, help="of a run")
-    parser.add_argument("--steps-ahead", choices=("host", "device"), default="host")
+    parser.add_argument("--ways", default="host,device", help="where a lane's next run waits: --steps-ahead")
     parser.add_argument("--tokens", type=int, default=1600)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -315,7 +316,8 @@ def main() -> None:
         "Processor time of two ranks' hosts while one lane decodes in runs, with a clock in place of the GPUs: no "
         "driver call is in it. Both hosts, and the thread in the engine's place, are in one process and share a lock."
     )
-    measure(options, report)
+    for way in options.ways.split(","):
+        measure(argparse.Namespace(**vars(options), steps_ahead=way), report)
     report.write(options.out)
     print(report.as_markdown(), flush=True)
 
