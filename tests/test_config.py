@@ -76,6 +76,12 @@ def test_host_memory_for_kv_needs_the_prefix_cache() -> None:
         DeploymentConfig(models=(model,), pools=PoolsConfig(host_pool_bytes=GiB), scheduling=scheduling)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.95, float("nan")])
+def test_a_part_of_the_gpu_for_prompts_leaves_some_for_decode(share: float) -> None:
+    with pytest.raises(ValueError, match=r"prefill_share is .*between 0\.1 and 0\.9"):
+        SchedulingConfig(prefill_share=share)
+
+
 def test_prompts_run_alone_only_without_shared_beginnings() -> None:
     with pytest.raises(ValueError, match="--no-enable-prefix-caching"):
         SchedulingConfig(batch_invariant=True)

@@ -30,6 +30,8 @@ def test_gpus_follow_the_ranks_and_ranks_look_at_their_gpus(tmp_path):
     assert config.backend == "cuda"
     assert config.device_of == {"kv0": 0, "w0": 1, "w1": 2}
     assert config.spin_us > cluster_config(deployment(tmp_path, "numpy")).spin_us
+    half = replace(deployment(tmp_path, "cuda"), scheduling=SchedulingConfig(prefill_share=0.5))
+    assert (config.prefill_share, cluster_config(half).prefill_share) == (0.7, 0.5)
 
 
 def test_ranks_of_gpus_cross_as_asked_and_meet_under_a_token_of_their_deployment(tmp_path):

@@ -249,8 +249,11 @@ class SchedulingConfig:
     batch_invariant: bool = (
         False  # prefill steps run one prompt alone: an answer depends on nothing that runs beside it
     )
+    prefill_share: float = 0.7  # of a GPU's multiprocessors, which prompts keep to while decode runs beside them
 
     def __post_init__(self) -> None:
+        if not 0.1 <= self.prefill_share <= 0.9:
+            raise ValueError(f"prefill_share is {self.prefill_share}; it must lie between 0.1 and 0.9")
         counts = ("max_num_seqs", "max_num_batched_tokens", "max_queue")
         for name in (*counts, "num_decode_lanes", "num_prefill_lanes", "decode_steps"):
             if getattr(self, name) < 1:

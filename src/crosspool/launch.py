@@ -151,6 +151,7 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
             transport=config.pools.transport,
             token=secrets.token_hex(16),
             run_lanes=engine.num_decode_lanes if engine.decode_steps > 1 else 0,
+            prefill_share=config.scheduling.prefill_share,
             spin_us=CUDA_SPIN_US,
             start_timeout_s=CUDA_START_TIMEOUT_S,
         )

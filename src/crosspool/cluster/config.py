@@ -44,6 +44,7 @@ class ClusterConfig:
     control: Control = "graphs"  # of decode on GPUs
     steps_ahead: StepsAhead = "host"  # of decode on GPUs that the host does not drive
     transport: Transport = "auto"  # of hidden states between GPUs
+    prefill_share: float = 0.7  # of a GPU's multiprocessors, for prompts beside decode
     run_lanes: int = 0  # lanes, from the first on, whose decode steps may come in runs; GPUs get ready for them
     devices: tuple[tuple[str, int], ...] = ()  # (rank, GPU); a rank not named takes its place among the ranks
     joins_halves: bool = False  # a model whose KV rank and only weights rank share a host and a GPU runs undivided

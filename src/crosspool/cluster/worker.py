@@ -219,6 +219,7 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
         control=config.control,
         goes_ahead=config.steps_ahead == "device",
         run_lanes=config.run_lanes,
+        prefill_share=config.prefill_share,
         order=config.order,
         transport=config.transport,
         team=_team(config),

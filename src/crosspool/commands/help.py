@@ -10,7 +10,7 @@ GROUPS: Mapping[str, str] = {
     "Server": "host port api_key admin_api_key ssl_certfile ssl_keyfile allowed_origins root_path "
     "sse_keep_alive_interval shutdown_timeout",
     "Requests": "max_num_seqs max_num_batched_tokens max_queue max_queue_per_key queue_timeout admission "
-    "enable_prefix_caching batch_invariant decode_steps seed",
+    "enable_prefix_caching batch_invariant prefill_share decode_steps seed",
     "Memory": "kv_pool_bytes frame_bytes kv_backing host_pool_bytes",
     "Pools and ranks": "backend gpus weights_ranks weights_shares kv_ranks kv_split prefill prefill_ranks "
     "prefill_gpus prefill_pool_bytes layout transport control route order pipeline steps_ahead recovery_timeout "

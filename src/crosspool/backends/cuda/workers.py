@@ -27,9 +27,6 @@ MAX_CONNECTIONS = 32
 """Queues of the device. With fewer than streams, two lanes share one, and a lane whose kernel waits for its peer there
 holds up the other one, for which that peer may be waiting."""
 
-PREFILL_SHARE = 0.7
-"""Of the multiprocessors, while decode runs beside a prompt: the rest is always free for decode's kernels."""
-
 
 def join_halves(attention: AttentionWorker, ffn: FFNWorker, kv_rank: str, weights_rank: str) -> None:
     """Let the two workers, which share a process and a GPU, run their models undivided."""
@@ -55,11 +52,13 @@ class CudaWorkers:
         transport: Transport = "auto",
         team: Team | None = None,
         run_lanes: int = 0,
+        prefill_share: float = 0.7,
     ) -> None:
         """goes_ahead: a lane's next decode step may be handed over while the present one runs (`BeginsAhead`).
 
         team: of ranks whose channels lie in NVSHMEM's memory; this returns once all have come. run_lanes: of
-        `ClusterConfig`.
+        `ClusterConfig`. prefill_share: of the multiprocessors, for prompts while decode runs beside them; the rest is
+        always free for decode's kernels.
         """
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(MAX_CONNECTIONS))  # read when CUDA starts
         index, count = devices[rank], torch.cuda.device_count()
@@ -70,7 +69,7 @@ class CudaWorkers:
         pin_ahead()
         self._kernels = DeviceKernels(device)
         driver = Driver(rank)
-        partition = SmPartition.create(driver, index, int(self._kernels.num_sms * PREFILL_SHARE))
+        partition = SmPartition.create(driver, index, int(self._kernels.num_sms * prefill_share))
         server = DescriptorServer() if has_processes else None
         heap = team.join(rank) if team is not None else None
         self._site = Site(rank, device, driver, devices, server, partition, transport, heap)
