@@ -28,6 +28,7 @@ import torch
 from benchmarks.full_models import CONFIGS, write_model_dir
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.streaming import stream_share
+from crosspool.backends.cuda.weights import random_std
 from crosspool.models.directory import ModelDirectory, read_model_dir
 from crosspool.models.families.registry import FAMILIES
 from crosspool.models.tensors import model_tensors, weight_bytes
@@ -39,14 +40,23 @@ SHARD_BYTES = 4_000_000_000
 
 
 def write_weights(path: Path, seed: int = 7) -> float:
-    """Safetensors files of bf16 for the directory's config; gives GB/s. Norms are one, the rest random values."""
+    """Safetensors files of bf16 for the directory's config; gives GB/s.
+
+    Norms are one, the rest random values, with the deviations that random weights on a device have.
+    """
     spec = read_model_dir(path).spec
     family = FAMILIES[spec.family]
-    sources = sorted(
-        (source for tensor in model_tensors(spec) for source in family.sources(tensor, ())), key=lambda each: each.name
-    )
-    values = np.random.default_rng(seed).standard_normal(64 * 1024 * 1024, np.float32)
-    noise = memoryview((values * spec.hidden_size**-0.5).astype(ml_dtypes.bfloat16).tobytes())
+    stds = {
+        source: None if "norm" in tensor.name else random_std(tensor, spec)
+        for tensor in model_tensors(spec)
+        for source in family.sources(tensor, ())
+    }
+    sources = sorted(stds, key=lambda each: each.name)
+    std_of = {source.name: std for source, std in stds.items()}
+    values = np.random.default_rng(seed).standard_normal(16 * 1024 * 1024, np.float32)
+    noise = {
+        std: memoryview((values * std).astype(ml_dtypes.bfloat16).tobytes()) for std in set(std_of.values()) if std
+    }
     ones = memoryview(np.ones(1 << 20, ml_dtypes.bfloat16).tobytes())
     shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     size = 0
@@ -66,8 +76,9 @@ def write_weights(path: Path, seed: int = 7) -> float:
         with (path / shard_name(number, len(shards))).open("wb", buffering=0) as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for place, (name, shape) in enumerate(shards[number]):
-                left, block = 2 * prod(shape), ones if "norm" in name else noise
-                first = 0 if "norm" in name else 2 * 4099 * place % (len(noise) // 2)
+                std = std_of[name]
+                left, block = 2 * prod(shape), noise[std] if std else ones
+                first = 2 * 4099 * place % (len(block) // 2) if std else 0
                 while left:
                     left -= file.write(block[first : first + min(left, len(block) - first)])
 

@@ -102,11 +102,12 @@ def _draw(tensor: TensorSpec, seed: int, spec: ModelSpec, device: torch.device) 
     if "norm" in tensor.name:
         return values.fill_(1.0).to(dtype)
     generator = torch.Generator(device=device).manual_seed(seed)
-    values.normal_(0.0, _std(tensor, spec), generator=generator)
+    values.normal_(0.0, random_std(tensor, spec), generator=generator)
     return values.to(dtype)
 
 
-def _std(tensor: TensorSpec, spec: ModelSpec) -> float:
+def random_std(tensor: TensorSpec, spec: ModelSpec) -> float:
+    """Of random values that stand for a tensor of either pool: see `random_layers`. Norms are one instead."""
     if tensor.name == "embed":
         return 1.0
     if tensor.name.endswith("bias") or tensor.name == "sinks":
