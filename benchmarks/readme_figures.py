@@ -110,6 +110,16 @@ FIGURES = (
         "static {2:.1f}, {3:.1f} ms; elastic {4:.1f}, {5:.1f} ms",
     ),
     Figure(
+        "The same with a quarter of every FFN beside attention (`--weights-shares 3,1`)",
+        "layouts_h200-x2",
+        (
+            *(f"tbt_ms.crosspool-1+1s.qwen3-30b-a3b.0.8.{level}" for level in ("p50", "p99")),
+            *(f"tbt_ms.{layout}.glm-4.7-flash.0.8.p99" for layout in ("crosspool-1+1s", "static-2", "elastic-2")),
+        ),
+        "{0:.1f}, {1:.1f} ms",
+        "GLM-4.7-Flash at P99: {2:.1f} ms; static {3:.1f}, elastic {4:.1f}",
+    ),
+    Figure(
         "**Slower:** P50 between Qwen3's tokens under load, both pools on *one* H200",
         "layouts_h200",
         ("tbt_ms.crosspool-1.qwen3-30b-a3b.0.8.p50", "tbt_ms.static-1.qwen3-30b-a3b.0.8.p50"),
