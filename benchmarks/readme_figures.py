@@ -35,8 +35,8 @@ class Figure:
 FIGURES = (
     Figure(
         "A token of Qwen3-30B-A3B at batch 1, context 4,096: one KV GPU, one weights GPU (H200), step graphs",
-        "decode_ways_h200-x2",
-        (f"{STEP}.graphs.fused.p50",),
+        "decode_step_h200-x2",
+        (f"{STEP}.fused.p50",),
         "{0:.2f} ms",
         "{limit:.2f} ms: its bytes, read once at copy bandwidth",
     ),
