@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import RESULTS
-from crosspool.backends.cuda.fused_turns import FUSED_ROWS
+from crosspool.backends.cuda.passes import PASS_TOKENS
 from crosspool.backends.cuda.patience import PIECE_S, TOKEN_S
 from crosspool.planner.deployment import PlanInput
 from crosspool.planner.planner import Planned, plan_deployment
@@ -122,7 +122,7 @@ def _simulated(
             duration_s=duration_s,
             mode="exact",
             is_ahead=True,
-            prompts_wait=FUSED_ROWS,
+            prompts_wait=PASS_TOKENS,
             prompts_share=True,
             patience_s=PIECE_S,
             patience_token_s=TOKEN_S,

@@ -49,7 +49,7 @@ def simulate(
         bool, typer.Option(help="hand out a lane's next decode step while one runs, as the server does (mode exact)")
     ] = False,
     prompts_wait: Annotated[
-        int, typer.Option(help="prompts wait for decode steps of up to so many rows; on GPUs 8 (mode exact)")
+        int, typer.Option(help="prompts wait for decode steps of up to so many rows; on GPUs 32 (mode exact)")
     ] = 0,
     patience_us: Annotated[
         float,

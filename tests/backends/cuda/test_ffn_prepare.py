@@ -10,7 +10,6 @@ pytest.importorskip("torch")
 
 from crosspool.backends.cuda.ffn_passes import FFNPassKind, FFNWay
 from crosspool.backends.cuda.ffn_prepare import prepare_passes
-from crosspool.backends.cuda.fused_turns import FUSED_ROWS
 from crosspool.backends.cuda.passes import BUCKETS
 
 pytestmark = pytest.mark.judge
@@ -45,9 +44,7 @@ class Rank:
 @pytest.mark.parametrize("may_fuse", [False, True])
 def test_every_pass_is_ready_before_the_first_step(may_fuse):
     rank = Rank().prepared(may_fuse=may_fuse)
-    apart = {FFNPassKind(bucket, False) for bucket in BUCKETS}
-    fused = {FFNPassKind(bucket, True) for bucket in BUCKETS if bucket <= FUSED_ROWS}
-    assert set(rank.passes) == (apart | fused if may_fuse else apart)
+    assert set(rank.passes) == {FFNPassKind(bucket, fused) for bucket in BUCKETS for fused in {False, may_fuse}}
     assert rank.loops == rank.served == []
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from crosspool.backends.cuda.fused_turns import FUSED_ROWS, FusedTurns, NoneFused
+from crosspool.backends.cuda.fused_turns import FusedTurns, NoneFused
 
 
 def test_no_step_is_fused_beside_a_prompts_kernels():
     turns = FusedTurns(may_fuse=True)
     turns.chunk_lanes.add(1)
-    assert not turns.take(0, 4)
+    assert not turns.take(0)
     assert not turns.fused_lanes
     turns.chunk_lanes.discard(1)
-    assert turns.take(0, 4)
+    assert turns.take(0)
     assert turns.fused_lanes == {0}
     turns.end(0)
     assert not turns.fused_lanes
@@ -19,7 +19,7 @@ def test_no_step_is_fused_beside_a_prompts_kernels():
 
 def test_a_rank_that_cannot_fuse_never_does():
     turns = FusedTurns(may_fuse=False)
-    assert not turns.take(0, 4)
+    assert not turns.take(0)
     turns.end(0)
     assert not turns.fused_lanes
 
@@ -28,18 +28,11 @@ def test_a_prompt_waits_for_fused_steps_but_not_for_their_lanes_to_rest():
     """Two lanes that decode step after step are hardly ever idle at once."""
     turns = FusedTurns(may_fuse=True)
     gone = NoneFused(turns)
-    assert turns.take(0, 4)
-    assert turns.take(1, 4)
+    assert turns.take(0)
+    assert turns.take(1)
     turns.chunk_lanes.add(2)
     turns.end(0)
-    assert not turns.take(0, 4), "the step that follows is not fused"
+    assert not turns.take(0), "the step that follows is not fused"
     assert not gone.arrived(1)
     turns.end(1)
     assert gone.arrived(1)
-
-
-def test_passes_of_many_rows_are_not_fused():
-    turns = FusedTurns(may_fuse=True)
-    assert not turns.take(0, FUSED_ROWS + 1)
-    assert NoneFused(turns).arrived(1), "a prompt need not wait for them"
-    assert turns.take(0, FUSED_ROWS)

@@ -1,9 +1,9 @@
 """Prepares one lane for a model that a weights rank has just loaded: its passes, whatever will run them."""
 
 from collections.abc import Callable
+from itertools import product
 
 from crosspool.backends.cuda.ffn_passes import FFNPasses, FFNPassKind, FFNWay
-from crosspool.backends.cuda.fused_turns import FUSED_ROWS
 from crosspool.backends.cuda.passes import BUCKETS
 from crosspool.backends.cuda.resident_ffn import ResidentFFN
 
@@ -19,11 +19,11 @@ def prepare_passes(
 ) -> None:
     """Capture the model's passes on this way, and give those of a resident server their layers.
 
-    may_fuse: also passes of few rows whose layers are one kernel. may_run: also the loops of runs. tell: raises where
-    the load was given up.
+    may_fuse: also passes whose layers are one kernel. may_run: also the loops of runs. tell: raises where the load was
+    given up.
     """
-    fused = [bucket for bucket in BUCKETS if may_fuse and bucket <= FUSED_ROWS]
-    for kind in (*(FFNPassKind(bucket, False) for bucket in BUCKETS), *(FFNPassKind(bucket, True) for bucket in fused)):
+    for bucket, is_fused in product(BUCKETS, (False, True) if may_fuse else (False,)):
+        kind = FFNPassKind(bucket, is_fused)
         found.find(way, kind)
         if may_run and kind.is_run:
             way.lane.find_loop(way.name, way.links, kind)

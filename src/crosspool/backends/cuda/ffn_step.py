@@ -29,7 +29,7 @@ def run_step(
         server = resident if resident is not None and resident.can_serve(lane) else None
         if resident is not None and server is None:
             resident.before_launch(lane)
-        is_fused = server is None and turns.take(header.lane, header.num_tokens)
+        is_fused = server is None and turns.take(header.lane)
         for part in plan:
             if server is not None:
                 server.post(

@@ -1,15 +1,10 @@
 """Which lanes of a weights rank have fused passes under way, and which a prompt's kernels.
 
-A fused layer takes the whole GPU: lanes then take turns, layer by layer, but it would wait for a prompt's kernels. Of
-many rows layers are left apart: what one lane's kernels leave idle where they begin and end, another lane's use.
+A fused layer takes the whole GPU: lanes then take turns, layer by layer, but it would wait for a prompt's kernels.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
-
-FUSED_ROWS = 8
-"""Most rows of a fused pass. On an H200 two lanes of 16 rows take 0 to 8 % less time a layer where kernels are apart,
-of 8 rows between 2 % less and 7 % more."""
 
 
 @dataclass
@@ -20,9 +15,9 @@ class FusedTurns:
     fused_lanes: set[int] = field(default_factory=set)
     chunk_lanes: set[int] = field(default_factory=set)
 
-    def take(self, lane: int, num_rows: int) -> bool:
-        """Whether the lane's step is fused from now on until its `end`: of few rows, no prompt's kernels under way."""
-        is_fused = self.may_fuse and num_rows <= FUSED_ROWS and not self.chunk_lanes
+    def take(self, lane: int) -> bool:
+        """Whether the lane's step is fused from now on until its `end`: while no prompt's kernels are under way."""
+        is_fused = self.may_fuse and not self.chunk_lanes
         if is_fused:
             self.fused_lanes.add(lane)
         return is_fused
