@@ -131,7 +131,8 @@ async def measure(arm: str, options: argparse.Namespace, report: Report, directo
     models = prepare_models(config)
     engine = start_engine(config, models)
     try:
-        await asyncio.gather(*(engine.add_model(model.served) for model in models))
+        for model in models:
+            await engine.add_model(model.served)
         report.metric(f"ready_s.{arm}", time.perf_counter() - begin, note="random weights drawn, kernels warmed up")
         print(f"{arm}: ready after {time.perf_counter() - begin:.1f} s; {engine.memory_bytes()}", flush=True)
         traffic = Traffic(engine)
