@@ -55,12 +55,14 @@ async def faults(
             disturbed.append((index, await clients.ask(*requests[index])))
 
     begin = time.perf_counter()
-    await asyncio.gather(*(worker() for _ in range(AT_ONCE)), breaking)
-    report.metric("faults_s", time.perf_counter() - begin, note="of mixed traffic with faults")
-    for name, seconds in breaks.seconds.items():
-        note = f"until every model gave a token again; the worst of {len(seconds)}; the target"
-        report.metric(f"recovery_s.{name}", max(seconds), limit=60.0, note=note)
-    tell(report, "faults", requests, disturbed, undisturbed)
+    try:
+        await asyncio.gather(*(worker() for _ in range(AT_ONCE)), breaking)
+    finally:  # a run that is cut short tells what it has seen
+        report.metric("faults_s", time.perf_counter() - begin, note="of mixed traffic with faults")
+        for name, seconds in breaks.seconds.items():
+            note = f"until every model gave a token again; the worst of {len(seconds)}; the target"
+            report.metric(f"recovery_s.{name}", max(seconds), limit=60.0, note=note)
+        tell(report, "faults", requests, disturbed, undisturbed)
     await leftovers(server, report, breaks.count)
 
 
