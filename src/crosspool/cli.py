@@ -124,6 +124,9 @@ def serve(
         bool | None,
         typer.Option(help="prompts run alone, so that no answer depends on others  [off]", show_default=False),
     ] = None,
+    prefill_share: Annotated[
+        float | None, typer.Option(help="part of a GPU that prompts keep to beside decode (cuda)  [0.7]")
+    ] = None,
     recovery_timeout: Annotated[float | None, typer.Option(help="seconds to wait for a lost worker  [60]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16  [auto]")] = None,
     seed: Annotated[int | None, typer.Option(help="seed of requests that give none")] = None,
