@@ -10,9 +10,9 @@ import pytest
 
 from crosspool.errors import CrossPoolError
 from crosspool.weights_pool.extents import Extent
-from crosspool.weights_pool.readers import SLOTS_EACH, Readers
+from crosspool.weights_pool.readers import BUFFERS_EACH, Readers
 
-SLOT = 4096
+BUFFER = 4096
 
 
 def ended(readers, count):
@@ -22,29 +22,29 @@ def ended(readers, count):
     return dict(found)
 
 
-def test_every_slot_holds_the_bytes_that_it_was_asked_for(tmp_path):
+def test_every_buffer_holds_the_bytes_that_it_was_asked_for(tmp_path):
     data = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8).tobytes()
     files = [tmp_path / name for name in ("one", "zwei \u00e4")]
     for file in files:
         file.write_bytes(data)
-    with Readers(2, SLOT) as readers:
-        assert readers.num_slots == 2 * SLOTS_EACH
+    with Readers(2, BUFFER) as readers:
+        assert readers.num_buffers == 2 * BUFFERS_EACH
         for turn in range(5):
             wanted = [
-                Extent(files[slot % 2], start := 977 * (slot + turn), start + SLOT - slot, (), 0)
-                for slot in range(readers.num_slots)
+                Extent(files[buffer % 2], start := 977 * (buffer + turn), start + BUFFER - buffer, (), 0)
+                for buffer in range(readers.num_buffers)
             ]
-            for slot, extent in enumerate(wanted):
-                readers.read(extent, slot)
+            for buffer, extent in enumerate(wanted):
+                readers.read(extent, buffer)
             assert ended(readers, len(wanted)) == dict.fromkeys(range(len(wanted)), True)
-            for slot, extent in enumerate(wanted):
-                begin = slot * SLOT
+            for buffer, extent in enumerate(wanted):
+                begin = buffer * BUFFER
                 assert readers.memory[begin : begin + extent.num_bytes] == data[extent.start : extent.stop]
 
 
 def test_a_file_that_is_short_or_gone_is_told_and_the_reader_goes_on(tmp_path):
     (tmp_path / "short").write_bytes(b"x" * 10)
-    with Readers(1, SLOT) as readers:
+    with Readers(1, BUFFER) as readers:
         readers.read(Extent(tmp_path / "short", 5, 11, (), 0), 0)
         readers.read(Extent(tmp_path / "gone", 0, 1, (), 0), 1)
         assert ended(readers, 2) == {0: False, 1: False}
@@ -54,7 +54,7 @@ def test_a_file_that_is_short_or_gone_is_told_and_the_reader_goes_on(tmp_path):
 
 @pytest.mark.parametrize("num_readers", [1, 2])
 def test_a_reader_that_was_killed_is_an_error(num_readers):
-    with Readers(num_readers, SLOT) as readers:
+    with Readers(num_readers, BUFFER) as readers:
         os.kill(readers.pids[0], signal.SIGKILL)
         with pytest.raises(CrossPoolError, match=r"ended"):
             list(readers.ended(wait=True))

@@ -18,21 +18,21 @@ from crosspool.weights_pool import reader_process
 from crosspool.weights_pool.extents import Extent
 from crosspool.weights_pool.reader_process import COMMAND, DONE
 
-SLOTS_EACH = 2
+BUFFERS_EACH = 2
 """Pieces of memory of each reader: one is read into while the other is copied from."""
 
 
 class Readers:
-    """`num_readers` processes with SLOTS_EACH slots of `slot_bytes` each. A context manager: they end with the block.
+    """`num_readers` processes, each with BUFFERS_EACH buffers. A context manager: they end with the block.
 
-    memory: all slots, shared with them; slot n begins at byte n * slot_bytes. It goes with its last user.
+    memory: all buffers, shared with them; buffer n begins at byte n * buffer_bytes. It goes with its last user.
     """
 
-    def __init__(self, num_readers: int, slot_bytes: int) -> None:
-        self.num_slots, self.slot_bytes = num_readers * SLOTS_EACH, slot_bytes
+    def __init__(self, num_readers: int, buffer_bytes: int) -> None:
+        self.num_buffers, self.buffer_bytes = num_readers * BUFFERS_EACH, buffer_bytes
         fd = os.memfd_create("crosspool-readers")
         try:
-            os.ftruncate(fd, self.num_slots * slot_bytes)
+            os.ftruncate(fd, self.num_buffers * buffer_bytes)
             self.memory = mmap.mmap(fd, 0)
             self._done, done = os.pipe()
             self._commands: list[int] = []
@@ -64,14 +64,14 @@ class Readers:
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid for process in self._processes)
 
-    def read(self, extent: Extent, slot: int) -> None:
-        """Have the extent, which fits, read into a slot. Its reader is that slot's, and takes one after another."""
+    def read(self, extent: Extent, buffer: int) -> None:
+        """Have the extent, which fits, read into a buffer. Its reader is that buffer's, and takes one after another."""
         path = os.fsencode(extent.file)
-        head = COMMAND.pack(slot, len(path), extent.start, extent.num_bytes, slot * self.slot_bytes)
-        os.write(self._commands[slot // SLOTS_EACH], head + path)
+        head = COMMAND.pack(buffer, len(path), extent.start, extent.num_bytes, buffer * self.buffer_bytes)
+        os.write(self._commands[buffer // BUFFERS_EACH], head + path)
 
     def ended(self, *, wait: bool) -> Iterator[tuple[int, bool]]:
-        """(slot, whether its bytes are there) of reads that have ended; at least one where it waits.
+        """(buffer, whether its bytes are there) of reads that have ended; at least one where it waits.
 
         Raises CrossPoolError for a reader that is gone.
         """

@@ -2,7 +2,7 @@
 
 Processes read extents of the files into pinned memory (`weights_pool/readers.py`), and one thread plans them, layer by
 layer, and enqueues the copies from there: so the first layers are on their way while the rest is planned. An extent is
-so small that the slots of all readers stay in the processor's caches: those of 16 MiB go through main memory.
+so small that the buffers of all readers stay in the processor's caches: those of 16 MiB go through main memory.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ from crosspool.weights_pool.extents import (
     shortened,
 )
 from crosspool.weights_pool.loader import payload_bytes, plan_load, reads
-from crosspool.weights_pool.readers import SLOTS_EACH, Readers
+from crosspool.weights_pool.readers import BUFFERS_EACH, Readers
 
 Tensors = dict[str, torch.Tensor]
 Copy = Callable[[int, int, int], None]
@@ -48,8 +48,8 @@ DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NUM_READERS = 16
 """Most processes that read: those of a machine with few cores are one fewer than these."""
 
-SLOT_FACTOR = 1.5
-"""A slot's size in extents: a matrix of an expert that must be arranged may be longer than one."""
+BUFFER_FACTOR = 1.5
+"""A buffer's size in extents: a matrix of an expert that must be arranged may be longer than one."""
 
 NUM_MOVERS = 4
 """Threads that copy where the device is the host: a copy engine is none of them."""
@@ -71,7 +71,7 @@ def stream_share(
     """(the model's own tensors, those of each layer): bf16, the router's fp32. also: as `plan_load` takes it.
 
     room: where tensors lie on `device`; None: in memory of their own.
-    Host memory beyond the page cache are two slots a reader. An error leaves nothing allocated.
+    Host memory beyond the page cache are two buffers a reader. An error leaves nothing allocated.
     """
     model: Tensors = {}
     layers: list[Tensors] = [{} for _ in range(directory.spec.num_layers)]
@@ -115,18 +115,18 @@ def stream_share(
     with _no_collection():
         num_readers = max(1, min(num_readers, (os.cpu_count() or 2) - 1))
         with (
-            Readers(num_readers, int(SLOT_FACTOR * extent_bytes)) as readers,
-            _pinned(readers, device) as slots,
+            Readers(num_readers, int(BUFFER_FACTOR * extent_bytes)) as readers,
+            _pinned(readers, device) as buffers,
             ThreadPoolExecutor(NUM_MOVERS, thread_name_prefix="crosspool-stream") as movers,
         ):
-            loading = _Loading(readers, slots, stream, movers, place, lambda loaded: progress(loaded, total))
+            loading = _Loading(readers, buffers, stream, movers, place, lambda loaded: progress(loaded, total))
             try:
                 for extent in work():
                     loading.add(extent)
                 loading.finish()
             finally:
                 if stream is not None:
-                    stream.synchronize()  # the slots are still read
+                    stream.synchronize()  # the buffers are still read
     return model, layers
 
 
@@ -186,7 +186,7 @@ class _Moving:
 
 
 class _Loading:
-    """Extents on their way: being read into a slot, or copied from it.
+    """Extents on their way: being read into a buffer, or copied from it.
 
     told: gets the bytes placed so far; what it raises ends all.
     """
@@ -194,42 +194,44 @@ class _Loading:
     def __init__(
         self,
         readers: Readers,
-        slots: torch.Tensor,
+        buffers: torch.Tensor,
         stream: Any,
         movers: Executor,
         place: Place,
         told: Callable[[int], None],
     ) -> None:
-        """slots: (slots, bytes of one) uint8, the readers' memory. stream: that `place` enqueues on.
+        """buffers: (buffers, bytes of one) uint8, the readers' memory. stream: that `place` enqueues on.
 
         movers: call `place` where there is no stream.
         """
-        self._readers, self._slots, self._stream, self._place, self._told = readers, slots, stream, place, told
+        self._readers, self._buffers, self._stream, self._place, self._told = readers, buffers, stream, place, told
         self._movers = movers
-        self._free = deque(sorted(range(len(slots)), key=lambda slot: (slot % SLOTS_EACH, slot)))  # all readers first
+        self._free = deque(
+            sorted(range(len(buffers)), key=lambda buffer: (buffer % BUFFERS_EACH, buffer))
+        )  # all readers first
         self._reading: dict[int, Extent] = {}
         self._copying: deque[int] = deque()
-        self._copied: list[Any] = [None if stream is None else torch.cuda.Event() for _ in slots]
+        self._copied: list[Any] = [None if stream is None else torch.cuda.Event() for _ in buffers]
         self._loaded = 0
 
     def add(self, extent: Extent) -> None:
-        """Have it read; returns once it has a slot."""
-        if extent.num_bytes > self._slots.shape[1]:
+        """Have it read; returns once it has a buffer."""
+        if extent.num_bytes > self._buffers.shape[1]:
             self._alone(extent)
             return
-        slot = self._free_slot()
-        self._reading[slot] = extent
-        self._readers.read(extent, slot)
+        buffer = self._free_buffer()
+        self._reading[buffer] = extent
+        self._readers.read(extent, buffer)
         self._place_ended(wait=False)
 
     def finish(self) -> None:
         """Returns once all has arrived."""
         while self._reading:
             self._place_ended(wait=True)
-        for slot in self._copying:
-            self._copied[slot].synchronize()
+        for buffer in self._copying:
+            self._copied[buffer].synchronize()
 
-    def _free_slot(self) -> int:
+    def _free_buffer(self) -> int:
         while True:
             while self._copying and self._copied[self._copying[0]].query():
                 self._free.append(self._copying.popleft())
@@ -241,20 +243,20 @@ class _Loading:
                 self._copied[self._copying[0]].synchronize()
 
     def _place_ended(self, *, wait: bool) -> None:
-        for slot, is_there in self._readers.ended(wait=wait):
-            extent, block = self._reading.pop(slot), self._slots[slot]
+        for buffer, is_there in self._readers.ended(wait=wait):
+            extent, block = self._reading.pop(buffer), self._buffers[buffer]
             if not is_there:
                 _read(extent, block)
             if self._stream is None:
-                self._copied[slot] = _Moving(self._movers.submit(self._place, extent, block))
+                self._copied[buffer] = _Moving(self._movers.submit(self._place, extent, block))
             else:
                 self._place(extent, block)
-                self._copied[slot].record(self._stream)
-            self._copying.append(slot)
+                self._copied[buffer].record(self._stream)
+            self._copying.append(buffer)
             self._count(extent)
 
     def _alone(self, extent: Extent) -> None:
-        """One that no slot holds: a long matrix which must be arranged."""
+        """One that no buffer holds: a long matrix which must be arranged."""
         block = torch.empty(extent.num_bytes, dtype=torch.uint8)
         _read(extent, block)
         self._place(extent, block)
@@ -274,23 +276,23 @@ def _read(extent: Extent, block: torch.Tensor) -> None:
 
 @contextmanager
 def _pinned(readers: Readers, device: torch.device) -> Iterator[torch.Tensor]:
-    """(slots, bytes of one) uint8: the readers' memory, pinned where there is a GPU."""
-    slots = torch.frombuffer(readers.memory, dtype=torch.uint8).view(readers.num_slots, readers.slot_bytes)
+    """(buffers, bytes of one) uint8: the readers' memory, pinned where there is a GPU."""
+    buffers = torch.frombuffer(readers.memory, dtype=torch.uint8).view(readers.num_buffers, readers.buffer_bytes)
     if device.type != "cuda":
-        yield slots
+        yield buffers
         return
     from cuda.bindings import driver
 
     from crosspool.backends.cuda.launch import CudaError
 
     torch.cuda.set_device(device)
-    (status,) = driver.cuMemHostRegister(slots.data_ptr(), slots.nbytes, 0)
+    (status,) = driver.cuMemHostRegister(buffers.data_ptr(), buffers.nbytes, 0)
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise CudaError(f"cuMemHostRegister of {slots.nbytes} bytes for {device} failed: {status.name}")
+        raise CudaError(f"cuMemHostRegister of {buffers.nbytes} bytes for {device} failed: {status.name}")
     try:
-        yield slots
+        yield buffers
     finally:
-        driver.cuMemHostUnregister(slots.data_ptr())
+        driver.cuMemHostUnregister(buffers.data_ptr())
 
 
 @contextmanager
