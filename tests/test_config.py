@@ -82,6 +82,13 @@ def test_a_part_of_the_gpu_for_prompts_leaves_some_for_decode(share: float) -> N
         SchedulingConfig(prefill_share=share)
 
 
+def test_a_part_of_the_gpu_for_prompts_is_refused_where_there_is_no_gpu() -> None:
+    models, half = (ModelConfig(source="/a/x"),), SchedulingConfig(prefill_share=0.5)
+    with pytest.raises(ValueError, match=r"prefill_share is 0\.5 with backend numpy, .* leave it out"):
+        DeploymentConfig(models=models, scheduling=half)
+    assert DeploymentConfig(models=models, scheduling=half, pools=PoolsConfig(backend="cuda")).scheduling is half
+
+
 def test_prompts_run_alone_only_without_shared_beginnings() -> None:
     with pytest.raises(ValueError, match="--no-enable-prefix-caching"):
         SchedulingConfig(batch_invariant=True)

@@ -41,6 +41,8 @@ def test_whole_models_beyond_host_memory_are_refused_where_prefill_ranks_keep_th
         CrossPoolError, match=r"each of 2 prefill ranks .* 11\.0 GiB; this machine has 20\.0 GiB: serve"
     ):
         preflight.check_whole_models(pools, 11 * GiB, memory_bytes=20 * GiB)
+    with pytest.raises(CrossPoolError, match=r"10\.0 GiB beside host pools of 2\.0 GiB; this machine has 20\.0 GiB"):
+        preflight.check_whole_models(replace(pools, host_pool_bytes=2 * GiB), 10 * GiB, memory_bytes=20 * GiB)
     preflight.check_whole_models(PoolsConfig(backend="cuda"), 11 * GiB, memory_bytes=GiB)
 
 

@@ -73,6 +73,10 @@ def test_prefill_ranks_have_a_lane_each():
             dict(prefill="dedicated", backend="cuda", transport="nvshmem"),
             "transport is nvshmem with prefill dedicated, .*; use auto",
         ),
+        (
+            dict(prefill="dedicated", backend="cuda", prefill_pool_bytes=0),
+            "prefill_pool_bytes is 0; it must be above 0, or left out",
+        ),
         (dict(prefill="dedicated", backend="cuda", prefill_gpus=(-1,)), r"prefill_gpus is \[-1\]; GPUs are numbered"),
         (dict(prefill="dedicated", baseline="static"), "prefill is dedicated with baseline static, .* use inline"),
     ],
@@ -131,8 +135,12 @@ def test_pools_may_share_gpus_and_then_processes():
     assert cluster.device_of == {"kv0": 0, "w1": 0, "w0": 1, "w2": 1}
     assert not cluster.joins_halves, "two pools stay two on one GPU"
     assert cluster_config(deployment(backend="cuda", num_gpus=2)).all_hosts == (("kv0",), ("w0",))
-    with pytest.raises(CrossPoolError, match=r"control is resident with gpus 1; .* use graphs, or a GPU for each"):
+    with pytest.raises(
+        CrossPoolError, match=r"control is resident with kv0 and w0 on one GPU; .* use graphs, or a GPU for each"
+    ):
         cluster_config(deployment(backend="cuda", num_gpus=1, control="resident"))
+    with pytest.raises(CrossPoolError, match="control is resident with w0 and p0 on one GPU"):
+        cluster_config(deployment(backend="cuda", prefill="dedicated", prefill_gpus=(1,), control="resident"))
     with pytest.raises(ValueError, match="gpus is 2 with backend numpy, which uses none"):
         deployment(num_gpus=2)
 
@@ -176,6 +184,7 @@ def test_a_prefill_ranks_room_is_two_of_the_largest_model_unless_it_is_given():
     inline = deployment(backend="cuda", models=demo_models())
     assert prefill_summary(inline, models) is None
     assert with_prefill_room(inline, models) == inline
+    assert with_prefill_room(config, []) == config, "no model says how much"
 
 
 def test_a_weights_rank_beside_the_kv_rank_may_take_less():

@@ -35,6 +35,9 @@ CONTROLS: dict[Backend, tuple[Control, ...]] = {"numpy": ("host",), "cuda": ("gr
 DECODE_LANES = 2
 """Decode batches in flight at once, unless the deployment says otherwise or the pipeline is off."""
 
+PREFILL_SHARE = 0.7
+"""Part of a GPU that prompts keep to beside decode, unless the deployment says otherwise."""
+
 PREFILL_TOKENS: dict[Backend, int] = {"numpy": 512, "cuda": 8192}
 """Tokens of a prefill step unless the deployment says otherwise: on GPUs large products want many rows."""
 
@@ -171,6 +174,8 @@ class PoolsConfig:
                 raise ValueError(
                     f"{name} is {values[name]} with backend {self.backend}, which uses no GPU; leave it out"
                 )
+        if self.prefill_pool_bytes is not None and self.prefill_pool_bytes < 1:
+            raise ValueError(f"prefill_pool_bytes is {self.prefill_pool_bytes}; it must be above 0, or left out")
         if self.prefill_gpus and len(self.prefill_gpus) != self.num_prefill_ranks:
             raise ValueError(
                 f"prefill_gpus names {len(self.prefill_gpus)} GPUs for {self.num_prefill_ranks} prefill ranks; "
@@ -249,7 +254,7 @@ class SchedulingConfig:
     batch_invariant: bool = (
         False  # prefill steps run one prompt alone: an answer depends on nothing that runs beside it
     )
-    prefill_share: float = 0.7  # of a GPU's multiprocessors, which prompts keep to while decode runs beside them
+    prefill_share: float = PREFILL_SHARE  # of a GPU's multiprocessors, for prompts while decode runs beside them
 
     def __post_init__(self) -> None:
         if not 0.1 <= self.prefill_share <= 0.9:
@@ -324,6 +329,12 @@ class DeploymentConfig:
             raise ValueError(
                 f"host_pool_bytes is {self.pools.host_pool_bytes} without enable_prefix_caching, which is what finds "
                 "KV there; turn it on, or set host_pool_bytes 0"
+            )
+        share = self.scheduling.prefill_share
+        if share != PREFILL_SHARE and self.pools.backend != "cuda":
+            raise ValueError(
+                f"prefill_share is {share} with backend {self.pools.backend}, where prompts and decode take turns; "
+                "leave it out"
             )
         taken: dict[str, str] = {}
         for model in self.models:

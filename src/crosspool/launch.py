@@ -164,8 +164,8 @@ def _shared_gpus(cluster: ClusterConfig, config: DeploymentConfig) -> ClusterCon
     crowded = [group for group in hosts(config) if len(group) > 1 and set(group) & set(weights_ranks(config))]
     if crowded and config.pools.driven_by == "resident":
         raise CrossPoolError(
-            f"control is resident with gpus {config.pools.num_gpus}; a resident FFN server needs a GPU of its own, "
-            "so use graphs, or a GPU for each rank"
+            f"control is resident with {' and '.join(crowded[0])} on one GPU; a resident FFN server needs one of its "
+            "own, so use graphs, or a GPU for each rank"
         )
     return replace(cluster, devices=devices(config))
 

@@ -17,9 +17,9 @@ SLACK = 1.02
 def with_prefill_room(config: DeploymentConfig, models: Sequence[ModelSpec]) -> DeploymentConfig:
     """The same, with room for two of the largest of its models on prefill ranks' GPUs where nothing was said."""
     pools = config.pools
-    if pools.backend != "cuda" or pools.prefill != "dedicated" or pools.prefill_pool_bytes is not None:
+    if pools.backend != "cuda" or pools.prefill != "dedicated" or pools.prefill_pool_bytes is not None or not models:
         return config
-    room = align_up(int(2 * SLACK * max(map(weight_bytes, models), default=0)), GiB)
+    room = align_up(int(2 * SLACK * max(map(weight_bytes, models))), GiB)
     return replace(config, pools=replace(pools, prefill_pool_bytes=room))
 
 

@@ -43,17 +43,20 @@ def check_machine(pools: PoolsConfig, memory_bytes: int | None = None) -> None:
 
 
 def check_whole_models(pools: PoolsConfig, num_bytes: int, memory_bytes: int | None = None) -> None:
-    """num_bytes: of all models whole, which every prefill rank of GPUs keeps in host memory.
+    """num_bytes: of all models whole, which every prefill rank of GPUs keeps in host memory, beside the host pool.
 
     memory_bytes: of this machine, found out if None. Raises CrossPoolError where it has less.
     """
     have = physical_memory_bytes() if memory_bytes is None else memory_bytes
     if pools.backend != "cuda" or pools.prefill != "dedicated" or have is None:
         return
-    if num_bytes * pools.num_prefill_ranks > have:
+    beside = pools.host_pool_bytes * pools.num_kv_ranks
+    if num_bytes * pools.num_prefill_ranks + beside > have:
+        pool = f" beside host pools of {beside / GiB:.1f} GiB" if beside else ""
         raise CrossPoolError(
             f"prefill is dedicated, and each of {pools.num_prefill_ranks} prefill ranks keeps all models in host "
-            f"memory, {num_bytes / GiB:.1f} GiB; this machine has {have / GiB:.1f} GiB: serve fewer, or use inline"
+            f"memory, {num_bytes / GiB:.1f} GiB{pool}; this machine has {have / GiB:.1f} GiB: "
+            "serve fewer, or use inline"
         )
 
 

@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from crosspool.config import (
     DECODE_LANES,
+    PREFILL_SHARE,
     PREFILL_TOKENS,
     SPLIT_PREFILL_TOKENS,
     AdmissionPolicy,
@@ -142,7 +143,8 @@ class Settings(BaseSettings):
         [], description="relative width of each weights rank's slices, such as 3,1; default: equal ones"
     )
     prefill: Prefill = Field(
-        "inline", description="prompts run in the pools, or dedicated: on ranks that hold whole models, one at a time"
+        "inline",
+        description="prompts run in the pools, or dedicated: on ranks that hold whole models, which take turns",
     )
     prefill_ranks: int = Field(1, description="ranks that compute prompts, with prefill dedicated; a lane for each")
     transport: Transport = Field(
@@ -160,8 +162,8 @@ class Settings(BaseSettings):
     )
     gpus: int | None = Field(
         None,
-        description="GPUs of all ranks, with cuda: prefill ranks get the last ones, the pools share the others in "
-        "turn; default: one for each",
+        description="GPUs of all ranks, with cuda: prefill ranks get the last ones, unless prefill_gpus places them, "
+        "the pools share the others in turn; default: one for each",
     )
     max_num_seqs: int = Field(32, description="sequences of a model that run at once")
     max_num_batched_tokens: int | None = Field(
@@ -180,7 +182,7 @@ class Settings(BaseSettings):
         False, description="prefill steps run one prompt alone, so that no answer depends on what runs beside it"
     )
     prefill_share: float = Field(
-        0.7,
+        PREFILL_SHARE,
         description="part of a GPU that prompts keep to while other sequences decode there, 0.1 to 0.9: less shortens "
         "the time between their tokens, more the time to a prompt's first token",
     )

@@ -63,7 +63,7 @@ class CudaWorkers:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(MAX_CONNECTIONS))  # read when CUDA starts
         index, count = devices[rank], torch.cuda.device_count()
         if index >= count:
-            raise ValueError(f"{rank} is placed on GPU {index}, but this machine has {count}; set `devices`")
+            raise ValueError(f"{rank} is placed on GPU {index}, but this machine has {count}; set gpus or prefill_gpus")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         pin_ahead()
