@@ -14,6 +14,7 @@ from crosspool.backends.base import LaneLinks  # noqa: E402
 from crosspool.backends.cuda import chunk_plan, exchange  # noqa: E402
 from crosspool.backends.cuda.ffn_worker import CudaFFNWorker  # noqa: E402
 from crosspool.backends.cuda.frames import ArenaFrames  # noqa: E402
+from crosspool.backends.cuda.host_frames import HostFrames  # noqa: E402
 from crosspool.backends.cuda.kv_worker import CudaAttentionWorker  # noqa: E402
 from crosspool.backends.cuda.lane_memory import WaitRule  # noqa: E402
 from crosspool.backends.cuda.own_pages import OwnPages  # noqa: E402
@@ -21,11 +22,13 @@ from crosspool.cluster.base import ModelPlacement  # noqa: E402
 from crosspool.cluster.channel import link_bytes  # noqa: E402
 from crosspool.cluster.region import ArrayRegion  # noqa: E402
 from crosspool.kv_pool.geometry import page_geometry  # noqa: E402
+from crosspool.kv_pool.host_tier import FrameCopy  # noqa: E402
 from crosspool.kv_pool.split import cached_spec, exchange_width  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from crosspool.scheduler.step import StepDescriptor  # noqa: E402
 from tests.backends.cuda.decoding import FRAME_BYTES  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
+from tests.backends.cuda.lazy_engine import LazyEngine  # noqa: E402
 from tests.backends.cuda.test_workers_emulated import (  # noqa: E402
     NUM_FRAMES,
     PAGE_TOKENS,
@@ -185,6 +188,21 @@ def test_pages_on_several_ranks_give_what_one_rank_gives(directory, num_kv, home
         assert not ranks.arenas[1].any()
     else:
         assert all(arena.any() for arena in ranks.arenas) == (owners != (1,))
+
+
+def test_a_share_waits_for_the_copy_of_a_frame_that_came_with_a_step_before_its_first(directory):
+    """A prompt's pages all come with its first chunk, in which the rank of a later page may have no part."""
+    ranks, engine = SplitRanks(directory), LazyEngine()
+    share, host = ranks.kv["kv1"], np.zeros((8, FRAME_BYTES), dtype=np.uint8)
+    share.host_frames = HostFrames(ranks.arenas[1], host, host.ctypes.data, 8, NUM_FRAMES, (LazyEngine(), engine))
+    share.host_frames.copy([FrameCopy((ranks.free[1][-1],), (1,), is_stowed=True)])
+    ranks.run(prefill_step(directory, prompt_of(directory, PAGE_TOKENS), 1, greedy(), 0, 1, num_pages=2))
+    assert ranks.taking_part == []
+    step = ranks.repaged(decode_step({0: PAGE_TOKENS}, 2))
+    wait = next(share.run_share(step, ranks._links("kv1", (), ("kv0",))))
+    assert not wait.satisfied()
+    engine.go_on()
+    assert wait.satisfied()
 
 
 @pytest.mark.parametrize(("num_kv", "home"), [(2, 0), (2, 1)])

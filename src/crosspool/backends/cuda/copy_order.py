@@ -101,5 +101,9 @@ class CopyOrder:
         ways = self._ways.values()
         return frozenset(way.by_frame[frame] for frame in frames for way in ways if frame in way.by_frame)
 
+    def unfinished(self, numbers: frozenset[int]) -> frozenset[int]:
+        """Those of these batches that have not ended."""
+        return numbers & self._unfinished
+
     def have_ended(self, numbers: frozenset[int]) -> bool:
         return self._unfinished.isdisjoint(numbers)

@@ -7,7 +7,7 @@ and frames that one is brought back into are nobody's until a step brings them.
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,7 @@ class HostFrames:
         self._first_frame, self._frame_bytes = first_frame, arena.shape[1]
         self.num_bytes = num_frames * self._frame_bytes
         self._order = CopyOrder()
+        self._passed_over: frozenset[int] = frozenset()  # batches with frames of steps in which this rank had no part
         self._enqueued: tuple[deque[tuple[CopyBatch, Callable[[], bool]]], ...] = (deque(), deque())
 
     def copy(self, copies: Sequence[FrameCopy]) -> None:
@@ -61,12 +62,19 @@ class HostFrames:
         self._go_on()
 
     def before(self, step: StepDescriptor) -> Wait | None:
-        """What the step has to wait for: copies under way of frames that it brings. None, as a rule."""
+        """What the step has to wait for: copies under way of frames that it brings, or that steps have brought in which
+        this rank had no part. None, as a rule."""
         if not self.num_under_way:
+            self._passed_over = frozenset()
             return None
-        brought = (frame for row in step.rows for page in row.new_pages for frame in page)
-        numbers = self._order.touching(brought)
+        self._passed_over = self._order.unfinished(self._passed_over)
+        numbers = self._order.touching(_brought(step)) | self._passed_over
         return Wait((_CopiesEnded(self, numbers),), OPEN_EPOCH) if numbers else None
+
+    def pass_over(self, step: StepDescriptor) -> None:
+        """This rank has no part in the step: whatever comes next waits for copies of frames that it brings here."""
+        if self.num_under_way:
+            self._passed_over |= self._order.touching(_brought(step))
 
     @property
     def num_under_way(self) -> int:
@@ -97,6 +105,10 @@ class HostFrames:
         on_host = np.uint64(self._base) + host_frames * self._frame_bytes
         targets, sources = (on_host, on_device) if batch.is_stowed else (on_device, on_host)
         return self._engines[batch.is_stowed].enqueue(targets, sources, self._frame_bytes)
+
+
+def _brought(step: StepDescriptor) -> Iterator[int]:
+    return (frame for row in step.rows for page in row.new_pages for frame in page)
 
 
 class _CopiesEnded:

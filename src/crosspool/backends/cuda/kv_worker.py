@@ -207,6 +207,8 @@ class CudaAttentionWorker:
         self._take_in(step, share.spec, share.geometry, share.pages)
         rows = ShareRows(step, self._sequences, share.geometry.page_tokens)
         if not share.takes_part(rows):
+            if self.host_frames is not None:
+                self.host_frames.pass_over(step)
             rows.commit()
             return None
         (inlet,) = device_inlets(links.exchange_inlets.values())
