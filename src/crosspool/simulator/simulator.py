@@ -57,17 +57,12 @@ class SimulationSettings:
             raise ValueError(f"mode {self.mode!r} is unknown; use exact (a minute or so) or steps (days)")
         if self.layout not in ("crosspool", "static", "elastic"):
             raise ValueError(f"layout {self.layout!r} is unknown; use crosspool, static or elastic")
-        if (self.is_ahead or self.prompts_wait) and self.mode != "exact":
-            raise ValueError("steps ahead, and prompts that wait for decode, are played put by put; use mode exact")
         if not self.duration_s > 0:
             raise ValueError(f"duration is {self.duration_s} s; it must be above 0")
-        if self.prompts_wait < 0:
-            raise ValueError(f"prompts_wait is {self.prompts_wait} rows; it must not be negative")
-        if self.start_s < 0 or self.host_s < 0 or not self.patience_s >= 0 or not self.patience_token_s >= 0:
-            raise ValueError(
-                f"start {self.start_s}, host time {self.host_s} and patience {self.patience_s} and "
-                f"{self.patience_token_s} s must not be negative"
-            )
+        for name in ("prompts_wait", "start_s", "host_s", "patience_s", "patience_token_s"):
+            if not getattr(self, name) >= 0:  # so that NaN is refused as well
+                raise ValueError(f"{name} is {getattr(self, name):g}; it must be 0 or more")
+        self._check_mode()
         if self.prompts_share and (self.mode != "exact" or self.patience_s == float("inf")):
             raise ValueError(
                 f"prompts share GPUs with decode for as long as their patience allows, which is {self.patience_s} s; "
@@ -78,6 +73,22 @@ class SimulationSettings:
                 f"beside_share is {self.beside_share} with layout {self.layout}; give at least 0 and below 1, and "
                 "layout crosspool"
             )
+
+    def _check_mode(self) -> None:
+        """Raises ValueError for what is played put by put in a mode that has no puts, and for half a patience."""
+        given = {
+            "ahead": self.is_ahead,
+            "prompts_wait": self.prompts_wait,
+            "patience_us": self.patience_s < float("inf"),
+            "patience_token_us": self.patience_token_s,
+        }
+        names = [name for name, value in given.items() if value]
+        if names and self.mode != "exact":
+            raise ValueError(
+                f"{' and '.join(names)} with mode {self.mode}, which has no puts and waits; use mode exact"
+            )
+        if self.patience_token_s > 0 and self.patience_s == float("inf"):
+            raise ValueError("patience_token_us is added to patience_us, which is for ever; give that as well")
 
 
 def simulate(
