@@ -2,8 +2,10 @@
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from crosspool.cluster.base import ModelReady, RankReady
@@ -15,6 +17,9 @@ from tests.support.lane_driver import wait_for
 
 BACKEND = "tests.support.fake_backend"
 LAYOUTS = ("inprocess", "processes")
+SHM = "/dev/shm"
+SHM_S = 5.0
+"""How long other processes' shared memory may have a name before anybody maps it."""
 
 
 def make_config(layout: str, num_weights_ranks: int = 1, **changes) -> ClusterConfig:
@@ -54,9 +59,15 @@ def pids(cluster: RankCluster) -> dict[str, int]:
 def children(pid: int | None = None) -> list[int]:
     """Live child processes, but for multiprocessing's own tracker, which lives as long as its parent."""
     pid = pid or os.getpid()
-    tasks = Path(f"/proc/{pid}/task")
-    found = [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    found = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in _children_of(task)]
     return [child for child in found if not _is_tracker(child)]
+
+
+def _children_of(task: Path) -> list[str]:
+    try:
+        return (task / "children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+        return []
 
 
 def _is_tracker(pid: int) -> bool:
@@ -75,15 +86,51 @@ def is_running(pid: int) -> bool:
     return stat.rsplit(")", 1)[1].split()[0] not in "ZX"
 
 
-def holdings() -> dict[str, object]:
-    """What this process holds that a cluster could leak."""
+Holdings = dict[str, Counter[Hashable]]
+
+
+def holdings() -> Holdings:
+    """What this process holds that a cluster could leak, by kind."""
     return {
-        "fds": len(os.listdir("/proc/self/fd")),
-        "threads": sorted(thread.name for thread in threading.enumerate()),
-        "children": children(),
-        "shm": sorted(os.listdir("/dev/shm")),
-        "maps": Path("/proc/self/maps").read_text().count("crosspool"),
+        "fds": Counter(_open_files()),
+        "threads": Counter(threading.enumerate()),
+        "children": Counter(children()),
+        "shm": Counter(os.listdir(SHM)),
+        "maps": Counter(["crosspool"] * Path("/proc/self/maps").read_text().count("crosspool")),
     }
+
+
+def left_since(before: Holdings) -> dict[str, list[Hashable]]:
+    """What has come since, by kind; none of what has gone meanwhile, which was another test's.
+
+    Of shared memory, which belongs to the whole machine, what no living process has mapped and stays for SHM_S.
+    """
+    until_s = time.monotonic() + SHM_S
+    while (left := _left(before)).get("shm") and time.monotonic() < until_s:
+        time.sleep(0.05)
+    return left
+
+
+def _left(before: Holdings) -> dict[str, list[Hashable]]:
+    left = {kind: list((now - before[kind]).elements()) for kind, now in holdings().items()}
+    mapped = _mapped() if left["shm"] else ""
+    left["shm"] = [name for name in left["shm"] if f"{SHM}/{name}" not in mapped]
+    return {kind: found for kind, found in left.items() if found}
+
+
+def _open_files() -> Iterator[str]:
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            yield os.readlink(f"/proc/self/fd/{fd}")
+
+
+def _mapped() -> str:
+    """The maps of every process that this one may look at."""
+    found = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # another user's, or gone
+            found.append(maps.read_text())
+    return "".join(found)
 
 
 def cpu_s(pid: int) -> float:
