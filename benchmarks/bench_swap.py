@@ -45,7 +45,7 @@ def one_copy_gb_per_s(site: Site) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)

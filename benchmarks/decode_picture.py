@@ -1,17 +1,19 @@
 """The curves of a kept `decode_step` result as a picture: `python -m benchmarks.decode_picture RESULT.json [WAY]`.
 
 Milliseconds of a step over the batch, a panel for each model, a line for each context, and beside it that of its bytes.
+The result's Markdown shows the picture.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report import with_pictures
 from crosspool.bench.svg import HEIGHT, WIDTH, line_chart
 
 _STEP = re.compile(r"decode_ms\.(?P<model>.+)\.1\+1\.b(?P<batch>\d+)\.(?P<context>\d+)k\.(?P<way>[a-z_]+)\.p50")
@@ -47,10 +49,15 @@ def decode_picture(result: Mapping[str, Any], way: str) -> str:
 
 
 def main() -> None:
-    path = Path(sys.argv[1])
-    way = sys.argv[2] if len(sys.argv) > 2 else "fused"
-    picture = path.with_name(f"{path.stem}_{way}.svg")
-    picture.write_text(decode_picture(json.loads(path.read_text(encoding="utf-8")), way), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path, metavar="RESULT.json")
+    parser.add_argument("way", nargs="?", default="fused", help="of driving a step, as in the metrics' names")
+    options = parser.parse_args()
+    path: Path = options.result
+    picture = path.with_name(f"{path.stem}_{options.way}.svg")
+    picture.write_text(decode_picture(json.loads(path.read_text(encoding="utf-8")), options.way), encoding="utf-8")
+    markdown = path.with_suffix(".md")
+    markdown.write_text(with_pictures(markdown.read_text(encoding="utf-8"), [picture]), encoding="utf-8")
     print(picture)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,13 @@ def write_model_dir(directory: Path, name: str, num_layers: int | None = None) -
     return path
 
 
-if __name__ == "__main__":  # python -m benchmarks.full_models DIRECTORY
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes the models' directories without weights: --weights random.")
+    parser.add_argument("directory", type=Path)
+    directory = parser.parse_args().directory
     for model in CONFIGS:
-        print(write_model_dir(Path(sys.argv[1]), model))
+        print(write_model_dir(directory, model))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,9 +7,9 @@ What two runs have, the later one gives; each part's commit and command stay in 
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,11 @@ def merged(results: Sequence[Mapping[str, Any]], summary: str = "") -> Report:
 
 
 def main() -> None:
-    out, *paths = map(Path, sys.argv[1:])
-    for path in merged([json.loads(path.read_text(encoding="utf-8")) for path in paths]).write(out):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="directory of the merged result")
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json", help="earlier ones first")
+    options = parser.parse_args()
+    for path in merged([json.loads(path.read_text(encoding="utf-8")) for path in options.results]).write(options.out):
         print(path)
 
 

@@ -5,6 +5,7 @@ Run it after results have changed. A row whose result or metric is not there is 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping
@@ -181,6 +182,7 @@ def _beside(figure: Figure, kept: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     left_out: list[str] = []
     readme = ROOT / "README.md"
     readme.write_text(with_table(readme.read_text(encoding="utf-8"), table(RESULTS, left_out)), encoding="utf-8")

@@ -121,12 +121,22 @@ class Report:
         return f"{self.what}_{self.hardware}_{self.date.isoformat()}"
 
     def write(self, directory: Path = RESULTS) -> tuple[Path, Path]:
-        """Write `<what>_<hardware>_<date>.json` and its `.md` twin; returns both paths."""
+        """Write `<what>_<hardware>_<date>.json` and its `.md` twin; returns both paths.
+
+        Pictures that lie in `directory` already, as `<what>_<hardware>_<date>_<label>.svg`, are shown in the Markdown.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         json_path, markdown_path = directory / f"{self.stem}.json", directory / f"{self.stem}.md"
         json_path.write_text(json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        markdown_path.write_text(self.as_markdown(), encoding="utf-8")
+        pictures = sorted(directory.glob(f"{self.stem}_*.svg"))
+        markdown_path.write_text(with_pictures(self.as_markdown(), pictures), encoding="utf-8")
         return json_path, markdown_path
+
+
+def with_pictures(markdown: str, pictures: Sequence[Path]) -> str:
+    """The text, with those pictures of its own directory at its end that it does not show yet."""
+    links = [f"![{path.stem}]({path.name})" for path in pictures if f"({path.name})" not in markdown]
+    return "\n\n".join([markdown.rstrip("\n"), *links]) + "\n"
 
 
 def describe_hardware() -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.report import Report, describe_commit, describe_hardware
+from benchmarks.report import Report, describe_commit, describe_hardware, with_pictures
 
 DATE = datetime.date(2026, 12, 1)
 
@@ -93,3 +93,16 @@ def test_commit_is_unknown_outside_a_checkout(monkeypatch, tmp_path):
 def test_hardware_is_described_without_importing_torch(monkeypatch):
     monkeypatch.delitem(__import__("sys").modules, "torch", raising=False)
     assert "gpus" not in describe_hardware()
+
+
+def test_pictures_that_lie_beside_a_result_are_shown_once(report, tmp_path):
+    report.summary = "![gaps](decode_cpu_2026-12-01_gaps.svg)"
+    for name in ("decode_cpu_2026-12-01_gaps", "decode_cpu_2026-12-01_fused", "decode_cpu_2026-11-30_fused"):
+        (tmp_path / f"{name}.svg").write_text("<svg/>")
+    text = report.write(tmp_path)[1].read_text()
+    shown = [line for line in text.splitlines() if line.startswith("![")]
+    assert shown == [
+        "![gaps](decode_cpu_2026-12-01_gaps.svg)",
+        "![decode_cpu_2026-12-01_fused](decode_cpu_2026-12-01_fused.svg)",
+    ]
+    assert with_pictures(text, sorted(tmp_path.glob("decode_cpu_2026-12-01_*.svg"))) == text
