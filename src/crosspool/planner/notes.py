@@ -24,8 +24,8 @@ def plan_notes(
             )
         if len(group.kv_ranks) > 1 and any(model.kv_parallelism != "one" for model in group.models):
             notes.append(
-                f"{group.name}: models whose caches are cut over {len(group.kv_ranks)} KV ranks take prompts in passes of "
-                "32 tokens on GPUs, so that first tokens come late; `gpus: {kv: 1}` plans without"
+                f"{group.name}: models whose caches are cut over {len(group.kv_ranks)} KV ranks take prompts in passes "
+                "of 32 tokens on GPUs, so that first tokens come late; `gpus: {kv: 1}` plans without"
             )
     notes += [
         f"{name}: the figures are those of {entry}, which stands in for it" for name, entry in stand_ins(models).items()
