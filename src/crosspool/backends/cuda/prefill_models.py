@@ -46,7 +46,7 @@ class ModelsInTurn:
         self.places = Places(site.rank, room_bytes, make, self._swapper.settle)
         self._rank = site.rank
         self._models: dict[str, PrefillModel] = {}
-        self._given_up: list[tuple[Place, WorkerLane]] = []
+        self._given_up: list[tuple[Place, WorkerLane, object]] = []
         self._lock = threading.Lock()  # a place and what is brought there change together, whatever thread asks
 
     def __getitem__(self, name: str) -> PrefillModel:
@@ -56,6 +56,12 @@ class ModelsInTurn:
             raise ValueError(f"model {name!r} is not on rank {self._rank}; it has {sorted(self._models)}")
         return model
 
+    def make_room(self, name: str, num_bytes: int) -> bool:
+        """`Places.make_room`, never between the choice of a place and the copies to it."""
+        self.settle()
+        with self._lock:
+            return self.places.make_room(name, num_bytes)
+
     def add(self, name: str, model: PrefillModel) -> None:
         """Take a model that has been loaded; it comes to a place that no other model has, if there is one."""
         self._models[name] = model
@@ -64,27 +70,30 @@ class ModelsInTurn:
     def remove(self, name: str) -> None:
         """No step of the model is under way."""
         self.settle()
-        self.places.forget(name)
+        with self._lock:
+            self.places.forget(name)
         model = self._models.pop(name, None)
         if model is not None:
+            self._swapper.settle()  # another model may have its place already, and its own copies go on
             model.host.blob.close()
 
     def settle(self) -> None:
         """Free places whose chunk was given up and has ended on the device since."""
         with self._lock:
             running = []
-            for place, lane in self._given_up:
+            for place, lane, chunk in self._given_up:
                 if lane.memory.is_drained:
                     self.places.release(place)
                 else:
-                    running.append((place, lane))
+                    running.append((place, lane, chunk))
             self._given_up = running
 
     @contextmanager
-    def taken(self, name: str, lane: WorkerLane, is_over: Callable[[], bool]) -> Iterator[InPlace]:
+    def taken(self, name: str, lane: WorkerLane, unfinished: Callable[[], object | None]) -> Iterator[InPlace]:
         """The model in place, or on its way there, for a chunk of `lane`, which is idle.
 
-        is_over: whether the chunk has ended on the device when this is left.
+        unfinished: asked when this is left: what holds the memory that the chunk's kernels use, if they have not ended.
+        It is kept until they have.
         """
         self.settle()
         model = self[name]
@@ -95,11 +104,12 @@ class ModelsInTurn:
         try:
             yield place.held
         finally:
-            if is_over():
+            chunk = unfinished()
+            if chunk is None:
                 self.places.release(place)
             else:
                 with self._lock:
-                    self._given_up.append((place, lane))
+                    self._given_up.append((place, lane, chunk))
         if not is_in_place:
             self._tell(name, place.held)
 

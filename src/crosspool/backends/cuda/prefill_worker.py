@@ -68,9 +68,8 @@ class CudaPrefillWorker:
         host = load_whole(directory, placement, site, progress)
         try:
             with naming_consumers(site.rank, site.device, f"a place for {name}", self._models.consumers, REMEDY):
-                while not self._models.places.make_room(name, host.num_bytes):
+                while not self._models.make_room(name, host.num_bytes):
                     progress(host.num_bytes, host.num_bytes)  # a load that was given up ends here
-                    self._models.settle()
                     time.sleep(PLACE_POLL_S)
                 cache = self._room(geometry, 1 + geometry.num_pages(placement.context_tokens))
                 finish(site.device)
@@ -106,18 +105,17 @@ class CudaPrefillWorker:
         link, spec = inlet.link.map(), model.host.spec
         most = 4 * link.inbox.capacity // model.geometry.token_layer_bytes
         plan = handed_plan(header.num_tokens, sum(prompt.num_cached), header.step_seq, spec.num_layers, most)
-        has_ended = False
-        with self._models.taken(header.model, lane, lambda: has_ended) as in_place:
+        enqueued: Iterator[int] | None = None
+        with self._models.taken(header.model, lane, lambda: enqueued) as in_place:
             self._models.bring_next(header.next_model)
-            enqueued = self._chunk(
-                model, in_place, prompt, HandedCrossing(self._kernels, lane.memory, link), plan, lane
-            )
+            crossing = HandedCrossing(self._kernels, lane.memory, link)
+            enqueued = self._chunk(model, in_place, prompt, crossing, plan, lane)
             try:
                 yield from run_pieces(self._kernels, lane, (inlet,), plan, enqueued, lambda: not self._is_alone)
                 yield Wait((inlet,), plan.last_epoch)
-                has_ended = True
+                enqueued = None
             finally:
-                if not has_ended:
+                if enqueued is not None:
                     lane.give_up(plan.last_epoch)
 
     def _chunk(
