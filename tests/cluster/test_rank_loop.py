@@ -181,6 +181,24 @@ def test_a_wait_past_the_deadline_ends_that_step_and_names_who_is_missing(make_r
     assert isinstance(rig.said[-1], StepFinished)
 
 
+def test_a_wait_for_the_ranks_own_device_says_so_when_it_is_late(make_rig):
+    class Copies:
+        def arrived(self, epoch):
+            return False
+
+    rig = make_rig()
+    rig.worker.inlets_of = lambda layer, inlets: (Copies(),)
+    rig.step(0)
+    rig.spin()
+    rig.clock.now_s += DEADLINE_S + 0.1
+    rig.spin()
+    (ended,) = rig.said
+    assert (ended.waiting_on, ended.error) == (
+        (),
+        "kv0: no answer from its own device within 5 s in step 1 of lane 0 (m)",
+    )
+
+
 def test_each_wait_has_the_whole_deadline(make_rig):
     rig = make_rig()
     rig.step()

@@ -286,8 +286,9 @@ class RankLoop:
     def _expire(self, run: LaneRun) -> None:
         header = run.header
         waiting_on = run.missing()
+        late = ", ".join(waiting_on) or "its own device"
         error = (
-            f"{self.name}: no answer from {', '.join(waiting_on)} within {self._halves.deadline_s(header):g} s"
+            f"{self.name}: no answer from {late} within {self._halves.deadline_s(header):g} s"
             f" in step {header.step_seq} of lane {header.lane} ({header.model})"
         )
         self._drop(header.lane)

@@ -18,33 +18,33 @@ class PageState(Enum):
 
 @dataclass(eq=False, slots=True)
 class ModelRange:
-    """The addresses of one model: a slot for each page that can be mapped at a time, behind one frame for frame 0."""
+    """The addresses of one model: numbered places for as many pages as can be mapped, behind one frame for frame 0."""
 
     model: str
     base: int
     frames_per_page: int
-    free_slots: list[int]
+    free_places: list[int]
     pages: dict[Page, "MappedPage"] = field(default_factory=dict)
     is_retired: bool = False
 
-    def first_frame(self, slot: int) -> int:
-        """The range's frame with which a slot begins."""
-        return 1 + slot * self.frames_per_page
+    def first_frame(self, place: int) -> int:
+        """The range's frame with which a place begins."""
+        return 1 + place * self.frames_per_page
 
 
 @dataclass(eq=False, slots=True)
 class MappedPage:
     """One page in one model's range.
 
-    slot: where, while the driver works on it or it is mapped. users: sequences; a page with any stays. released_at: the
-    epoch in which the last one left. is_doomed: to be unmapped as soon as nothing can touch it. is_urgent: a step
-    waits. error: why the driver gave up on it.
+    place: its number in the range, while the driver works on it or it is mapped. users: sequences; a page with any
+    stays. released_at: the epoch in which the last one left. is_doomed: to be unmapped as soon as nothing can touch it.
+    is_urgent: a step waits. error: why the driver gave up on it.
     """
 
-    place: ModelRange
+    model_range: ModelRange
     page: Page
     state: PageState = PageState.WANTED
-    slot: int = -1
+    place: int = -1
     users: set[int] = field(default_factory=set)
     released_at: int = 0
     is_urgent: bool = False
@@ -60,5 +60,5 @@ class MappedPage:
     @property
     def frames(self) -> Page:
         """Frames of the model's range, in the order of the page's own."""
-        first = self.place.first_frame(self.slot)
-        return tuple(range(first, first + self.place.frames_per_page))
+        first = self.model_range.first_frame(self.place)
+        return tuple(range(first, first + self.model_range.frames_per_page))

@@ -58,16 +58,16 @@ class Mapper:
         """Whether something is left to do, now or once a step has ended."""
         return self._queues.has_pages or bool(self._places.retired) or self._memory.has_backlog
 
-    def add_model(self, model: str, base: int, frames_per_page: int, num_slots: int) -> ModelRange:
+    def add_model(self, model: str, base: int, frames_per_page: int, num_places: int) -> ModelRange:
         """Raises ValueError for a second model of that name."""
-        return self._places.add_range(model, base, frames_per_page, num_slots)
+        return self._places.add_range(model, base, frames_per_page, num_places)
 
     def remove_model(self, model: str) -> None:
         """Its pages are unmapped and its range is freed once no step can touch them."""
-        place = self._places.retire_range(model)
-        if place is None:
+        model_range = self._places.retire_range(model)
+        if model_range is None:
             return
-        for page in list(place.pages.values()):
+        for page in list(model_range.pages.values()):
             if page.users:
                 page.users.clear()
                 page.released_at = self._steps.epoch
@@ -101,20 +101,20 @@ class Mapper:
 
     def expect(self, model: str, pages: Iterable[Page]) -> None:
         """Map these pages when nothing is more urgent. A page that is not free any more is left out."""
-        place = self._places.ranges.get(model)
-        if place is None:
+        model_range = self._places.ranges.get(model)
+        if model_range is None:
             return
         for page in pages:
-            if not any(other.users for other in self._places.others(place, page)):
+            if not any(other.users for other in self._places.others(model_range, page)):
                 self._page(model, page)
 
     def give_back(self, model: str, pages: Iterable[Page]) -> None:
         """Unmap these pages when there is time. Pages that are used, or not here, stay as they are."""
-        place = self._places.ranges.get(model)
-        if place is None:
+        model_range = self._places.ranges.get(model)
+        if model_range is None:
             return
         for page in pages:
-            found = place.pages.get(page)
+            found = model_range.pages.get(page)
             if found is not None and not found.users:
                 self._queues.doom(found)
 
@@ -157,7 +157,7 @@ class Mapper:
     def retry_s(self) -> float | None:
         """The first moment at which something that failed is tried again."""
         resting = self._queues.resting()
-        if any(not place.pages for place in self._places.retired):
+        if any(not model_range.pages for model_range in self._places.retired):
             resting.append(self._free_ranges_at_s)
         if (frames_at_s := self._memory.retry_s) is not None:
             resting.append(frames_at_s)
@@ -173,9 +173,9 @@ class Mapper:
                 self._map_ended(page, error, now)
             case UnmapPage(page):
                 self._unmap_ended(page, error, now)
-            case FreeRange(place):
+            case FreeRange(model_range):
                 if error is None:
-                    self._places.retired.remove(place)
+                    self._places.retired.remove(model_range)
                 else:
                     self._free_ranges_at_s = now + LONGEST_RETRY_S
             case CreateFrame() | ReleaseFrame():
@@ -183,16 +183,16 @@ class Mapper:
 
     def _page(self, model: str, page: Page) -> MappedPage:
         """The page of these frames, new or known; it is wanted from now on."""
-        place = self._places.ranges[model]
-        found = place.pages.get(page)
+        model_range = self._places.ranges[model]
+        found = model_range.pages.get(page)
         if found is not None and not found.is_doomed:
             return found
-        for other in self._places.others(place, page):
+        for other in self._places.others(model_range, page):
             (frame, *_) = (each for each in page if each in other.page)
             assert not other.users, f"frame {frame} of a page of {model} is in use by {sorted(other.users)}"
             self._queues.doom(other)
         if found is None:
-            found = place.pages[page] = MappedPage(place, page)
+            found = model_range.pages[page] = MappedPage(model_range, page)
             self._queues.want(found, is_urgent=False)
         found.is_doomed = False
         self._places.claim(found)
@@ -202,7 +202,7 @@ class Mapper:
     def _freed_range(self, now: float) -> FreeRange | None:
         if now < self._free_ranges_at_s:
             return None
-        return next((FreeRange(place) for place in self._places.retired if not place.pages), None)
+        return next((FreeRange(model_range) for model_range in self._places.retired if not model_range.pages), None)
 
     def _map_ended(self, page: MappedPage, error: str | None, now: float) -> None:
         if error is None:

@@ -17,7 +17,7 @@ class UnmapPage:
 
 @dataclass(frozen=True, slots=True)
 class FreeRange:
-    place: ModelRange
+    model_range: ModelRange
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,34 +28,36 @@ class PagePlaces:
 
     def idle(self) -> Iterator[MappedPage]:
         """Mapped pages that nobody uses and that are to stay."""
-        for place in self.ranges.values():
-            for page in place.pages.values():
+        for model_range in self.ranges.values():
+            for page in model_range.pages.values():
                 if page.is_mapped and not page.users and not page.is_doomed:
                     yield page
 
-    def add_range(self, model: str, base: int, frames_per_page: int, num_slots: int) -> ModelRange:
+    def add_range(self, model: str, base: int, frames_per_page: int, num_places: int) -> ModelRange:
         """Raises ValueError for a second model of that name."""
         if model in self.ranges:
             raise ValueError(f"model {model} has a range already; remove it first")
-        self.ranges[model] = ModelRange(model, base, frames_per_page, list(range(num_slots - 1, -1, -1)))
+        self.ranges[model] = ModelRange(model, base, frames_per_page, list(range(num_places - 1, -1, -1)))
         return self.ranges[model]
 
     def retire_range(self, model: str) -> ModelRange | None:
-        place = self.ranges.pop(model, None)
-        if place is not None:
-            place.is_retired = True
-            self.retired.append(place)
-        return place
+        model_range = self.ranges.pop(model, None)
+        if model_range is not None:
+            model_range.is_retired = True
+            self.retired.append(model_range)
+        return model_range
 
     def owner(self, frame: int) -> MappedPage | None:
         """The page that has the frame now."""
         return self._claims.get(frame)
 
-    def others(self, place: ModelRange, page: Page) -> list[MappedPage]:
+    def others(self, model_range: ModelRange, page: Page) -> list[MappedPage]:
         """Pages that have some of the frames of this page of a model: of other frames, or of another model."""
         owners = (self._claims.get(frame) for frame in page)
         found = (owner for owner in owners if owner is not None)
-        return list({id(owner): owner for owner in found if owner.place is not place or owner.page != page}.values())
+        return list(
+            {id(owner): owner for owner in found if owner.model_range is not model_range or owner.page != page}.values()
+        )
 
     def claim(self, page: MappedPage) -> None:
         for frame in page.page:
@@ -71,22 +73,22 @@ class PagePlaces:
         return any(self._at.get(frame, page) is not page for frame in page.page)
 
     def occupy(self, page: MappedPage) -> None:
-        """Give the page a slot: the driver is about to map it there."""
-        page.slot = page.place.free_slots.pop()
+        """Give the page a place: the driver is about to map it there."""
+        page.place = page.model_range.free_places.pop()
         for frame in page.page:
             self._at[frame] = page
 
     def vacate(self, page: MappedPage) -> None:
-        page.place.free_slots.append(page.slot)
-        page.slot = -1
+        page.model_range.free_places.append(page.place)
+        page.place = -1
         for frame in page.page:
             del self._at[frame]
 
     def drop(self, page: MappedPage) -> None:
-        """Forget a page that has no slot."""
+        """Forget a page that has no place."""
         page.state = PageState.GONE
-        if page.place.pages.get(page.page) is page:
-            del page.place.pages[page.page]
+        if page.model_range.pages.get(page.page) is page:
+            del page.model_range.pages[page.page]
         for frame in page.page:
             if self._claims.get(frame) is page:
                 del self._claims[frame]

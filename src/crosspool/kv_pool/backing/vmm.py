@@ -82,8 +82,8 @@ class VmmBacking:
     def add_model(self, model: str, frames_per_page: int) -> FrameRange:
         for broken in list(self._broken):
             self._quietly(self._free_range, broken)
-        num_slots = (self._num_frames - 1) // frames_per_page
-        num_frames = 1 + num_slots * frames_per_page
+        num_places = (self._num_frames - 1) // frames_per_page
+        num_frames = 1 + num_places * frames_per_page
         num_bytes = num_frames * self._frame_bytes
         base = int(call(self._driver, "cuMemAddressReserve", num_bytes, 0, 0, 0))
         self._ranges[base] = num_bytes
@@ -95,7 +95,7 @@ class VmmBacking:
             raise
         self._aliases.add(base)
         with self._changed:
-            self._mapper.add_model(model, base, frames_per_page, num_slots)
+            self._mapper.add_model(model, base, frames_per_page, num_places)
         return FrameRange(base=base, num_frames=num_frames, frame_bytes=self._frame_bytes)
 
     def remove_model(self, model: str) -> None:
@@ -243,8 +243,8 @@ class VmmBacking:
                     self._map_frames(self._address(page), [self._handles[f - self._first_frame] for f in page.page])
                 case UnmapPage(page):
                     call(self._driver, "cuMemUnmap", self._address(page), len(page.page) * self._frame_bytes)
-                case FreeRange(place):
-                    self._free_range(place.base)
+                case FreeRange(model_range):
+                    self._free_range(model_range.base)
                 case CreateFrame(frame):
                     self._handles[frame - self._first_frame] = self._memory_of_a_frame()
                 case ReleaseFrame(frame):
@@ -289,7 +289,7 @@ class VmmBacking:
         self._broken.discard(base)
 
     def _address(self, page: MappedPage) -> int:
-        return page.place.base + page.place.first_frame(page.slot) * self._frame_bytes
+        return page.model_range.base + page.model_range.first_frame(page.place) * self._frame_bytes
 
     def _quietly(self, free: Callable[..., Any], *arguments: Any) -> None:
         try:
@@ -302,7 +302,7 @@ def _described(operation: Operation) -> str:
     match operation:
         case CreateFrame(frame) | ReleaseFrame(frame):
             return f"{type(operation).__name__} {frame}"
-        case FreeRange(place):
-            return f"FreeRange of {place.model}"
+        case FreeRange(model_range):
+            return f"FreeRange of {model_range.model}"
         case MapPage(page) | UnmapPage(page):
-            return f"{type(operation).__name__} of {page.place.model}"
+            return f"{type(operation).__name__} of {page.model_range.model}"
