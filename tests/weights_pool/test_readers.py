@@ -58,3 +58,13 @@ def test_a_reader_that_was_killed_is_an_error(num_readers):
         os.kill(readers.pids[0], signal.SIGKILL)
         with pytest.raises(CrossPoolError, match=r"ended"):
             list(readers.ended(wait=True))
+
+
+def test_a_reader_that_is_gone_is_told_also_to_who_asks_it_to_read(tmp_path):
+    """A process of two may go while the other has more to read: nobody waits for it yet."""
+    with Readers(1, BUFFER) as readers:
+        (pid,) = readers.pids
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(CrossPoolError, match=r"a process that reads weights ended with -9; load again"):
+            readers.read(Extent(tmp_path / "any", 0, 1, (), 0), 0)

@@ -65,10 +65,16 @@ class Readers:
         return tuple(process.pid for process in self._processes)
 
     def read(self, extent: Extent, buffer: int) -> None:
-        """Have the extent, which fits, read into a buffer. Its reader is that buffer's, and takes one after another."""
-        path = os.fsencode(extent.file)
+        """Have the extent, which fits, read into a buffer. Its reader is that buffer's, and takes one after another.
+
+        Raises CrossPoolError where that is gone.
+        """
+        path, reader = os.fsencode(extent.file), buffer // BUFFERS_EACH
         head = COMMAND.pack(buffer, len(path), extent.start, extent.num_bytes, buffer * self.buffer_bytes)
-        os.write(self._commands[buffer // BUFFERS_EACH], head + path)
+        try:
+            os.write(self._commands[reader], head + path)
+        except BrokenPipeError:
+            raise _gone(self._processes[reader].wait()) from None
 
     def ended(self, *, wait: bool) -> Iterator[tuple[int, bool]]:
         """(buffer, whether its bytes are there) of reads that have ended; at least one where it waits.
@@ -79,8 +85,8 @@ class Readers:
             if not wait:
                 return
             for process in self._processes:
-                if process.poll() is not None:
-                    raise CrossPoolError(f"a process that reads weights ended with {process.returncode}; load again")
+                if (code := process.poll()) is not None:
+                    raise _gone(code)
         data = os.read(self._done, 512 * DONE.size)
         if not data:
             raise CrossPoolError("all processes that read weights have ended; load again")
@@ -99,3 +105,8 @@ class Readers:
         for process in self._processes:
             process.wait()
         os.close(self._done)
+
+
+def _gone(code: int) -> CrossPoolError:
+    """Of a reader that has ended with this code."""
+    return CrossPoolError(f"a process that reads weights ended with {code}; load again")

@@ -25,6 +25,7 @@ from crosspool.backends.cuda.passes import passes  # noqa: E402
 from crosspool.backends.numpy.host_vmm import HostVmmDriver  # noqa: E402
 from crosspool.cluster.base import ModelPlacement  # noqa: E402
 from crosspool.cluster.channel import link_bytes  # noqa: E402
+from crosspool.cluster.loading import LoadCancelledError  # noqa: E402
 from crosspool.cluster.region import ArrayRegion  # noqa: E402
 from crosspool.core import SamplingParams  # noqa: E402
 from crosspool.kv_pool.ahead import MappingHint  # noqa: E402
@@ -444,3 +445,19 @@ def begun(pair, step):
     wait = next(half)
     half.close()
     return wait
+
+
+def test_a_load_that_is_given_up_while_passes_are_captured_leaves_no_weights(directory, monkeypatch):
+    pair = Pair(directory)
+    worker = pair.ffn["w0"]
+    held = worker.memory_bytes()
+
+    def given_up(placement, progress):
+        assert worker.has("other")
+        raise LoadCancelledError("the load of other was given up")
+
+    monkeypatch.setattr(worker, "_prepare", given_up)
+    with pytest.raises(LoadCancelledError):
+        worker.add_model(replace(pair.placement, name="other"), lambda loaded, total: None)
+    assert not worker.has("other")
+    assert worker.memory_bytes() == held

@@ -95,8 +95,11 @@ class CudaFFNWorker:
         packed = pack_ffn_weights(directory.spec, iter(layers))
         self.add_weights(placement.name, directory.spec, packed, takes_choices=placement.route == "kv")
         self._models[placement.name].is_split = placement.kv_split != "one"
-        if self._site.device.type == "cuda":
+        try:
             self._prepare(placement, progress)
+        except BaseException:
+            self.remove_model(placement.name)
+            raise
 
     def add_weights(
         self, name: str, spec: ModelSpec, layers: Sequence[FFNLayerWeights], *, takes_choices: bool = False
@@ -106,7 +109,9 @@ class CudaFFNWorker:
         self._models[name] = FFNModel(spec, tuple(layers), takes_choices)
 
     def _prepare(self, placement: ModelPlacement, progress: Progress) -> None:
-        """Load what chunks need, and capture the model's passes for every lane that is open."""
+        """On a GPU: load what chunks need, and capture the model's passes for every lane that is open."""
+        if self._site.device.type != "cuda":
+            return
         name, model = placement.name, self._models[placement.name]
         total = num_bytes(model.layers)
         if is_supported(model.spec):

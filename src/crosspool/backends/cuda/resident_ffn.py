@@ -90,12 +90,12 @@ class ResidentFFN:
     def drop(self, model: str | None = None, links: Sequence[Any] = ()) -> None:
         """Forget the passes of a model, or those over any of these links. Its passes under way are ended first."""
         self._server.stop()
-        self._passes = {
-            key: served
-            for key, served in tuple(self._passes.items())
-            if key[0] != model and not any(link in key[2] for link in links)
-        }
-        self._scratch = {key: scratch for key, scratch in tuple(self._scratch.items()) if key[0] != model}
+        for key in tuple(self._passes):  # one by one, since a load may add to them meanwhile
+            if key[0] == model or any(link in key[2] for link in links):
+                del self._passes[key]
+        for lane in tuple(self._scratch):
+            if lane[0] == model:
+                del self._scratch[lane]
 
     def _make(
         self,
