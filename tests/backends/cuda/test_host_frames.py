@@ -97,19 +97,20 @@ def test_a_step_waits_for_the_frames_that_it_brings_and_for_no_others():
     assert second.satisfied()
 
 
-def test_frames_of_a_step_without_a_part_here_are_waited_for_by_every_later_one():
+def test_frames_of_a_step_without_a_part_here_are_waited_for_by_every_later_share():
     outwards = LazyEngine()
     frames, _ = host_frames(torch.zeros((NUM_FRAMES, FRAME_BYTES), dtype=torch.uint8), LazyEngine(), outwards)
     frames.copy((FrameCopy((101, 102), (1, 2), is_stowed=True),))
     frames.pass_over(step_that_brings((105, 106)))
-    assert frames.before(step_that_brings()) is None, "nobody copies these"
+    assert frames.before(step_that_brings(), is_share=True) is None, "nobody copies these"
     frames.pass_over(step_that_brings((102, 103)))
-    waits = [frames.before(step_that_brings()) for _ in range(2)]
+    waits = [frames.before(step_that_brings(), is_share=True) for _ in range(2)]
+    assert frames.before(step_that_brings()) is None, "a step that is led here has brought its own"
     assert not any(wait.satisfied() for wait in waits)
     outwards.go_on()
     assert all(wait.satisfied() for wait in waits)
     frames.copy((FrameCopy((107,), (3,), is_stowed=True),))
-    assert frames.before(step_that_brings()) is None
+    assert frames.before(step_that_brings(), is_share=True) is None
 
 
 def test_a_frame_that_is_copied_again_is_waited_for_again():

@@ -15,7 +15,7 @@ import torch
 
 from crosspool.backends.base import Wait
 from crosspool.backends.cuda.copy_engine import CopyEngine, DeviceCopyEngine
-from crosspool.backends.cuda.copy_order import CopyBatch, CopyOrder
+from crosspool.backends.cuda.copy_order import NONE, CopyBatch, CopyOrder
 from crosspool.backends.cuda.host_blob import HUGE_PAGE_BYTES, HostBlob
 from crosspool.backends.cuda.launch import CudaError
 from crosspool.backends.cuda.link import OPEN_EPOCH, Site
@@ -49,7 +49,7 @@ class HostFrames:
         self._first_frame, self._frame_bytes = first_frame, arena.shape[1]
         self.num_bytes = num_frames * self._frame_bytes
         self._order = CopyOrder()
-        self._passed_over: frozenset[int] = frozenset()  # batches with frames of steps in which this rank had no part
+        self._passed_over = NONE  # batches with frames of steps in which this rank had no part
         self._enqueued: tuple[deque[tuple[CopyBatch, Callable[[], bool]]], ...] = (deque(), deque())
 
     def copy(self, copies: Sequence[FrameCopy]) -> None:
@@ -61,18 +61,20 @@ class HostFrames:
             self._order.add(each)
         self._go_on()
 
-    def before(self, step: StepDescriptor) -> Wait | None:
-        """What the step has to wait for: copies under way of frames that it brings, or that steps have brought in which
-        this rank had no part. None, as a rule."""
+    def before(self, step: StepDescriptor, *, is_share: bool = False) -> Wait | None:
+        """What the step has to wait for: copies under way of frames that it brings. None, as a rule.
+
+        is_share: this rank does not lead the step; then also of frames that came with steps in which it had no part.
+        """
         if not self.num_under_way:
-            self._passed_over = frozenset()
+            self._passed_over = NONE
             return None
         self._passed_over = self._order.unfinished(self._passed_over)
-        numbers = self._order.touching(_brought(step)) | self._passed_over
+        numbers = self._order.touching(_brought(step)) | (self._passed_over if is_share else NONE)
         return Wait((_CopiesEnded(self, numbers),), OPEN_EPOCH) if numbers else None
 
     def pass_over(self, step: StepDescriptor) -> None:
-        """This rank has no part in the step: whatever comes next waits for copies of frames that it brings here."""
+        """This rank has no part in a step that it does not lead: later ones wait for copies of what it brings here."""
         if self.num_under_way:
             self._passed_over |= self._order.touching(_brought(step))
 

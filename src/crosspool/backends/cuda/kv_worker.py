@@ -215,12 +215,12 @@ class CudaAttentionWorker:
         return self._answered(step, answers(self._kernels, share, step, rows, self._lanes[step.header.lane], inlet))
 
     def _answered(self, step: StepDescriptor, half: HalfStep[None]) -> HalfStep[None]:
-        yield from self._copied(step)
+        yield from self._copied(step, is_share=True)
         yield from half
 
-    def _copied(self, step: StepDescriptor) -> HalfStep[None]:
+    def _copied(self, step: StepDescriptor, *, is_share: bool = False) -> HalfStep[None]:
         """Wait until the frames that the step brings are where they belong."""
-        wait = None if self.host_frames is None else self.host_frames.before(step)
+        wait = None if self.host_frames is None else self.host_frames.before(step, is_share=is_share)
         if wait is not None:
             yield wait
 
