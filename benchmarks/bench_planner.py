@@ -4,7 +4,7 @@ python -m benchmarks.bench_planner                     # everything but the day,
 python -m benchmarks.bench_planner --day-trace FILE    # the day too
 python -m benchmarks.bench_planner --only plan         # accuracy | coverage | plan | modes | day, nothing kept
 
-`bench_simulator` looks at the simulator's two parts more closely, by load.
+The simulator's parts, `modes` and `day`, are in `simulator_modes.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.bench_simulator import DAY, RATES_RPS, compare_modes, run_day
 from benchmarks.planner_workload import random_loads, write_composed_day
 from benchmarks.report import Report
+from benchmarks.simulator_modes import DAY, RATES_RPS, compare_modes, run_day
 from crosspool.planner.demand import along_path, mean_bytes, snapshots, variance_bytes
 from crosspool.planner.plan import read_plan
 from crosspool.planner.pool_demand import estimate_pool

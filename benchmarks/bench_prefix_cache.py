@@ -45,6 +45,11 @@ NUM_TURNS, QUESTION_TOKENS, ANSWER_TOKENS = 4, 200, 16
 PAGE_TOKENS = 256
 INDEX_PAGES = (1_000, 100_000, 1_000_000)
 CHAIN_PAGES = 500
+SUMMARY = (
+    "Prompts of 960 tokens of the demo models at the engine: never asked (`cold`), asked just before (`warm`), and "
+    "with caching off; conversations of four turns with and without it (`on`, `off`). Costs of a page are those of the "
+    "engine's thread alone. Pools and workers share this machine's cores."
+)
 
 
 def main() -> int:
@@ -52,7 +57,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9, help="counted rounds, after some of warm-up")
     parser.add_argument("--no-write", action="store_true", help="print, keep nothing")
     args = parser.parse_args()
-    report = Report("prefix_cache", hardware="cpu", config=vars(args) | {"frame_bytes": FRAME_BYTES}, seed=SEED)
+    report = Report(
+        "prefix_cache", hardware="cpu", config=vars(args) | {"frame_bytes": FRAME_BYTES}, seed=SEED, summary=SUMMARY
+    )
     asyncio.run(_served(report, args.rounds))
     _page_costs(report, args.rounds)
     print(report.as_markdown())

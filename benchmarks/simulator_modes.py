@@ -1,6 +1,7 @@
 """How fast the simulator is, and how well its two modes agree.
 
-    python -m benchmarks.bench_simulator [--day-trace FILE]
+    python -m benchmarks.bench_planner --only modes [--seconds 30]
+    python -m benchmarks.bench_planner --only day --day-trace FILE
 
 Layer-exact: events a second of the paper's three models on three H200 (1 KV, 2 weights). Modes: the same requests in
 both, at loads from near idle to saturated. Day: a recorded day of many models, step-level, where a trace is given.
@@ -8,10 +9,8 @@ both, at loads from near idle to saturated. Day: a recorded day of many models, 
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 from benchmarks.report import Report
 from benchmarks.simulated_day import day_groups, day_input
@@ -27,21 +26,6 @@ MODELS = ("qwen3-30b-a3b", "glm-4.7-flash", "deepseek-v2-lite")
 RATES_RPS = (0.2, 0.8, 2.0, 4.0)
 SEED = 2026
 DAY = {"num_groups": 8, "group_size": 32, "num_kv": 4}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--day-trace", type=Path, help="CSV of arrival_s,model,prompt_tokens,output_tokens over a day")
-    parser.add_argument("--seconds", type=float, default=30.0, help="arrivals of each comparison of the modes")
-    arguments = parser.parse_args()
-    config: dict[str, Any] = {"models": MODELS, "rates_rps": RATES_RPS, "seconds": arguments.seconds}
-    report = Report("simulator", hardware="cpu", config=config | {"day": DAY}, seed=SEED)
-    compare_modes(report, arguments.seconds)
-    if arguments.day_trace is not None:
-        run_day(report, arguments.day_trace)
-    report.summary = summary(report)
-    for path in report.write():
-        print(path)
 
 
 def load(rate_rps: float) -> tuple[PlannedGroup, PlanInput]:
@@ -69,6 +53,10 @@ def compare_modes(report: Report, seconds: float) -> None:
         wall_s += time.perf_counter() - begun
         cpu_s += time.process_time() - begun_cpu
         events += exact.num_events
+        if exact.total.tbt.mean == 0.0:
+            raise ValueError(
+                f"no request arrives within {seconds:g} s at {rate:g} requests/s; take --seconds 10 or more"
+            )
         steps = simulate_steps(simulated, requests)
         gaps.append(gap_percent(steps, exact))
         name = f"at_{rate:g}_rps"
@@ -122,21 +110,3 @@ def run_day(report: Report, trace: Path) -> None:
     assert busiest is not None
     report.metric("day.busiest_group.tbt_ms", busiest.total.tbt.mean * 1e3)
     report.metric("day.busiest_group.tbt_p99_ms", busiest.total.tbt.quantile(0.99) * 1e3)
-
-
-def summary(report: Report) -> str:
-    """What the numbers say."""
-    metrics = report.metrics
-    text = (
-        f"Layer-exact simulation runs {metrics['sim_events_per_s.exact']:,.0f} events a second; the modes differ by "
-        f"at most {metrics['sim_modes_gap_percent']:.2f} % in mean TBT. The largest difference is at the highest load, "
-        "where three models and prefill take turns on two lanes and no set of lanes lasts longer than a step."
-    )
-    days = [(name, value) for name, value in metrics.items() if name.startswith("sim_day_minutes")]
-    for name, value in days:
-        text += f" A day of {name.rsplit('.', 1)[-1]} models takes {value:.1f} minutes step by step."
-    return text + " Durations are the roofline's: what is measured here is the simulator, not the system."
-
-
-if __name__ == "__main__":
-    main()
