@@ -78,6 +78,18 @@ def test_shares_are_numbers_between_commas(monkeypatch: pytest.MonkeyPatch, tmp_
         load_deployment({"weights_shares": "most"})
 
 
+def test_a_file_may_name_one_gpu_without_a_list(tmp_path: Path) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text("backend: cuda\nprefill: dedicated\nprefill_gpus: 1\n")
+    assert load_deployment({}, config_file=path).pools.prefill_gpus == (1,)
+
+
+@pytest.mark.parametrize("name", [name for name in Settings.model_fields if name.endswith("_bytes")])
+def test_what_is_no_size_is_told_with_its_setting(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 'lots': 'lots' is not a size; write bytes"):
+        load_deployment({name: "lots"})
+
+
 def test_an_empty_variable_does_not_take_the_key_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CROSSPOOL_API_KEY", "")
     with pytest.raises(ValueError, match="an api_key is empty"):

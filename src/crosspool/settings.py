@@ -199,6 +199,8 @@ class Settings(BaseSettings):
     )
     @classmethod
     def _split(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return [value]  # a file's `prefill_gpus: 1`
         return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
     @field_validator("api_key", "admin_api_key", mode="before")
@@ -217,10 +219,13 @@ class Settings(BaseSettings):
             return [{"path": item} if isinstance(item, str) else item for item in value]
         return value
 
-    @field_validator("kv_pool_bytes", "frame_bytes", "max_body_bytes")
+    @field_validator(
+        "kv_pool_bytes", "host_pool_bytes", "prefill_pool_bytes", "frame_bytes", "max_body_bytes", "max_header_bytes"
+    )
     @classmethod
-    def _bytes(cls, value: str | int) -> int:
-        return parse_size(value)
+    def _bytes(cls, value: str | int | None) -> int | None:
+        """So that what is no size is told with the setting's name."""
+        return None if value is None else parse_size(value)
 
     @classmethod
     def settings_customise_sources(
