@@ -19,11 +19,15 @@ class Rank:
     def __init__(self):
         self.passes, self.loops, self.served = [], [], []
         self.num_told = 0
+        self.num_held = None  # passes until the channels are closed
 
     def find(self, way, kind):
         self.passes.append(kind)
 
-    def find_loop(self, name, links, kind):
+    def holds(self, links):
+        return self.num_held is None or len(self.passes) < self.num_held
+
+    def prepare_loop(self, name, links, kind):
         assert kind in self.passes, "the pass comes before its loop"
         self.loops.append(kind)
 
@@ -51,6 +55,13 @@ def test_every_pass_is_ready_before_the_first_step(may_fuse):
 def test_a_lane_that_takes_runs_has_their_loops_of_passes_that_are_not_fused():
     rank = Rank().prepared(may_fuse=True, may_run=True)
     assert rank.loops == [FFNPassKind(bucket, False) for bucket in BUCKETS]
+
+
+def test_channels_that_are_closed_meanwhile_are_left_to_first_steps():
+    rank = Rank()
+    rank.num_held = 3
+    rank.prepared(is_resident=True, may_run=True)
+    assert (len(rank.passes), len(rank.loops), rank.served) == (3, 3, [])
 
 
 def test_a_resident_server_has_the_layers_of_every_pass():

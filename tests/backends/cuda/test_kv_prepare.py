@@ -39,14 +39,19 @@ class Lane:
 
     def __init__(self):
         self.passes, self.loops = [], []
+        self.num_held = None  # passes until the channels are closed
 
-    def find_loop(self, name, links, kind):
+    def holds(self, links):
+        return self.num_held is None or len(self.passes) < self.num_held
+
+    def prepare_loop(self, name, links, kind):
         assert kind in self.passes, "the pass comes before its loop"
         self.loops.append((name, links, kind))
 
 
-def prepared(run_lanes, *, split="one"):
+def prepared(run_lanes, *, split="one", num_held=None):
     lanes = [Lane() for _ in range(3)]
+    lanes[0].num_held = num_held
     opened = SimpleNamespace(open_to=lambda ranks: [(idx, lane, ("link",)) for idx, lane in enumerate(lanes)])
     found = SimpleNamespace(find=lambda way, kind: way.lane.passes.append(kind))
     site, model, told = SimpleNamespace(index=0, devices=DEVICES), SimpleNamespace(split=split), []
@@ -67,3 +72,9 @@ def test_lanes_that_take_runs_have_their_loops_before_the_first_one():
 def test_without_runs_nothing_is_captured_twice():
     assert all(lane.loops == [] and lane.passes for lane in prepared(run_lanes=0))
     assert all(lane.passes == [] for lane in prepared(run_lanes=2, split="tokens"))
+
+
+def test_channels_that_are_closed_meanwhile_are_left_to_first_steps():
+    first, *others = prepared(run_lanes=0, num_held=2)
+    assert len(first.passes) == 2
+    assert all(tuple(lane.passes) == kinds(["w0", "w1"]) for lane in others)

@@ -1,4 +1,4 @@
-"""A lane on a device that no longer answers."""
+"""A lane on a device that no longer answers, and one whose channels are closed while a model loads."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ class Stream:
         return False
 
 
+class Channel:
+    def close(self) -> None: ...
+
+
 def lane(failure):
     made = WorkerLane(Site("w0", torch.device("cpu"), Driver("w0"), {"w0": 0}, None), WaitRule(), EmulatedKernels())
     made.stream = Stream(failure)
@@ -40,3 +44,16 @@ def test_a_step_that_is_given_up_ends_its_waits():
 def test_a_process_without_its_gpu_ends():
     with pytest.raises(SystemExit, match="w0: GPU 0 is lost to this process: illegal address"):
         lane(RuntimeError("illegal address")).give_up(2048)
+
+
+def test_a_load_finds_out_that_channels_were_closed_meanwhile():
+    made, links = lane(None), (Channel(), Channel())
+    made.stream = None  # no device: nothing is captured
+    made.links = {"w0": links[0], "w1": links[1]}
+    made.find_pass("m", links, "key", object)
+    assert made.holds(links)
+    made.close_link("w1")
+    assert not made.holds(links)
+    made.links["w1"] = Channel()
+    assert not made.holds(links), "new ones are others"
+    assert made.prepare_loop("m", links, "key") is None

@@ -20,13 +20,15 @@ def prepare_passes(
     """Capture the model's passes on this way, and give those of a resident server their layers.
 
     may_fuse: also passes whose layers are one kernel. may_run: also the loops of runs. tell: raises where the load was
-    given up.
+    given up. Channels that are closed meanwhile are left to first steps.
     """
     for bucket, is_fused in product(BUCKETS, (False, True) if may_fuse else (False,)):
+        if not way.lane.holds(way.links):
+            return
         kind = FFNPassKind(bucket, is_fused)
         found.find(way, kind)
         if may_run and kind.is_run:
-            way.lane.find_loop(way.name, way.links, kind)
+            way.lane.prepare_loop(way.name, way.links, kind)
         tell()
     if resident is not None:
         layers, takes_choices = way.model.layers, way.model.takes_choices

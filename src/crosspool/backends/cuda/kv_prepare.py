@@ -55,7 +55,7 @@ def prepare_passes(
 ) -> None:
     """Capture the model's passes for every lane that is open, in the first `run_lanes` also in their loops.
 
-    tell: raises where the load was given up.
+    tell: raises where the load was given up. Channels that are closed meanwhile are left to first steps.
     """
     if model.split != "one":
         return  # passes are captured for the shares that take part in them
@@ -64,7 +64,9 @@ def prepare_passes(
     for number, lane, links in lanes.open_to(weights_ranks):
         way = KVWay(name, model, number, lane, links, joined=joined)
         for kind in kinds_ahead(site, () if joined is not None else weights_ranks):
+            if not lane.holds(links):
+                break
             found.find(way, kind)
             if kind.is_run and number < run_lanes:
-                lane.find_loop(name, links, kind)
+                lane.prepare_loop(name, links, kind)
             tell()

@@ -71,6 +71,11 @@ class WorkerLane:
             self._drop(lambda _model, links: link in links)
             link.close()
 
+    def holds(self, links: Links) -> bool:
+        """Whether these are still the lane's channels: a peer that comes back opens new ones."""
+        own = tuple(self.links.values())
+        return all(any(link is each for each in own) for link in links)
+
     def drop(self, model: str) -> None:
         """Forget the passes of a model, after those under way have ended."""
         self._drop(lambda name, _links: name == model)
@@ -137,18 +142,21 @@ class WorkerLane:
 
     def find_loop(self, model: str, links: Links, key: Hashable) -> LoopGraph:
         """The pass that `find_pass` has found under `key`, in its loop, captured where that is new; GPUs only."""
-        loop = self._loops.get((model, links, key))
-        if loop is not None:
-            return loop
+        loop = self._loops.get((model, links, key)) or self.prepare_loop(model, links, key)
+        assert loop is not None, f"no pass of {model} under {key} on these channels"
+        return loop
+
+    def prepare_loop(self, model: str, links: Links, key: Hashable) -> LoopGraph | None:
+        """The same for a load; None where the channels were closed since the pass was found."""
+        at = (model, links, key)
         with self._lock, on_device(self.site.device):
-            loop = self._loops.get((model, links, key))
-            if loop is None:
+            source = self._passes.get(at)
+            if source is not None and at not in self._loops:
                 name = f"{self.site.rank} {model} {key}"
-                source = self._passes[model, links, key]
                 assert isinstance(source, Repeatable), f"a {type(source).__name__} does not repeat"
                 loop = capture_loop(source, self._capture_stream, name, may_be_skipped=self.goes_ahead)
-                self._loops[model, links, key] = loop
-            return loop
+                self._loops[at] = loop
+            return self._loops.get(at)
 
     def run_loop(self, model: str, links: Links, key: Hashable) -> None:
         """Enqueue the pass in its loop, for all the steps of a run."""
