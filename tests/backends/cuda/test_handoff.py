@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import subprocess
@@ -58,6 +59,29 @@ def test_a_wrong_or_withdrawn_key_gets_nothing():
     server.withdraw(key)
     with pytest.raises(ConnectionError, match="no longer offers"):
         handoff.fetch(handoff.Offer(os.getpid(), 0, 0, 64, key, server.name))
+
+
+class FailsOnce:
+    """A socket whose next `accept` fails, as where a process has no descriptor left."""
+
+    def __init__(self, whole):
+        self.whole, self.failures = whole, [OSError(errno.EMFILE, "too many open files")]
+
+    def accept(self):
+        if self.failures:
+            raise self.failures.pop()
+        return self.whole.accept()
+
+
+def test_a_peer_that_could_not_be_taken_leaves_the_server_to_others(caplog):
+    server = handoff.DescriptorServer()
+    file = FileRegion.create(64)
+    offer = handoff.Offer(os.getpid(), 0, 0, 64, server.offer(os.dup(file.fd)), server.name)
+    server._socket = failing = FailsOnce(server._socket)
+    for _ in range(2):  # the first one by the `accept` that waits already
+        os.close(handoff.fetch(offer))
+    assert failing.failures == []
+    assert "no peer could be taken" in caplog.text
 
 
 def test_a_link_is_open_once_both_ends_are():

@@ -3,6 +3,7 @@
 Pairwise on purpose: a rank that was started anew meets each peer alone, whenever either is ready.
 """
 
+import logging
 import os
 import secrets
 import socket
@@ -12,6 +13,8 @@ import time
 from dataclasses import dataclass
 
 from crosspool.cluster.fence import Fence
+
+logger = logging.getLogger(__name__)
 
 _RECORD = struct.Struct("<IIQQ16s80s")
 _WORD_BYTES = 8
@@ -65,6 +68,7 @@ class DescriptorServer:
         """name: of the socket; None: one that only an offer tells."""
         self.name = name or f"crosspool-{os.getpid()}-{secrets.token_hex(8)}"
         self._fds: dict[bytes, int] = {}
+        self._lock = threading.Lock()  # a descriptor that is being given is not closed: its number may come again
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind("\0" + self.name)
         self._socket.listen(16)
@@ -77,22 +81,27 @@ class DescriptorServer:
         return key
 
     def withdraw(self, key: bytes) -> None:
-        fd = self._fds.pop(key, None)
-        if fd is not None:
-            os.close(fd)
+        with self._lock:
+            fd = self._fds.pop(key, None)
+            if fd is not None:
+                os.close(fd)
 
     def _serve(self) -> None:
         while True:
             try:
                 peer, _ = self._socket.accept()
-            except OSError:
-                return  # closed at the end of the process
+            except OSError as failure:  # no descriptor is left, or that peer is gone: others are served later
+                logger.warning("%s: no peer could be taken: %s", self.name, failure)
+                time.sleep(_POLL_S)
+                continue
             with peer:
                 peer.settimeout(_TIMEOUT_S)
                 try:
-                    fd = self._fds.get(peer.recv(16))
-                    if fd is not None:
-                        socket.send_fds(peer, [b"!"], [fd])
+                    key = peer.recv(16)
+                    with self._lock:
+                        fd = self._fds.get(key)
+                        if fd is not None:
+                            socket.send_fds(peer, [b"!"], [fd])
                 except OSError:
                     continue  # that peer is gone or silent; it asks again or is started anew
 

@@ -83,10 +83,9 @@ class HostBlob:
         return at if 0 <= at < self.num_bytes else None
 
     def close(self) -> None:
-        """Unpin. No copy from here may be under way."""
-        for address in self._pinned:
-            self._site.driver.call("cuMemHostUnregister", address)
-        self._pinned.clear()
+        """Unpin. No copy from here may be under way. Raises CudaError; called again, it goes on behind that group."""
+        while self._pinned:
+            self._site.driver.call("cuMemHostUnregister", self._pinned.pop())
 
 
 def view(memory: torch.Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
