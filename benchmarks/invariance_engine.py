@@ -8,7 +8,8 @@ import time
 
 import numpy as np
 
-from benchmarks.bench_recovery import Answer, Plan, Traffic, deployment, on_gpus
+from benchmarks.bench_recovery import deployment, on_gpus
+from benchmarks.judged_traffic import Answer, Plan, Traffic
 from benchmarks.report import Report
 from crosspool.cluster.start import start_cluster
 from crosspool.engine.async_engine import AsyncEngine

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from benchmarks.one_row_step import one_row_step
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Wait
 from crosspool.backends.cuda.driver import Driver
 from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
@@ -27,7 +27,7 @@ from crosspool.core import SampledToken, SamplingParams
 from crosspool.kv_pool.pool import Page
 from crosspool.kv_pool.split import exchange_width
 from crosspool.models.spec import ModelSpec
-from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow
+from crosspool.scheduler.step import StepDescriptor
 
 MAX_TOKENS = 64
 DEADLINE_S = 5.0
@@ -123,28 +123,16 @@ class RanksInOneProcess:
         joining: it is new here.
         """
         self._seq += 1
-        count = 1 if token_ids is None else len(token_ids)
-        header = StepHeader(
-            lane=0,
-            model="model",
-            step_seq=self._seq,
-            phase="decode" if count == 1 else "prefill",
-            num_tokens=count,
-            kv_rank=self.home,
+        step = one_row_step(
+            "model",
+            self.home,
+            self._seq,
+            sequence_id,
+            token_ids,
+            num_cached,
+            new_pages=new_pages,
+            joining=joining,
         )
-        row = StepRow(
-            sequence_id=sequence_id,
-            token_ids=None if token_ids is None else tuple(token_ids),
-            num_cached_tokens=num_cached,
-            num_new_tokens=count,
-            new_pages=tuple(new_pages),
-        )
-        step = StepDescriptor(header=header, rows=(row,))
-        if joining is not None:
-            new = NewSequence(
-                sequence_id=sequence_id, prompt_token_ids=tuple(token_ids or ()), output_token_ids=(), sampling=joining
-            )
-            step = replace(step, joining=(new,))
         (token,) = self._run(step)
         return token
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
+from benchmarks.one_row_step import one_row_step
 from crosspool.cluster.base import ModelFailed, ModelPlacement, ModelReady, RankFailed, RankLost, StepDone, StepFailed
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.start import start_cluster
 from crosspool.core import SampledToken, SamplingParams
 from crosspool.kv_pool.pool import Page
-from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow
 
 LOAD_TIMEOUT_S, STEP_TIMEOUT_S = 120.0, 30.0
 
@@ -49,28 +48,16 @@ class SteppedCluster:
     ) -> SampledToken:
         """The tokens at positions from `num_cached` on, and the one that is sampled after them. joining: it is new."""
         self._step_seq += 1
-        count = len(token_ids)
-        header = StepHeader(
-            lane=0,
-            model=self._placement.name,
-            step_seq=self._step_seq,
-            phase="decode" if count == 1 else "prefill",
-            num_tokens=count,
-            kv_rank=self._placement.kv_rank,
+        step = one_row_step(
+            self._placement.name,
+            self._placement.kv_rank,
+            self._step_seq,
+            sequence_id,
+            token_ids,
+            num_cached,
+            new_pages=new_pages,
+            joining=joining,
         )
-        row = StepRow(
-            sequence_id=sequence_id,
-            token_ids=tuple(token_ids),
-            num_cached_tokens=num_cached,
-            num_new_tokens=count,
-            new_pages=tuple(new_pages),
-        )
-        step = StepDescriptor(header=header, rows=(row,))
-        if joining is not None:
-            new = NewSequence(
-                sequence_id=sequence_id, prompt_token_ids=tuple(token_ids), output_token_ids=(), sampling=joining
-            )
-            step = replace(step, joining=(new,))
         self._cluster.submit(step)
         until_s = time.monotonic() + STEP_TIMEOUT_S
         while time.monotonic() < until_s:
