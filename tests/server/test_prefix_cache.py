@@ -186,6 +186,11 @@ def test_a_conversation_that_made_room_comes_back_from_host_memory_and_the_numbe
         shown = Console(width=120, file=io.StringIO())
         shown.print(models_table(stats, 120))
         assert "STOWED" in shown.file.getvalue()
+        assert "CONTEXT" in shown.file.getvalue()
+        shown = Console(width=80, file=io.StringIO())
+        shown.print(models_table(stats, 80))
+        assert "STOWED" in shown.file.getvalue()
+        assert "CONTEXT" not in shown.file.getvalue(), "the names would have no place"
 
 
 def test_a32_idle_models_pages_are_the_others_at_once_and_a_trim_gives_them_back(config: DeploymentConfig):

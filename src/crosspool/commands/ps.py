@@ -9,7 +9,7 @@ from rich.table import Table
 from crosspool.commands.http import ServerClient
 from crosspool.units import format_bytes
 
-NARROW = 80  # columns
+NARROW, STOWED = 80, 10  # columns: of a terminal, and of what lies in host memory
 
 
 def run(client: ServerClient, *, as_json: bool, console: Console) -> None:
@@ -28,8 +28,8 @@ def models_table(stats: dict[str, Any], width: int) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("MODEL", overflow="fold")
     table.add_column("STATE", no_wrap=True)
-    narrow = width < NARROW
     has_tier = any(pool.get("host_frames_budget") for pool in stats["pools"])
+    narrow = width < NARROW + (STOWED if has_tier else 0)
     held = ("KV USED", *(("STOWED",) if has_tier else ()), *(() if narrow else ("RESERVED", "CONTEXT")))
     for column in ("WEIGHTS", *held, "RUN", "WAIT", "TBT P50/P99"):
         table.add_column(column, justify="right", no_wrap=True)
