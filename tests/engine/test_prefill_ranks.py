@@ -42,6 +42,18 @@ def test_the_rank_stays_with_a_model_while_it_has_prompts_of_about_the_same_age(
     drive.check_all_ended()
 
 
+def test_a_rank_that_was_away_while_nobody_asked_comes_back_empty():
+    drive = drive_of("a")
+    drive.add("a", prompt=16, max_tokens=1)
+    drive.run()
+    drive.cluster.lose("p0", drive.now, back_in_s=0.1)
+    drive.run()
+    drive.add("a", prompt=16, max_tokens=1)
+    drive.run()
+    assert prefills(drive) == [("a", "p0")] * 2
+    assert drive.core.stats(drive.now).prefill_switches == {"p0": 2}
+
+
 def test_without_a_prefill_rank_two_models_take_turns():
     drive = Drive(a_config(512, max_num_seqs=64), [a_model("a"), a_model("b")])
     for _ in range(3):

@@ -26,10 +26,7 @@ class PrefillRanks:
         if not self._names:
             return None
         name = self._names[number % len(self._names)]
-        if self._ranks.are_up((name,)):
-            return name
-        self._residencies[name].lost()
-        return None
+        return name if self._ranks.are_up((name,)) else None
 
     def computes(self, rank: str | None, load: ModelLoad) -> bool:
         """Whether the rank can hand over the model's KV: a page lies whole on the home."""
@@ -46,6 +43,11 @@ class PrefillRanks:
 
     def take(self, rank: str, load: ModelLoad) -> None:
         self._residencies[rank].take(load.model.name, weight_bytes(load.model.spec))
+
+    def lost(self, rank: str) -> None:
+        """A rank is away; a prefill rank comes back with no model in place."""
+        if rank in self._residencies:
+            self._residencies[rank].lost()
 
     def remove_model(self, name: str) -> None:
         for residency in self._residencies.values():

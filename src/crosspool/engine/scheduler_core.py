@@ -142,6 +142,7 @@ class EngineCore:
             case StepFailed():
                 return self._outcomes.failed(event, now)
             case RankLost(rank=rank, reason=reason):
+                self.dispatcher.prefill_ranks.lost(rank)
                 return self._losses.lost(rank, reason, now)
             case RankReady(rank=rank):
                 self._losses.ready(rank)
