@@ -11,8 +11,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from crosspool.backends.cuda import prefill_models  # noqa: E402
+from crosspool.backends.cuda import chunk_warm_up, prefill_models  # noqa: E402
 from crosspool.backends.cuda.prefill_models import ModelsInTurn  # noqa: E402
+from crosspool.backends.cuda.streaming import stream_share  # noqa: E402
+from crosspool.backends.cuda.weights import pack_attention_weights  # noqa: E402
+from crosspool.kv_pool.geometry import PageGeometry  # noqa: E402
+from crosspool.models.directory import read_model_dir  # noqa: E402
+from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
+from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.judge
 
@@ -104,3 +110,36 @@ def test_a_place_is_free_again_where_nothing_was_enqueued_or_all_has_ended(rank)
     with rank.taken("a", lane(is_drained=False), lambda: None):
         assert not rank.make_room("larger", 90)
     assert rank.make_room("larger", 90)
+
+
+class Stream:
+    """No GPU's."""
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
+def test_a_model_warms_up_in_one_frame(family, tmp_path, monkeypatch):
+    """Behind a model's frame 0 other models have a prompt's KV."""
+    monkeypatch.setattr(chunk_warm_up, "PADDED_ROWS", (16,))
+    monkeypatch.setattr(chunk_warm_up, "SPAN_SIZES", SimpleNamespace(rows=(16,), keys=(64,)))
+    monkeypatch.setattr(chunk_warm_up, "_expand_all", lambda *_: None)  # writes to no frame
+    directory = read_model_dir(write_tiny_model(tmp_path / "m", family, dtype="bfloat16", tokenizer=False))
+    spec = directory.spec
+    own, layers = stream_share(directory, "kv", torch.device("cpu"), lambda loaded, total: None)
+    weights = pack_attention_weights(spec, own, iter(layers))
+    width = spec.kv_elements_per_token_layer
+    geometry = PageGeometry(
+        num_layers=1,
+        element_bytes=2,
+        elements_per_token_layer=width,
+        page_tokens=16,
+        frame_bytes=2 * width * 16,
+        model="m",
+    )
+    frames = torch.zeros(4, geometry.frame_bytes, dtype=torch.uint8)
+    chunk_warm_up.warm_up_attention(EmulatedKernels(), spec, weights, frames[1:2], geometry, [Stream()])
+    assert frames[1].any(), "what is warmed up writes slots"
+    assert not frames[0].any()
+    assert not frames[2:].any()

@@ -1,7 +1,7 @@
 """Runs a model's chunk kernels in every size while it loads.
 
 What a step meets for the first time (a kernel to load, memory to allocate, a plan to make) may wait for the device, and
-so for other lanes' peers; see `uploads.py`. Nothing is read or changed but frame 0, which belongs to nobody.
+so for other lanes' peers; see `uploads.py`. Nothing is read or changed but frame 0, which has to belong to nobody.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -156,11 +156,13 @@ def warm_up(
     kernels: Launcher,
     site: Site,
     host: HostModel,
-    cache: torch.Tensor,
     geometry: PageGeometry,
     streams: PrefillStreams,
 ) -> dict[GQASpec | MLASpec, SpanGraphs]:
-    """Load all that chunks of the model need, with one layer of every kind on the device, and capture its spans."""
+    """Load all that chunks of the model need, with one layer of every kind on the device, and capture its spans.
+
+    In a frame of its own: what is frame 0 to this model is a prompt's KV to one with smaller pages.
+    """
     spec, device = host.spec, site.device
     kinds = _first_of_each_kind(spec)
     layers = {number: mapped(host.weights.layers[number], lambda tensor: tensor.to(device)) for number in kinds}
@@ -168,8 +170,9 @@ def warm_up(
     few = WholeWeights(
         embed=host.weights.embed[:64].to(device), final_norm=host.weights.final_norm.to(device), layers=tuple(own)
     )
+    frame = torch.zeros(1, geometry.frame_bytes, dtype=torch.uint8, device=device)
     finish(device)
-    warm_up_attention(kernels, spec, attention_of(few), cache, geometry, streams.by_share.values())
+    warm_up_attention(kernels, spec, attention_of(few), frame, geometry, streams.by_share.values())
     warm_up_ffn(kernels, [layer.ffn for layer in own], [layer.router for layer in own], streams.by_share.values())
     return capture_spans(spec, device, PrefillStreams(site.driver, device, site.partition).by_share)
 

@@ -1,5 +1,6 @@
 """A prefill rank on a GPU: whole models that take turns on it compute chunks of prompts and hand their KV over."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class CudaPrefillWorker:
         self._models = ModelsInTurn(site, room_bytes)
         self._lanes = WorkerLanes(site, rule, kernels)
         self._cache = torch.zeros(0, dtype=torch.uint8, device=site.device)
+        self._growing = threading.Lock()  # a load and a chunk may both ask for more
         self._is_alone = list(site.devices.values()).count(site.index) <= 1
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
@@ -71,11 +73,10 @@ class CudaPrefillWorker:
                 while not self._models.make_room(name, host.num_bytes):
                     progress(host.num_bytes, host.num_bytes)  # a load that was given up ends here
                     time.sleep(PLACE_POLL_S)
-                cache = self._room(geometry, 1 + geometry.num_pages(placement.context_tokens))
-                finish(site.device)
+                self._room(geometry, 1 + geometry.num_pages(placement.context_tokens))
                 spans = {}
                 if site.device.type == "cuda":
-                    spans = warm_up(self._kernels, site, host, cache, geometry, self._lanes.prefill_streams())
+                    spans = warm_up(self._kernels, site, host, geometry, self._lanes.prefill_streams())
         except BaseException:
             host.blob.close()
             raise
@@ -146,12 +147,16 @@ class CudaPrefillWorker:
     def _room(self, geometry: PageGeometry, num_frames: int) -> torch.Tensor:
         """(num_frames, frame_bytes) uint8: the cache of one layer of a chunk, which all models share.
 
-        Where it has to grow, on torch's current stream.
+        Where it has to grow, which loads see to, whoever finds it finds zeros.
         """
         num_bytes = num_frames * geometry.frame_bytes
-        if num_bytes > self._cache.nbytes:
-            self._cache = torch.zeros(num_bytes, dtype=torch.uint8, device=self._site.device)
-        return self._cache[:num_bytes].view(num_frames, geometry.frame_bytes)
+        with self._growing:
+            if num_bytes > self._cache.nbytes:
+                larger = torch.zeros(num_bytes, dtype=torch.uint8, device=self._site.device)
+                finish(self._site.device)
+                self._cache = larger
+            cache = self._cache
+        return cache[:num_bytes].view(num_frames, geometry.frame_bytes)
 
     def remove_model(self, model: str) -> None:
         self._lanes.drop(model)
