@@ -14,6 +14,7 @@ from crosspool.backends.cuda.kv_chunk import kv_chunk
 from crosspool.backends.cuda.kv_models import KVModel
 from crosspool.backends.cuda.kv_passes import KVWay
 from crosspool.backends.cuda.lane import LaneIdle, WorkerLane
+from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.launch import Launcher
 from crosspool.backends.cuda.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.outcome import Outcome
@@ -37,7 +38,7 @@ def run_kv_chunk(
     plan = chunk_plan(header.num_tokens, header.step_seq, model.spec.num_layers)
     yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
     outcome = Outcome(batch, lane)
-    graphs = _take_graphs(model)
+    graphs = take_graphs(model, lane.memory)
     streams = lane.prefill_streams if graphs else None
 
     def is_shared() -> bool:
@@ -49,18 +50,17 @@ def run_kv_chunk(
         rows = ChunkRows(batch.token_ids, batch.positions, batch.row_of_token, batch.tables)
         return ChunkHalf(kernels, model.spec, model.weights, model.frames, model.geometry, rows, plan, None, libraries)
 
-    try:
-        if way.joined is None:
-            maps = [link.map() for link in way.links]
-            crossing = ChunkCrossing(kernels, lane.memory, maps, plan, model.spec.hidden_size)
-            enqueued = kv_chunk(kernels, make_half, crossing, plan, batch, outcome)
-        else:
-            ffn = way.joined.chunks_of(way.name, way.number)
-            enqueued = joined_chunk(kernels, make_half, ffn, plan, batch, outcome)
-        return (yield from run_to_end(kernels, lane, inlets, plan, enqueued, has_neighbours, outcome))
-    finally:
-        for each in graphs.values():
-            each.is_taken = False
+    if way.joined is None:
+        maps = [link.map() for link in way.links]
+        crossing = ChunkCrossing(kernels, lane.memory, maps, plan, model.spec.hidden_size)
+        enqueued = kv_chunk(kernels, make_half, crossing, plan, batch, outcome)
+    else:
+        ffn = way.joined.chunks_of(way.name, way.number)
+        enqueued = joined_chunk(kernels, make_half, ffn, plan, batch, outcome)
+    tokens = yield from run_to_end(kernels, lane, inlets, plan, enqueued, has_neighbours, outcome)
+    for each in graphs.values():
+        each.user = None
+    return tokens
 
 
 def run_to_end(
@@ -86,9 +86,9 @@ def run_to_end(
     return outcome.finish()
 
 
-def _take_graphs(model: KVModel) -> dict[GQASpec | MLASpec, SpanGraphs]:
-    """The model's span graphs for one chunk; none while another chunk of it runs."""
-    free = {shape: graphs for shape, graphs in model.spans.items() if not graphs.is_taken}
+def take_graphs(model: KVModel, lane: LaneMemory) -> dict[GQASpec | MLASpec, SpanGraphs]:
+    """The model's span graphs for one chunk of a lane; none while another chunk of it runs."""
+    free = {shape: graphs for shape, graphs in model.spans.items() if graphs.is_free}
     for graphs in free.values():
-        graphs.is_taken = True
+        graphs.user = lane
     return free

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from crosspool.backends.cuda.graphs import CAPTURING
+from crosspool.backends.cuda.lane_memory import LaneMemory
 from crosspool.backends.cuda.prefill_blocks import SpanSizes
 from crosspool.models.spec import GQASpec, MLASpec
 
@@ -49,14 +50,22 @@ class SpanBuffers:
 
 @dataclass
 class SpanGraphs:
-    """One model's spans of one shape. One chunk at a time may use them (`is_taken`); others call the library."""
+    """One model's spans of one shape. One chunk at a time may use them; others call the library.
+
+    user: the lane of that chunk. One that was given up keeps them until the lane is drained: its kernels write to the
+    same buffers.
+    """
 
     spec: GQASpec | MLASpec
     sizes: SpanSizes
     buffers: SpanBuffers
-    is_taken: bool = False
+    user: LaneMemory | None = None
     _graphs: dict[tuple[int, int, bool], tuple[Any, Part]] = field(default_factory=dict)
     _pool: Any = None
+
+    @property
+    def is_free(self) -> bool:
+        return self.user is None or self.user.is_drained
 
     @classmethod
     def capture(
