@@ -14,6 +14,8 @@ from crosspool.launch import (
     demo_models,
     engine_config,
     prepare_models,
+    start_engine,
+    whole_models,
 )
 from crosspool.models.tensors import weight_bytes
 from crosspool.prefill_room import prefill_summary, with_prefill_room
@@ -165,6 +167,17 @@ def test_prefill_ranks_get_the_last_gpus_or_those_that_they_are_given(changes, h
 def test_several_prefill_ranks_share_what_is_left():
     config = deployment(backend="cuda", prefill="dedicated", num_prefill_ranks=2, num_weights_ranks=2, num_gpus=4)
     assert cluster_config(config).device_of == {"kv0": 0, "w0": 1, "w1": 0, "p0": 2, "p1": 3}
+
+
+def test_prefill_ranks_hold_no_model_whose_prompts_they_cannot_compute():
+    first, second, third = demo_models()
+    models = (first, replace(second, kv_split="tokens"), replace(third, kv_split="tokens"))
+    config = deployment(prefill="dedicated", num_kv_ranks=2, kv_split="one", models=models)
+    prepared = prepare_models(config)
+    assert [model.served.prefill_ranks for model in prepared] == [("p0",), (), ()]
+    assert whole_models(prepared) == [prepared[0].served.spec]
+    with pytest.raises(CrossPoolError, match=r"prefill is dedicated, and no model has prompts .* or prefill inline"):
+        start_engine(config, prepared[1:])
 
 
 def test_a_prefill_ranks_room_is_two_of_the_largest_model_unless_it_is_given():

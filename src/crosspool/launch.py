@@ -23,7 +23,7 @@ from crosspool.engine.served_model import ServedModel
 from crosspool.errors import CheckpointError, CrossPoolError, UnsupportedModelError
 from crosspool.model_source import model_directory
 from crosspool.models.directory import read_model_dir
-from crosspool.models.spec import DType
+from crosspool.models.spec import DType, ModelSpec
 from crosspool.models.tensors import weight_bytes
 from crosspool.prefill_room import with_prefill_room
 from crosspool.preflight import check_machine, check_slices, check_whole_models
@@ -210,12 +210,22 @@ def start_engine(config: DeploymentConfig, models: Sequence[PreparedModel] = ())
     models: those that will be loaded first, by which what is not set is sized.
     Raises CrossPoolError for what no machine could serve, then for what this one cannot give.
     """
-    specs = [model.served.spec for model in models]
+    specs = whole_models(models)
+    if models and not specs and prefill_ranks(config):
+        raise CrossPoolError(
+            "prefill is dedicated, and no model has prompts for prefill ranks: KV is split over KV ranks, or heads are "
+            "none that the kernels for prompts take; use kv_split one, or prefill inline"
+        )
     config = with_prefill_room(config, specs)
     cluster = cluster_config(config)
     check_machine(config.pools)
     check_whole_models(config.pools, sum(map(weight_bytes, specs)))
     return AsyncEngine(Engine(engine_config(config), _start_cluster(cluster, config)).start())
+
+
+def whole_models(models: Sequence[PreparedModel]) -> list[ModelSpec]:
+    """Of those that prefill ranks hold whole."""
+    return [model.served.spec for model in models if model.served.prefill_ranks]
 
 
 async def load_models(
@@ -249,8 +259,8 @@ def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel
         if config.pools.backend == "cuda" and config.pools.baseline is None and served.kv_split != "one":
             _check_prefill(served, config.scheduling.max_num_batched_tokens)
         check_slices(served.spec, len(served.weights_ranks), config.pools.weights_shares)
-        if config.pools.backend == "cuda" and not is_supported(served.spec):
-            served = replace(served, prefill_ranks=())  # its prompts run in the pools, by decode's kernels
+        if served.kv_split != "one" or (config.pools.backend == "cuda" and not is_supported(served.spec)):
+            served = replace(served, prefill_ranks=())  # its prompts run in the pools
         served = replace(
             served,
             kv_floor_bytes=model.kv_floor_bytes,

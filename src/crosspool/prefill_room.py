@@ -1,4 +1,4 @@
-"""What prefill ranks on GPUs keep where: all models whole in host memory, some of them in place on the device."""
+"""What prefill ranks on GPUs keep where: models whole in host memory, some of them in place on the device."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ def with_prefill_room(config: DeploymentConfig, models: Sequence[ModelSpec]) -> 
 def prefill_summary(config: DeploymentConfig, models: Sequence[ModelSpec]) -> str | None:
     """One line on what prefill ranks hold and where, once their room is known; None where there are none on GPUs."""
     pools = config.pools
-    if pools.backend != "cuda" or pools.prefill != "dedicated":
+    if pools.backend != "cuda" or pools.prefill != "dedicated" or not models:
         return None
     room, gpus = pools.prefill_pool_bytes or 0, gpu_of(config)
     sizes = sorted(map(weight_bytes, models), reverse=True)

@@ -17,6 +17,7 @@ from crosspool.launch import (
     prepare_model,
     prepare_models,
     start_engine,
+    whole_models,
 )
 from crosspool.model_source import named_source
 from crosspool.prefill_room import prefill_summary, with_prefill_room
@@ -111,7 +112,7 @@ async def _serve(config: DeploymentConfig, console: Console) -> None:
     listener = listen(config.server)  # before anything is loaded: a taken port is told at once
     with listener:
         models = prepare_models(config)
-        specs = [model.served.spec for model in models]
+        specs = whole_models(models)
         config = with_prefill_room(config, specs)
         if (line := prefill_summary(config, specs)) is not None:
             console.print(line, highlight=False, soft_wrap=True)
