@@ -21,9 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.full_models import CONFIGS, full_spec, write_model_dir
+from benchmarks.gpu_ranks import start_gpu_ranks
 from benchmarks.report import RESULTS, Report
-from crosspool.cluster.config import ClusterConfig
-from crosspool.cluster.start import start_cluster
 from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.config import EngineConfig
@@ -186,18 +185,7 @@ async def run(options: argparse.Namespace) -> None:
         )
         for name in names
     ]
-    cluster = start_cluster(
-        ClusterConfig(
-            backend="cuda",
-            weights_ranks=ranks,
-            num_frames=engine_config.num_frames,
-            frame_bytes=2 * MiB,
-            max_tokens_per_step=engine_config.max_tokens_per_step,
-            num_lanes=engine_config.num_lanes,
-            spin_us=200_000,
-            start_timeout_s=180,
-        )
-    )
+    cluster = start_gpu_ranks(ranks, engine_config)
     engine = AsyncEngine(Engine(engine_config, cluster).start())
     layout = f"1+{len(ranks)}"
     config = {"models": names, "contexts": contexts, "chunk": options.chunk, "layout": layout}

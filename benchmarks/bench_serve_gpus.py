@@ -14,9 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.gpu_ranks import start_gpu_ranks
 from benchmarks.report import RESULTS, Report
-from crosspool.cluster.config import ClusterConfig
-from crosspool.cluster.start import start_cluster
 from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.config import EngineConfig
@@ -60,18 +59,7 @@ async def run(options: argparse.Namespace) -> None:
     models = [
         served_model(path, weights_ranks=ranks, frame_bytes=2 * MiB, kv_dtype="bfloat16") for path in options.models
     ]
-    cluster = start_cluster(
-        ClusterConfig(
-            backend="cuda",
-            weights_ranks=ranks,
-            num_frames=engine_config.num_frames,
-            frame_bytes=2 * MiB,
-            max_tokens_per_step=engine_config.max_tokens_per_step,
-            num_lanes=engine_config.num_lanes,
-            spin_us=200_000,
-            start_timeout_s=180,
-        )
-    )
+    cluster = start_gpu_ranks(ranks, engine_config)
     engine = AsyncEngine(Engine(engine_config, cluster).start())
     try:
         begin = time.perf_counter()
