@@ -60,7 +60,7 @@ class PrefillRanks:
 
 
 def with_bounded_past(chunks: Items[Chunk], most: int) -> list[Chunk]:
-    """The first chunks whose sequences have at most `most` tokens cached together: these cross in one piece a layer."""
+    """The first chunks whose sequences have at most `most` tokens cached together, which cross in each layer."""
     found: list[Chunk] = []
     cached = 0
     for chunk in chunks:
