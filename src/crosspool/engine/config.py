@@ -27,8 +27,8 @@ class EngineConfig:
     decode_steps: int = 1  # that a batch may take by itself before the engine hands out more
     max_num_seqs: int = 32  # admitted sequences of one model: the largest decode batch
     max_num_batched_tokens: int = 512  # tokens of one prefill chunk, over all its sequences
-    # Of a step that runs generated tokens again, whose KV was lost; 0: they count as a prompt's. No prefill step of so few
-    # runs on a prefill rank: on GPUs they are decode's kernels' work.
+    # Of a step that runs generated tokens again, whose KV was lost; 0: they count as a prompt's. Prefill steps of no
+    # more tokens run in the pools, on GPUs by decode's kernels.
     rerun_tokens: int = 0
     batch_invariant: bool = False  # prefill steps run one prompt alone
     max_queue: int = 64  # queued sequences of one model; beyond it QueueFullError
