@@ -56,10 +56,10 @@ FIGURES = (
         "vLLM, whole on one GPU: 105 ms, 1,179 ms",
     ),
     Figure(
-        "Decode of three models on two H200s: resident control and two lanes, against layers driven by the host in one",
+        "Three models decode on two H200s, saturated: resident control and two lanes, against one that the host drives",
         "ablation_h200-x2",
-        ("ablation_gain",),
-        "{0:.2f} times the tokens/s",
+        ("ablation_gain", "ablation_arrivals_gain"),
+        "{0:.2f} times the tokens/s; {1:.2f} at 0.5 requests/s of each",
         "the paper's two mechanisms, switched off and on",
     ),
     Figure(
