@@ -231,6 +231,30 @@ def test_a_step_that_was_given_up_can_be_replayed(directory):
     assert [first.token_id, second.token_id] == expected
 
 
+def test_a_step_that_brings_pages_waits_for_one_that_was_given_up_and_still_runs(directory):
+    """The pages may be those of the one that was given up, whose kernels write to them."""
+    prompt, pair = prompt_of(directory, 5), Pair(directory)
+    pair.run(prefill_step(directory, prompt, 1, greedy()))
+    assert pair.run(decode_step({1: len(prompt)}, 2), max_segments=5) is None
+    left = pair.kv._lanes[0].memory
+    assert not left.is_drained
+    pair.kv.forget([1])
+
+    def in_other_lane(step):
+        return replace(step, header=replace(step.header, lane=1))
+
+    half = pair.kv.run(
+        in_other_lane(prefill_step(directory, prompt, 1, greedy(), 2)), LaneLinks(pair.outlets, pair.inlets)
+    )
+    wait = next(half)
+    assert not wait.satisfied()
+    assert not pair.kv.may_begin_ahead(in_other_lane(decode_step({2: len(prompt)}, 2)))
+    left._last_epoch = 0  # now the device has ended it
+    assert wait.satisfied()
+    half.close()
+    assert pair.kv._given_up.have_ended, "nothing of the second one was on the device"
+
+
 def test_the_host_samples_what_is_more_than_the_best_token(directory):
     prompt = prompt_of(directory, 5)
     (token,) = Pair(directory).run(prefill_step(directory, prompt, 1, greedy(num_logprobs=3)))

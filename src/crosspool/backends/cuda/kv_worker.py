@@ -15,6 +15,7 @@ from crosspool.backends.cuda.chunk_support import runs_in_pieces
 from crosspool.backends.cuda.decode_run import runs_on_device
 from crosspool.backends.cuda.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.frames import KVFrames
+from crosspool.backends.cuda.given_up import GivenUp
 from crosspool.backends.cuda.handed_home import run_handed
 from crosspool.backends.cuda.host_frames import HostFrames
 from crosspool.backends.cuda.joined import JoinedFFN, JoinedInlet, JoinedLink
@@ -75,6 +76,7 @@ class CudaAttentionWorker:
         self._run_lanes = run_lanes
         self._sequences: dict[int, Sequence] = {}
         self._joined: dict[str, JoinedFFN] = {}
+        self._given_up = GivenUp()
         self._ahead = KVAhead(site.rank, self._models, self._lanes, self._sequences)
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
@@ -153,12 +155,13 @@ class CudaAttentionWorker:
         self._lanes.close_links(peer)
 
     def run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
-        placed = self._frames.begin(step)
+        placed, memory = self._frames.begin(step), self._lanes[step.header.lane].memory
         try:
-            yield from self._copied(step)
-            return (yield from self._run(placed, links))
+            with self._given_up.noting(memory):
+                yield from self._settled(step)
+                return (yield from self._run(placed, links))
         finally:
-            self._frames.end(step, self._lanes[step.header.lane].memory)
+            self._frames.end(step, memory)
 
     def _run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
         header, found, kernels = step.header, self._passes, self._kernels
@@ -199,7 +202,7 @@ class CudaAttentionWorker:
 
     def may_begin_ahead(self, work: StepDescriptor | StepHeader) -> bool:
         """Whether a step may be handed to the device now (`cluster.worker.BeginsAhead`)."""
-        return isinstance(work, StepDescriptor) and self._ahead.is_fit(work)
+        return isinstance(work, StepDescriptor) and self._given_up.have_ended and self._ahead.is_fit(work)
 
     def run_share(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[None] | None:
         """The part of this rank in a step that another KV rank leads (`backends.base.ShareWorker`)."""
@@ -215,14 +218,18 @@ class CudaAttentionWorker:
         return self._answered(step, answers(self._kernels, share, step, rows, self._lanes[step.header.lane], inlet))
 
     def _answered(self, step: StepDescriptor, half: HalfStep[None]) -> HalfStep[None]:
-        yield from self._copied(step, is_share=True)
-        yield from half
+        with self._given_up.noting(self._lanes[step.header.lane].memory):
+            yield from self._settled(step, is_share=True)
+            yield from half
 
-    def _copied(self, step: StepDescriptor, *, is_share: bool = False) -> HalfStep[None]:
-        """Wait until the frames that the step brings are where they belong."""
-        wait = None if self.host_frames is None else self.host_frames.before(step, is_share=is_share)
-        if wait is not None:
-            yield wait
+    def _settled(self, step: StepDescriptor, *, is_share: bool = False) -> HalfStep[None]:
+        """Wait until nobody writes to the frames that the step brings."""
+        given_up = self._given_up.before(step)
+        if given_up is not None:
+            yield given_up
+        copies = None if self.host_frames is None else self.host_frames.before(step, is_share=is_share)
+        if copies is not None:
+            yield copies
 
     def _take_in(self, step: StepDescriptor, spec: ModelSpec, geometry: PageGeometry, pages: PageReader) -> None:
         """Know the sequences that join with the step."""
