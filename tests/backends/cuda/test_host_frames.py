@@ -125,6 +125,31 @@ def test_a_frame_that_is_copied_again_is_waited_for_again():
     assert wait.satisfied()
 
 
+def test_no_frame_is_filled_while_passes_that_were_given_up_may_write_to_it():
+    arena, engines, has_ended = (
+        torch.zeros(NUM_FRAMES, FRAME_BYTES, dtype=torch.uint8),
+        (LazyEngine(), LazyEngine()),
+        [],
+    )
+    frames, host = host_frames(arena, *engines)
+    host[5] = 7
+    frames.bring_back_once(lambda: bool(has_ended))
+    frames.copy(
+        [FrameCopy((FIRST_FRAME + 3,), (5,), is_stowed=False), FrameCopy((FIRST_FRAME + 9,), (8,), is_stowed=True)]
+    )
+    wait = frames.before(step_that_brings((FIRST_FRAME + 3,)))
+    for engine in engines:
+        engine.go_on()
+    assert not wait.satisfied()
+    assert not arena[3].any()
+    assert frames.before(step_that_brings((FIRST_FRAME + 9,))) is None, "what only reads frames does not wait"
+    has_ended.append(True)
+    assert not wait.satisfied()
+    engines[0].go_on()
+    assert wait.satisfied()
+    assert bool((arena[3] == 7).all())
+
+
 def test_host_memory_is_unpinned_with_its_frames_and_its_lack_is_told_with_the_size(monkeypatch):
     closed = []
     monkeypatch.setattr(host_frames_module, "DeviceCopyEngine", lambda driver, device: LazyEngine())

@@ -1,8 +1,8 @@
 """Passes of a KV rank that its host gave up and its device may still run.
 
 Their kernels write to pages that the engine has taken back, and may have given to a sequence of another lane. So a step
-that brings pages begins once all such passes have ended: their waits give up at once, and what is left of them is a few
-milliseconds at the most.
+that brings pages, and a copy that fills frames out of host memory, begin once all such passes have ended: their waits
+give up at once, and what is left of them is a few milliseconds at the most.
 """
 
 from collections.abc import Iterator

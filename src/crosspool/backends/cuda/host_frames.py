@@ -51,6 +51,11 @@ class HostFrames:
         self._order = CopyOrder()
         self._passed_over = NONE  # batches with frames of steps in which this rank had no part
         self._enqueued: tuple[deque[tuple[CopyBatch, Callable[[], bool]]], ...] = (deque(), deque())
+        self._may_bring_back: Callable[[], bool] = lambda: True
+
+    def bring_back_once(self, is_clear: Callable[[], bool]) -> None:
+        """Fill no frame before `is_clear()`: passes that were given up may still write to frames of theirs."""
+        self._may_bring_back = is_clear
 
     def copy(self, copies: Sequence[FrameCopy]) -> None:
         """Begin with them; whoever waits for one, or asks whether there is one to wait for, has the rest follow.
@@ -96,7 +101,8 @@ class HostFrames:
             while enqueued and enqueued[0][1]():
                 self._order.ended(enqueued.popleft()[0])
         for is_stowed, enqueued in enumerate(self._enqueued):
-            batch = self._order.next(is_stowed=bool(is_stowed)) if len(enqueued) < MAX_ENQUEUED else None
+            may_begin = len(enqueued) < MAX_ENQUEUED and (is_stowed or self._may_bring_back())
+            batch = self._order.next(is_stowed=bool(is_stowed)) if may_begin else None
             if batch is not None:
                 enqueued.append((batch, self._enqueue(batch)))
 

@@ -77,6 +77,8 @@ class CudaAttentionWorker:
         self._sequences: dict[int, Sequence] = {}
         self._joined: dict[str, JoinedFFN] = {}
         self._given_up = GivenUp()
+        if host_frames is not None:
+            host_frames.bring_back_once(lambda: self._given_up.have_ended)
         self._ahead = KVAhead(site.rank, self._models, self._lanes, self._sequences)
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
