@@ -17,11 +17,11 @@ import torch
 from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import copy_tb_per_s, guarded, replay_us, seeded_cache, write_failures
 from benchmarks.report import RESULTS, Report
-from crosspool.backends.cuda.attention import AttentionScratch, attention_decode
-from crosspool.backends.cuda.attention_variants import key_value_dims, num_splits
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.params import GqaInput, MlaInput
-from crosspool.backends.cuda.rope import RopeTable, gqa_input, mla_input
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kernels.attention import AttentionScratch, attention_decode
+from crosspool.backends.cuda.kernels.attention_variants import key_value_dims, num_splits
+from crosspool.backends.cuda.kernels.params import GqaInput, MlaInput
+from crosspool.backends.cuda.kernels.rope import RopeTable, gqa_input, mla_input
 from crosspool.kv_pool.geometry import PageGeometry, choose_page_tokens
 from crosspool.models.spec import GQASpec, MLASpec
 from crosspool.units import MiB, ceil_div

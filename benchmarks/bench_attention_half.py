@@ -21,10 +21,10 @@ import torch
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import copy_tb_per_s, guarded, replay_us, seeded_cache, write_failures
 from benchmarks.report import RESULTS, Report
-from crosspool.backends.cuda.attention_half import AttentionHalf
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.transport_params import DelayParams
-from crosspool.backends.cuda.weights import random_attention_weights
+from crosspool.backends.cuda.channels.transport_params import DelayParams
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
+from crosspool.backends.cuda.loading.weights import random_attention_weights
 from crosspool.kv_pool.geometry import choose_page_tokens, page_geometry
 from crosspool.models.spec import ModelSpec
 from crosspool.models.tensors import model_tensors

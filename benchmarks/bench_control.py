@@ -23,10 +23,10 @@ import torch
 from benchmarks.driven_ranks import DrivenRanks
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.report import RESULTS, Report
-from crosspool.backends.cuda.driver import Driver
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.loop_graph import LoopGraph
-from crosspool.backends.cuda.weights import random_attention_weights, random_ffn_weights
+from crosspool.backends.cuda.device.driver import Driver
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.device.loop_graph import LoopGraph
+from crosspool.backends.cuda.loading.weights import random_attention_weights, random_ffn_weights
 from crosspool.cluster.config import Control
 from crosspool.units import MiB
 

@@ -27,7 +27,7 @@ from benchmarks.split_model import Gpus
 from benchmarks.split_parts import draw
 from benchmarks.split_steps import Steps
 from benchmarks.ways import Drawn
-from crosspool.backends.cuda.weights import random_attention_weights
+from crosspool.backends.cuda.loading.weights import random_attention_weights
 from crosspool.models.spec import ModelSpec
 from crosspool.units import GiB
 

@@ -27,11 +27,11 @@ from benchmarks.one_gpu import OneGpu
 from benchmarks.report import RESULTS, Report
 from benchmarks.split_model import Gpus
 from benchmarks.split_parts import COPY_TB_PER_S
-from crosspool.backends.cuda.ffn_half import FFNHalf
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.moe import ffn
-from crosspool.backends.cuda.random_slices import random_ffn_slices
-from crosspool.backends.cuda.weights import random_ffn_weights
+from crosspool.backends.cuda.kernels.moe import ffn
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.loading.random_slices import random_ffn_slices
+from crosspool.backends.cuda.loading.weights import random_ffn_weights
+from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 from crosspool.models.spec import MoEFFNSpec
 
 NUM_LAYERS = 12

@@ -21,11 +21,11 @@ from benchmarks.gpu_timing import guarded, write_failures
 from benchmarks.hop_by_nvshmem import hops_by_nvshmem
 from benchmarks.report import RESULTS, Report
 from benchmarks.split_model import Gpus, Side
-from crosspool.backends.cuda.channel_map import ChannelMap
-from crosspool.backends.cuda.driver import Driver
-from crosspool.backends.cuda.lane_memory import WaitRule
-from crosspool.backends.cuda.nvshmem import find_library
-from crosspool.backends.cuda.peer_memory import Memory, PlainMemory, RegisteredMemory
+from crosspool.backends.cuda.channels.channel_map import ChannelMap
+from crosspool.backends.cuda.channels.nvshmem import find_library
+from crosspool.backends.cuda.channels.peer_memory import Memory, PlainMemory, RegisteredMemory
+from crosspool.backends.cuda.device.driver import Driver
+from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.cluster.channel import channel_bytes
 from crosspool.cluster.region import FileRegion
 

@@ -3,8 +3,9 @@
     python -m benchmarks.bench_host_tier_gpu [--out DIRECTORY] [--gaps N]
 
 Pages of Qwen3-30B-A3B, twelve frames each, from all over a pool, are stowed and brought back by the KV rank's own host
-frames (`backends/cuda/host_frames.py`): bandwidth, what enqueuing takes of the thread that also runs decode, and that
-contents are the same. Then gaps between replayed steps of attention while pages move beside them, and while none do.
+frames (`backends/cuda/kv_frames/host_frames.py`): bandwidth, what enqueuing takes of the thread that also runs decode,
+and that contents are the same. Then gaps between replayed steps of attention while pages move beside them, and while
+none do.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import guarded, keep_busy, seeded_cache, write_failures
 from benchmarks.report import RESULTS, Report
 from benchmarks.step_gaps import PairedGaps, gaps_us, step_graph
-from crosspool.backends.cuda.copy_order import MAX_COPIES
-from crosspool.backends.cuda.driver import Driver
-from crosspool.backends.cuda.host_frames import HostFrames, make_host_frames
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.link import Site
+from crosspool.backends.cuda.channels.link import Site
+from crosspool.backends.cuda.device.driver import Driver
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kv_frames.copy_order import MAX_COPIES
+from crosspool.backends.cuda.kv_frames.host_frames import HostFrames, make_host_frames
 from crosspool.kv_pool.host_tier import FrameCopy
 from crosspool.units import GiB
 

@@ -30,8 +30,8 @@ def kernels(report: Report, names: Sequence[str], num_layers: int | None) -> Non
         passes_as_decode,
         products,
     )
-    from crosspool.backends.cuda.launch import DeviceKernels
-    from crosspool.backends.cuda.weights import pack_attention_weights, pack_ffn_weights, random_layers
+    from crosspool.backends.cuda.device.launch import DeviceKernels
+    from crosspool.backends.cuda.loading.weights import pack_attention_weights, pack_ffn_weights, random_layers
     from crosspool.kv_pool.geometry import page_geometry
 
     torch.set_grad_enabled(False)

@@ -34,8 +34,8 @@ from benchmarks.one_request import one_request
 from benchmarks.page_curve import page_curve
 from benchmarks.report import RESULTS, Report
 from benchmarks.step_gaps import paired_gaps, step_graph
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.vmm import CudaVmmDriver
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kv_frames.vmm import CudaVmmDriver
 from crosspool.kv_pool.backing.vmm import VmmBacking
 from crosspool.kv_pool.pool import KVPool
 from crosspool.units import GiB, MiB, ceil_div

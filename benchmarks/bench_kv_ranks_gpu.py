@@ -22,10 +22,10 @@ from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import guarded, write_failures
 from benchmarks.ranks_in_one_process import RanksInOneProcess
 from benchmarks.report import RESULTS, Report
-from crosspool.backends.cuda.frames import ArenaFrames, DeviceFrames
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.vmm import GRANULARITY, CudaVmmDriver
-from crosspool.backends.cuda.weights import random_attention_weights, random_ffn_weights
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kv_frames.frames import ArenaFrames, DeviceFrames
+from crosspool.backends.cuda.kv_frames.vmm import GRANULARITY, CudaVmmDriver
+from crosspool.backends.cuda.loading.weights import random_attention_weights, random_ffn_weights
 from crosspool.core import SampledToken, SamplingParams
 from crosspool.kv_pool.ahead import MappingHint
 from crosspool.kv_pool.backing.mapped_frames import MappedFrames

@@ -25,16 +25,16 @@ from benchmarks.most_of_a_gpu import MostOfAGpu
 from benchmarks.one_gpu import OneGpu
 from benchmarks.report import RESULTS, Report
 from benchmarks.split_model import Side, open_links
-from crosspool.backends.cuda.channel_map import LinkMap
-from crosspool.backends.cuda.ffn_half import FFNHalf
-from crosspool.backends.cuda.ffn_pass import FFNPass, SumsBy
-from crosspool.backends.cuda.ffn_server import FFNServer, serve_layers
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.lane_memory import WaitRule
-from crosspool.backends.cuda.moe_params import FFNScratch
-from crosspool.backends.cuda.transport import FFNCrossing
-from crosspool.backends.cuda.transport_params import Flags
-from crosspool.backends.cuda.weights import random_ffn_weights
+from crosspool.backends.cuda.channels.channel_map import LinkMap
+from crosspool.backends.cuda.channels.transport import FFNCrossing
+from crosspool.backends.cuda.channels.transport_params import Flags
+from crosspool.backends.cuda.kernels.moe_params import FFNScratch
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.loading.weights import random_ffn_weights
+from crosspool.backends.cuda.steps.lane_memory import WaitRule
+from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
+from crosspool.backends.cuda.weights_rank.ffn_pass import FFNPass, SumsBy
+from crosspool.backends.cuda.weights_rank.ffn_server import FFNServer, serve_layers
 
 NUM_LAYERS, PASSES, SEED = 12, 40, 7
 HOWS = ("resident", "fused", "words", "flags")

@@ -25,11 +25,11 @@ from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import guarded, write_failures
 from benchmarks.ranks_in_one_process import RanksInOneProcess
 from benchmarks.report import RESULTS, Report
-from crosspool.backends.cuda.cache import PagedCache
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.frames import ArenaFrames
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.weights import AttentionWeights, random_attention_weights, random_ffn_weights
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kv_frames.cache import PagedCache
+from crosspool.backends.cuda.kv_frames.frames import ArenaFrames
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.loading.weights import AttentionWeights, random_attention_weights, random_ffn_weights
 from crosspool.core import SampledToken, SamplingParams
 from crosspool.kv_pool.geometry import choose_page_tokens, page_geometry
 from crosspool.kv_pool.pool import KVPool, Page

@@ -15,11 +15,11 @@ import torch
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import copy_tb_per_s, guarded, replay_us, write_failures
 from benchmarks.report import RESULTS, Report
-from crosspool.backends.cuda.ffn_half import FFNHalf
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.moe import ffn
-from crosspool.backends.cuda.weights import random_ffn_weights
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kernels.moe import ffn
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.loading.weights import random_ffn_weights
+from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 from crosspool.models.spec import MoEFFNSpec
 
 TARGETS = {"qwen3-30b-a3b": {1: 28.0, 2: 46.0, 4: 82.0, 8: 158.0}}

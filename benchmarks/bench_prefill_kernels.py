@@ -23,16 +23,16 @@ import torch
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import guarded, write_failures
 from benchmarks.report import RESULTS, Report
-from crosspool.backends.cuda.chunk_ffn import ChunkFFN
-from crosspool.backends.cuda.chunk_half import ChunkHalf
-from crosspool.backends.cuda.chunk_plan import chunk_plan
-from crosspool.backends.cuda.chunk_rows import ChunkRows
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.prefill_attention import gqa_attention, mla_attention
-from crosspool.backends.cuda.prefill_blocks import Stretch, expanded_rounds, frame_round
-from crosspool.backends.cuda.prefill_piece import DeviceRound, Library, PieceAttention
-from crosspool.backends.cuda.prefill_shapes import EXPANDED_KEYS, Tile, tile_of
-from crosspool.backends.cuda.weights import random_attention_weights, random_ffn_weights
+from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
+from crosspool.backends.cuda.chunks.chunk_half import ChunkHalf
+from crosspool.backends.cuda.chunks.chunk_plan import chunk_plan
+from crosspool.backends.cuda.chunks.chunk_rows import ChunkRows
+from crosspool.backends.cuda.chunks.prefill_attention import gqa_attention, mla_attention
+from crosspool.backends.cuda.chunks.prefill_blocks import Stretch, expanded_rounds, frame_round
+from crosspool.backends.cuda.chunks.prefill_piece import DeviceRound, Library, PieceAttention
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kernels.prefill_shapes import EXPANDED_KEYS, Tile, tile_of
+from crosspool.backends.cuda.loading.weights import random_attention_weights, random_ffn_weights
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 from crosspool.units import MiB

@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.full_models import CONFIGS, write_model_dir
 from benchmarks.report import RESULTS, Report
-from crosspool.backends.cuda.streaming import stream_share
-from crosspool.backends.cuda.weights import random_std
+from crosspool.backends.cuda.loading.streaming import stream_share
+from crosspool.backends.cuda.loading.weights import random_std
 from crosspool.models.directory import ModelDirectory, read_model_dir
 from crosspool.models.families.registry import FAMILIES
 from crosspool.models.tensors import model_tensors, weight_bytes

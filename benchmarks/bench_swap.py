@@ -17,12 +17,12 @@ import torch
 
 from benchmarks.full_models import write_model_dir
 from benchmarks.report import RESULTS, Report
-from crosspool.backends.cuda.driver import Driver
-from crosspool.backends.cuda.host_blob import HostBlob
-from crosspool.backends.cuda.host_model import load_whole
-from crosspool.backends.cuda.link import Site
-from crosspool.backends.cuda.places import Place
-from crosspool.backends.cuda.swap import Swapper, copy_in
+from crosspool.backends.cuda.channels.link import Site
+from crosspool.backends.cuda.device.driver import Driver
+from crosspool.backends.cuda.prefill_rank.host_blob import HostBlob
+from crosspool.backends.cuda.prefill_rank.host_model import load_whole
+from crosspool.backends.cuda.prefill_rank.places import Place
+from crosspool.backends.cuda.prefill_rank.swap import Swapper, copy_in
 from crosspool.cluster.base import ModelPlacement
 from crosspool.models.directory import read_model_dir
 from crosspool.units import GiB

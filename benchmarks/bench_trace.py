@@ -31,7 +31,7 @@ from benchmarks.report import RESULTS, Report
 from benchmarks.split_model import Gpus
 from benchmarks.step_picture import step_picture
 from benchmarks.step_trace import HOST, SEGMENT, decode_steps, host_events_between_layers, read_spans
-from crosspool.backends.cuda.weights import random_attention_weights, random_ffn_weights
+from crosspool.backends.cuda.loading.weights import random_attention_weights, random_ffn_weights
 from crosspool.cluster.config import Control
 from crosspool.cluster.rank_loop import RankLoop
 from crosspool.units import MiB

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.split_model import Side
-from crosspool.backends.cuda.channel_map import ChannelMap
-from crosspool.backends.cuda.transport import begin_pass, end_pass
-from crosspool.backends.cuda.transport_params import CrossParams, DelayParams, Flags, Slots
+from crosspool.backends.cuda.channels.channel_map import ChannelMap
+from crosspool.backends.cuda.channels.transport import begin_pass, end_pass
+from crosspool.backends.cuda.channels.transport_params import CrossParams, DelayParams, Flags, Slots
 
 
 class Bouncer:

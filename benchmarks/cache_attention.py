@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from benchmarks.bench_attention import projections
-from crosspool.backends.cuda.attention import AttentionScratch, attention_decode
-from crosspool.backends.cuda.attention_variants import key_value_dims, num_splits
-from crosspool.backends.cuda.cache import PagedCache
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.rope import RopeTable, rope_cache
-from crosspool.backends.cuda.vmm import CudaVmmDriver, RangeMemory
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kernels.attention import AttentionScratch, attention_decode
+from crosspool.backends.cuda.kernels.attention_variants import key_value_dims, num_splits
+from crosspool.backends.cuda.kernels.rope import RopeTable, rope_cache
+from crosspool.backends.cuda.kv_frames.cache import PagedCache
+from crosspool.backends.cuda.kv_frames.vmm import CudaVmmDriver, RangeMemory
 from crosspool.kv_pool.backing.vmm import VmmBacking
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
-from crosspool.backends.cuda.batch import Batch
-from crosspool.backends.cuda.decode_run import places, push_run, read_end, read_run
-from crosspool.backends.cuda.lane import LaneIdle
-from crosspool.backends.cuda.lane_memory import DONE, LaneMemory, RunPlace, WaitRule
-from crosspool.backends.cuda.link import OPEN_EPOCH
+from crosspool.backends.cuda.channels.link import OPEN_EPOCH
+from crosspool.backends.cuda.steps.batch import Batch
+from crosspool.backends.cuda.steps.decode_run import places, push_run, read_end, read_run
+from crosspool.backends.cuda.steps.lane import LaneIdle
+from crosspool.backends.cuda.steps.lane_memory import DONE, LaneMemory, RunPlace, WaitRule
 from crosspool.backends.numpy.sequences import Sequence
 from crosspool.cluster import messages
 from crosspool.cluster.base import ModelPlacement

@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 
 from crosspool.backends.base import Progress
-from crosspool.backends.cuda.driver import Driver
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.ffn_worker import CudaFFNWorker
-from crosspool.backends.cuda.frames import ArenaFrames
-from crosspool.backends.cuda.kv_worker import CudaAttentionWorker
-from crosspool.backends.cuda.lane import on_device
-from crosspool.backends.cuda.lane_memory import WaitRule
-from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.link import Site
-from crosspool.backends.cuda.weights import AttentionWeights
+from crosspool.backends.cuda.channels.link import Site
+from crosspool.backends.cuda.device.driver import Driver
+from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.kv_frames.frames import ArenaFrames
+from crosspool.backends.cuda.kv_rank.kv_worker import CudaAttentionWorker
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.loading.weights import AttentionWeights
+from crosspool.backends.cuda.steps.lane import on_device
+from crosspool.backends.cuda.steps.lane_memory import WaitRule
+from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker
 from crosspool.cluster import messages
 from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.channel import link_bytes

@@ -11,13 +11,13 @@ from itertools import pairwise
 import torch
 
 from benchmarks.split_model import Gpus, Side, open_links
-from crosspool.backends.cuda.channel_map import LinkMap
-from crosspool.backends.cuda.ffn_server import IDLE_S, FFNServer, ServedPass, serve_layers
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.lane_memory import WaitRule
-from crosspool.backends.cuda.moe_params import FFNScratch
-from crosspool.backends.cuda.transport import FFNCrossing
-from crosspool.backends.cuda.transport_params import Flags, LaneView
+from crosspool.backends.cuda.channels.channel_map import LinkMap
+from crosspool.backends.cuda.channels.transport import FFNCrossing
+from crosspool.backends.cuda.channels.transport_params import Flags, LaneView
+from crosspool.backends.cuda.kernels.moe_params import FFNScratch
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.steps.lane_memory import WaitRule
+from crosspool.backends.cuda.weights_rank.ffn_server import IDLE_S, FFNServer, ServedPass, serve_layers
 from crosspool.models.spec import MoEFFNSpec
 
 _RANKS = 4

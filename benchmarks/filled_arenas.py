@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from crosspool.backends.cuda.driver import Driver
-from crosspool.backends.cuda.shared_arena import SharedArena
+from crosspool.backends.cuda.device.driver import Driver
+from crosspool.backends.cuda.kv_frames.shared_arena import SharedArena
 
 BLOCK_FRAMES = 512
 """Frames drawn from one seed; arenas are multiples of it."""

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from benchmarks.cache_attention import layer_parts
-from crosspool.backends.cuda.attention_weights import AttentionLayerWeights, GQAWeights
-from crosspool.backends.cuda.cache import PagedCache
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.weights import AttentionWeights
+from crosspool.backends.cuda.kv_frames.cache import PagedCache
+from crosspool.backends.cuda.loading.attention_weights import AttentionLayerWeights, GQAWeights
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.loading.weights import AttentionWeights
 from crosspool.models.rope import inv_freq
 from crosspool.models.spec import GQASpec, ModelSpec, MoEFFNSpec, RopeSpec
 

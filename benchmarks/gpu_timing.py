@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from crosspool.backends.cuda.cache import PagedCache
+from crosspool.backends.cuda.kv_frames.cache import PagedCache
 from crosspool.kv_pool.geometry import PageGeometry
 
 COPY_BYTES = 4 << 30

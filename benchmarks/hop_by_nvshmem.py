@@ -15,14 +15,14 @@ import torch
 
 from benchmarks.bouncer import Bouncer
 from benchmarks.split_model import Side
-from crosspool.backends.cuda.channel_map import ChannelMap
-from crosspool.backends.cuda.device_bytes import device_bytes
-from crosspool.backends.cuda.graphs import StepGraph
-from crosspool.backends.cuda.lane_memory import WaitRule
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.nvshmem import NvshmemLibrary
-from crosspool.backends.cuda.nvshmem_team import join_team
-from crosspool.backends.cuda.symmetric_heap import SymmetricHeap
+from crosspool.backends.cuda.channels.channel_map import ChannelMap
+from crosspool.backends.cuda.channels.nvshmem import NvshmemLibrary
+from crosspool.backends.cuda.channels.nvshmem_team import join_team
+from crosspool.backends.cuda.channels.symmetric_heap import SymmetricHeap
+from crosspool.backends.cuda.device.device_bytes import device_bytes
+from crosspool.backends.cuda.device.graphs import StepGraph
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.cluster.channel import channel_bytes
 from crosspool.units import MiB
 

@@ -11,18 +11,18 @@ import numpy as np
 import torch
 
 from benchmarks.report import Report
-from crosspool.backends.cuda.attention_half import AttentionHalf
-from crosspool.backends.cuda.cache import PagedCache
-from crosspool.backends.cuda.chunk_ffn import ChunkFFN
-from crosspool.backends.cuda.chunk_half import ChunkHalf
-from crosspool.backends.cuda.chunk_plan import PADDED_ROWS, chunk_plan
-from crosspool.backends.cuda.chunk_rows import ChunkRows
-from crosspool.backends.cuda.ffn_half import FFNHalf
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.products import grouped_linear, linear
+from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
+from crosspool.backends.cuda.chunks.chunk_half import ChunkHalf
+from crosspool.backends.cuda.chunks.chunk_plan import PADDED_ROWS, chunk_plan
+from crosspool.backends.cuda.chunks.chunk_rows import ChunkRows
+from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.kernels.products import grouped_linear, linear
+from crosspool.backends.cuda.kv_frames.cache import PagedCache
+from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.loading.weights import AttentionWeights
 from crosspool.backends.cuda.undivided import UndividedDecoder
-from crosspool.backends.cuda.weights import AttentionWeights
+from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import ModelSpec
 

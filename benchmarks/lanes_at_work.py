@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.resident_model import ResidentModel
 from benchmarks.split_model import SplitModel
-from crosspool.backends.cuda.graphs import StepGraph
-from crosspool.backends.cuda.lane_memory import WaitRule
-from crosspool.backends.cuda.sampling import Sampler
+from crosspool.backends.cuda.device.graphs import StepGraph
+from crosspool.backends.cuda.kernels.sampling import Sampler
+from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.planner.roofline import StageTimes
 from crosspool.scheduler.order import by_ticket
 from crosspool.simulator.pipeline import OrderedPipeline, Route

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import RESULTS
-from crosspool.backends.cuda.passes import PASS_TOKENS
-from crosspool.backends.cuda.patience import PIECE_S, TOKEN_S
+from crosspool.backends.cuda.steps.passes import PASS_TOKENS
+from crosspool.backends.cuda.weights_rank.patience import PIECE_S, TOKEN_S
 from crosspool.planner.deployment import PlanInput
 from crosspool.planner.planner import Planned, plan_deployment
 from crosspool.planner.quantile import QuantileEstimate

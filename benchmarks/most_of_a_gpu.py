@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from crosspool.backends.cuda.launch import DeviceKernels
+from crosspool.backends.cuda.device.launch import DeviceKernels
 
 
 class MostOfAGpu:

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.most_of_a_gpu import MostOfAGpu
 from benchmarks.split_model import Gpus
-from crosspool.backends.cuda.launch import DeviceKernels
+from crosspool.backends.cuda.device.launch import DeviceKernels
 
 
 class OneGpu(Gpus):

@@ -12,9 +12,9 @@ from benchmarks.cache_attention import CacheAttention, layer_parts
 from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import replay_us
 from benchmarks.report import Report
-from crosspool.backends.cuda.attention_variants import key_value_dims
-from crosspool.backends.cuda.cache import PagedCache
-from crosspool.backends.cuda.launch import DeviceKernels
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kernels.attention_variants import key_value_dims
+from crosspool.backends.cuda.kv_frames.cache import PagedCache
 from crosspool.kv_pool.geometry import choose_page_tokens, page_geometry
 from crosspool.kv_pool.pool import KVPool
 from crosspool.models.spec import MLASpec

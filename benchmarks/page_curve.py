@@ -10,8 +10,8 @@ from benchmarks.cache_attention import SEED, CacheAttention, geometry_of
 from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import replay_us
 from benchmarks.report import Report
-from crosspool.backends.cuda.cache import PagedCache
-from crosspool.backends.cuda.launch import DeviceKernels
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kv_frames.cache import PagedCache
 
 CONTEXTS = (1024, 4096, 32768, 131072, 1048576)
 PAGE_SIZES = {

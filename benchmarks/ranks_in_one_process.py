@@ -10,16 +10,16 @@ import torch
 
 from benchmarks.one_row_step import one_row_step
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Wait
-from crosspool.backends.cuda.driver import Driver
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.ffn_worker import CudaFFNWorker
-from crosspool.backends.cuda.frames import KVFrames
-from crosspool.backends.cuda.kv_worker import CudaAttentionWorker
-from crosspool.backends.cuda.lane import on_device
-from crosspool.backends.cuda.lane_memory import WaitRule
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.link import Site
-from crosspool.backends.cuda.weights import AttentionWeights
+from crosspool.backends.cuda.channels.link import Site
+from crosspool.backends.cuda.device.driver import Driver
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kv_frames.frames import KVFrames
+from crosspool.backends.cuda.kv_rank.kv_worker import CudaAttentionWorker
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.loading.weights import AttentionWeights
+from crosspool.backends.cuda.steps.lane import on_device
+from crosspool.backends.cuda.steps.lane_memory import WaitRule
+from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker
 from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.channel import link_bytes
 from crosspool.cluster.region import ArrayRegion

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from benchmarks.split_model import SplitModel
-from crosspool.backends.cuda.channel_map import LinkMap
-from crosspool.backends.cuda.ffn_server import FFNServer, serve_layers
-from crosspool.backends.cuda.moe_params import FFNScratch
-from crosspool.backends.cuda.transport import FFNCrossing
+from crosspool.backends.cuda.channels.channel_map import LinkMap
+from crosspool.backends.cuda.channels.transport import FFNCrossing
+from crosspool.backends.cuda.kernels.moe_params import FFNScratch
+from crosspool.backends.cuda.weights_rank.ffn_server import FFNServer, serve_layers
 
 PATIENCE_S = 5.0
 

@@ -10,21 +10,21 @@ from typing import Any, Literal
 import torch
 
 from benchmarks.gpu_timing import seeded_cache
-from crosspool.backends.cuda.attention_half import AttentionHalf
-from crosspool.backends.cuda.attention_pass import AttentionPass
-from crosspool.backends.cuda.cache import PagedCache
-from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap
-from crosspool.backends.cuda.driver import Driver
-from crosspool.backends.cuda.ffn_half import FFNHalf
-from crosspool.backends.cuda.ffn_pass import FFNPass, SumsBy
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights, RouterWeights
-from crosspool.backends.cuda.graphs import Capturable, StepGraph, capture
-from crosspool.backends.cuda.kv_router import KVRouter
-from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.peer_memory import PlainMemory
-from crosspool.backends.cuda.transport import AttentionCrossing, FFNCrossing
-from crosspool.backends.cuda.weights import AttentionWeights
+from crosspool.backends.cuda.channels.channel_map import ChannelMap, LinkMap
+from crosspool.backends.cuda.channels.peer_memory import PlainMemory
+from crosspool.backends.cuda.channels.transport import AttentionCrossing, FFNCrossing
+from crosspool.backends.cuda.device.driver import Driver
+from crosspool.backends.cuda.device.graphs import Capturable, StepGraph, capture
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kv_frames.cache import PagedCache
+from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
+from crosspool.backends.cuda.kv_rank.attention_pass import AttentionPass
+from crosspool.backends.cuda.kv_rank.kv_router import KVRouter
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights, RouterWeights
+from crosspool.backends.cuda.loading.weights import AttentionWeights
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule
+from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
+from crosspool.backends.cuda.weights_rank.ffn_pass import FFNPass, SumsBy
 from crosspool.cluster.channel import channel_bytes
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.spec import ModelSpec

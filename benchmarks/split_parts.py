@@ -10,11 +10,11 @@ import torch
 
 from benchmarks.split_model import Gpus, SplitModel
 from benchmarks.ways import Drawn
-from crosspool.backends.cuda.ffn_half import FFNHalf
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.random_slices import random_ffn_slices
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.loading.random_slices import random_ffn_slices
+from crosspool.backends.cuda.loading.weights import AttentionWeights
 from crosspool.backends.cuda.undivided import UndividedDecoder
-from crosspool.backends.cuda.weights import AttentionWeights
+from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 from crosspool.models.spec import ModelSpec, MoEFFNSpec
 from crosspool.models.tensors import model_tensors, weight_bytes
 

@@ -10,7 +10,7 @@ from benchmarks.report import Report
 from benchmarks.split_model import Gpus, drawn_cache, step_times_ms
 from benchmarks.split_parts import COPY_TB_PER_S, Floor, compare, share_of_slowest, step_floor
 from benchmarks.ways import WAYS, Drawn, split_model
-from crosspool.backends.cuda.cache import PagedCache
+from crosspool.backends.cuda.kv_frames.cache import PagedCache
 
 ROUND_MS = 45.0
 """About what one round of steps may take."""

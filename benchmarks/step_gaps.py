@@ -13,7 +13,7 @@ import torch
 from benchmarks.cache_attention import CacheAttention
 from benchmarks.gpu_timing import keep_busy
 from benchmarks.report import Report
-from crosspool.backends.cuda.cache import PagedCache
+from crosspool.backends.cuda.kv_frames.cache import PagedCache
 
 Beside = Callable[[threading.Event], None]
 """What a thread does beside the steps until the event is set."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.resident_model import ResidentModel
 from benchmarks.split_model import Gpus, SplitModel
-from crosspool.backends.cuda.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.lane_memory import WaitRule
-from crosspool.backends.cuda.weights import AttentionWeights
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.loading.weights import AttentionWeights
+from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.models.spec import ModelSpec
 
 EARLY = WaitRule(deadline_s=0.3, early=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from crosspool.backends.cuda.chunk_support import is_supported
-from crosspool.backends.cuda.passes import PASS_TOKENS, max_passes
+from crosspool.backends.cuda.chunks.chunk_support import is_supported
+from crosspool.backends.cuda.steps.passes import PASS_TOKENS, max_passes
 from crosspool.cluster.apart import ApartCluster, own_rank
 from crosspool.cluster.base import Cluster
 from crosspool.cluster.config import ClusterConfig

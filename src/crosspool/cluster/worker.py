@@ -25,7 +25,7 @@ from crosspool.scheduler.step import StepDescriptor, StepHeader
 from crosspool.units import align_up
 
 if TYPE_CHECKING:
-    from crosspool.backends.cuda.nvshmem_team import Team
+    from crosspool.backends.cuda.channels.nvshmem_team import Team
     from crosspool.kv_pool.backing.mapped_frames import MappedFrames
 
 DEVICE_DEADLINE = 0.8
@@ -201,8 +201,8 @@ def _team(config: ClusterConfig) -> "Team | None":
     """What the ranks join before they open channels; None where channels need no such thing."""
     if config.transport != "nvshmem":
         return None
-    from crosspool.backends.cuda.nvshmem_team import Team
-    from crosspool.backends.cuda.symmetric_heap import PART_ALIGNED
+    from crosspool.backends.cuda.channels.nvshmem_team import Team
+    from crosspool.backends.cuda.channels.symmetric_heap import PART_ALIGNED
 
     num_links = config.num_lanes * (len(config.ranks) - 1)
     link_bytes = align_up(channel_bytes(config.max_tokens_per_step * TEAM_WIDTH), PART_ALIGNED)

@@ -25,7 +25,7 @@ POOLS = Route(kv=0, weights=1)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a segment of a prompt steps aside for decode (mode exact), as `backends/cuda/patience.py` has it.
+    """How long a segment of a prompt steps aside for decode (mode exact: `weights_rank/patience.py` on GPUs).
 
     piece_s, token_s: what a layer's FFN of a chunk may take, waiting included: a constant, and for each of its tokens.
     """

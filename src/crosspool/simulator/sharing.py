@@ -1,7 +1,7 @@
 """Sharing: prompts run beside decode on a GPU at the same time, each slower for it, rather than in turns.
 
 On GPUs a prompt's layer is a dozen kernels on each pool that keep to a part of the multiprocessors. How long they take
-is regulated (`backends/cuda/patience.py`), so a layer of a chunk takes about what it may, times `stretch`.
+is regulated (`backends/cuda/weights_rank/patience.py`), so a layer of a chunk takes about what it may, times `stretch`.
 """
 
 from dataclasses import dataclass, replace

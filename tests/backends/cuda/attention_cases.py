@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from crosspool.backends.cuda.rope import gqa_input, mla_input
+from crosspool.backends.cuda.kernels.rope import gqa_input, mla_input
 from crosspool.backends.numpy.rotary import RotaryTable
 from crosspool.models.spec import GQASpec, MLASpec, RopeSpec
 from tests.backends.cuda.drawn import draw

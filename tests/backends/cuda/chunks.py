@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from crosspool.backends.cuda.chunk_ffn import ChunkFFN
-from crosspool.backends.cuda.chunk_half import ChunkHalf
-from crosspool.backends.cuda.chunk_plan import chunk_plan
-from crosspool.backends.cuda.chunk_rows import ChunkRows
-from crosspool.backends.cuda.weights import attention_weights_from_numpy, ffn_weights_from_numpy
+from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
+from crosspool.backends.cuda.chunks.chunk_half import ChunkHalf
+from crosspool.backends.cuda.chunks.chunk_plan import chunk_plan
+from crosspool.backends.cuda.chunks.chunk_rows import ChunkRows
+from crosspool.backends.cuda.loading.weights import attention_weights_from_numpy, ffn_weights_from_numpy
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.directory import ModelDirectory
 from crosspool.weights_pool.loader import load_attention_weights, load_ffn_weights

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from crosspool.backends.cuda.attention_half import AttentionHalf
-from crosspool.backends.cuda.cache import PagedCache, frame_table_rows
-from crosspool.backends.cuda.ffn_half import FFNHalf
+from crosspool.backends.cuda.kv_frames.cache import PagedCache, frame_table_rows
+from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
+from crosspool.backends.cuda.loading.weights import attention_weights_from_numpy, ffn_weights_from_numpy
 from crosspool.backends.cuda.undivided import UndividedDecoder
-from crosspool.backends.cuda.weights import attention_weights_from_numpy, ffn_weights_from_numpy
+from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 from crosspool.backends.numpy import layer_router
 from crosspool.backends.numpy.router import sigmoid, softmax
 from crosspool.kv_pool.geometry import PageGeometry, page_geometry

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from crosspool.backends.cuda.compile import SOURCES
+from crosspool.backends.cuda.device.compile import SOURCES
 
 HERE = Path(__file__).parent
 

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import torch
 
-from crosspool.backends.cuda import lane as lane_module
-from crosspool.backends.cuda.lane import WorkerLane
+from crosspool.backends.cuda.steps import lane as lane_module
+from crosspool.backends.cuda.steps.lane import WorkerLane
 
 BASE, CURSOR = 0, 2
 """Words of a lane on its device."""
@@ -98,7 +98,7 @@ class FakeStream:
 
 
 def lane_module_run_at() -> int:
-    from crosspool.backends.cuda.lane_memory import RUN_AT
+    from crosspool.backends.cuda.steps.lane_memory import RUN_AT
 
     return RUN_AT
 

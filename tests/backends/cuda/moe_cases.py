@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crosspool.backends.cuda.ffn_weights import pack_ffn
+from crosspool.backends.cuda.loading.ffn_weights import pack_ffn
 from crosspool.models.spec import MoEFFNSpec, RouterSpec, SharedExpertSpec
 from tests.backends.cuda.drawn import draw
 

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from crosspool.backends.cuda.attention_half import AttentionHalf
-from crosspool.backends.cuda.attention_pass import AttentionPass
-from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap
-from crosspool.backends.cuda.ffn_half import FFNHalf
-from crosspool.backends.cuda.ffn_pass import FFNPass
-from crosspool.backends.cuda.kv_router import KVRouter
-from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule
-from crosspool.backends.cuda.transport import AttentionCrossing, FFNCrossing
+from crosspool.backends.cuda.channels.channel_map import ChannelMap, LinkMap
+from crosspool.backends.cuda.channels.transport import AttentionCrossing, FFNCrossing
+from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
+from crosspool.backends.cuda.kv_rank.attention_pass import AttentionPass
+from crosspool.backends.cuda.kv_rank.kv_router import KVRouter
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule
+from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
+from crosspool.backends.cuda.weights_rank.ffn_pass import FFNPass
 from crosspool.cluster.channel import channel_bytes
 
 

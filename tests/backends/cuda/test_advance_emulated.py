@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from crosspool.backends.cuda.advance import advance, release  # noqa: E402
-from crosspool.backends.cuda.lane_memory import STOP_IDS, LaneMemory, RunPlace, RunRows, WaitRule  # noqa: E402
-from crosspool.backends.cuda.transport import begin_pass, end_pass  # noqa: E402
+from crosspool.backends.cuda.channels.transport import begin_pass, end_pass  # noqa: E402
+from crosspool.backends.cuda.kernels.advance import advance, release  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import STOP_IDS, LaneMemory, RunPlace, RunRows, WaitRule  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
 
 pytestmark = [pytest.mark.judge, pytest.mark.triton]

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from benchmarks.driven_ranks import DrivenRanks  # noqa: E402
-from crosspool.backends.cuda.weights import attention_weights_from_numpy, ffn_weights_from_numpy  # noqa: E402
+from crosspool.backends.cuda.loading.weights import attention_weights_from_numpy, ffn_weights_from_numpy  # noqa: E402
 from crosspool.cluster import messages  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from crosspool.units import MiB  # noqa: E402

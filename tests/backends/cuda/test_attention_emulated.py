@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.attention import AttentionScratch, attention_decode  # noqa: E402
-from crosspool.backends.cuda.attention_variants import choose_variant, key_value_dims, num_splits  # noqa: E402
-from crosspool.backends.cuda.rope import RopeTable  # noqa: E402
+from crosspool.backends.cuda.kernels.attention import AttentionScratch, attention_decode  # noqa: E402
+from crosspool.backends.cuda.kernels.attention_variants import choose_variant, key_value_dims, num_splits  # noqa: E402
+from crosspool.backends.cuda.kernels.rope import RopeTable  # noqa: E402
 from crosspool.kv_pool.geometry import PageGeometry  # noqa: E402
 from tests.backends.cuda.attention_cases import ATTENTIONS, fill, gqa, project, reference, slot  # noqa: E402
 from tests.backends.cuda.decoding import relative_error, shuffled_cache  # noqa: E402

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from crosspool.backends.cuda.prefill_blocks import NO_SPANS, SpanSizes  # noqa: E402
+from crosspool.backends.cuda.chunks.prefill_blocks import NO_SPANS, SpanSizes  # noqa: E402
 from crosspool.backends.numpy.monolithic import MonolithicModel  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.chunks import ChunkModel  # noqa: E402

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.launch import DeviceKernels  # noqa: E402
+from crosspool.backends.cuda.device.launch import DeviceKernels  # noqa: E402
 from crosspool.backends.numpy.monolithic import MonolithicModel  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.chunks import ChunkModel  # noqa: E402

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crosspool.backends.cuda.chunk_plan import chunk_plan, is_chunk
-from crosspool.backends.cuda.prefill_blocks import (
+from crosspool.backends.cuda.chunks.chunk_plan import chunk_plan, is_chunk
+from crosspool.backends.cuda.chunks.prefill_blocks import (
     NO_SPANS,
     SpanSizes,
     expanded_rounds,

@@ -9,9 +9,9 @@ from typing import ClassVar
 import pytest
 
 torch = pytest.importorskip("torch")
-from crosspool.backends.cuda import chunk_run  # noqa: E402
-from crosspool.backends.cuda.chunk_plan import chunk_plan  # noqa: E402
-from crosspool.backends.cuda.chunk_run import NO_CROSSING, PIECES_AHEAD, run_pieces  # noqa: E402
+from crosspool.backends.cuda.chunks import chunk_run  # noqa: E402
+from crosspool.backends.cuda.chunks.chunk_plan import chunk_plan  # noqa: E402
+from crosspool.backends.cuda.chunks.chunk_run import NO_CROSSING, PIECES_AHEAD, run_pieces  # noqa: E402
 
 pytestmark = pytest.mark.judge
 

@@ -14,8 +14,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.launch import DeviceKernels  # noqa: E402
-from crosspool.backends.cuda.nvshmem import find_library  # noqa: E402
+from crosspool.backends.cuda.channels.nvshmem import find_library  # noqa: E402
+from crosspool.backends.cuda.device.launch import DeviceKernels  # noqa: E402
 from crosspool.cluster.base import (  # noqa: E402
     ModelFailed,
     ModelPlacement,

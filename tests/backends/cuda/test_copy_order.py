@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from crosspool.backends.cuda.copy_order import MAX_COPIES, CopyOrder
+from crosspool.backends.cuda.kv_frames.copy_order import MAX_COPIES, CopyOrder
 from crosspool.kv_pool.host_tier import FrameCopy
 
 pytestmark = pytest.mark.judge

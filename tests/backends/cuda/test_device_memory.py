@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.device_memory import naming_consumers, remainder  # noqa: E402
+from crosspool.backends.cuda.device.device_memory import naming_consumers, remainder  # noqa: E402
 from crosspool.units import GiB  # noqa: E402
 
 pytestmark = pytest.mark.judge

@@ -9,9 +9,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.driver import Driver  # noqa: E402
-from crosspool.backends.cuda.launch import CudaError  # noqa: E402
-from crosspool.backends.cuda.link import Site  # noqa: E402
+from crosspool.backends.cuda.channels.link import Site  # noqa: E402
+from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
+from crosspool.backends.cuda.device.launch import CudaError  # noqa: E402
 
 pytestmark = pytest.mark.judge
 

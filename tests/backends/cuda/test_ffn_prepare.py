@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from crosspool.backends.cuda.ffn_passes import FFNPassKind, FFNWay
-from crosspool.backends.cuda.ffn_prepare import prepare_passes
-from crosspool.backends.cuda.passes import BUCKETS
+from crosspool.backends.cuda.steps.passes import BUCKETS
+from crosspool.backends.cuda.weights_rank.ffn_passes import FFNPassKind, FFNWay
+from crosspool.backends.cuda.weights_rank.ffn_prepare import prepare_passes
 
 pytestmark = pytest.mark.judge
 

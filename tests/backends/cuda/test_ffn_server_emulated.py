@@ -10,12 +10,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.channel_map import LinkMap  # noqa: E402
-from crosspool.backends.cuda.ffn_server import FFNServer, serve_layers  # noqa: E402
-from crosspool.backends.cuda.lane_memory import LaneMemory, RunPlace, WaitRule  # noqa: E402
-from crosspool.backends.cuda.moe import ffn  # noqa: E402
-from crosspool.backends.cuda.moe_params import FFNScratch  # noqa: E402
-from crosspool.backends.cuda.transport import FFNCrossing  # noqa: E402
+from crosspool.backends.cuda.channels.channel_map import LinkMap  # noqa: E402
+from crosspool.backends.cuda.channels.transport import FFNCrossing  # noqa: E402
+from crosspool.backends.cuda.kernels.moe import ffn  # noqa: E402
+from crosspool.backends.cuda.kernels.moe_params import FFNScratch  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory, RunPlace, WaitRule  # noqa: E402
+from crosspool.backends.cuda.weights_rank.ffn_server import FFNServer, serve_layers  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.decoding import build_decoder  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
@@ -275,7 +275,7 @@ def test_a_pass_that_the_host_gives_up_ends_at_once(tmp_path):
 
 def test_the_graph_tier_goes_on_where_the_server_stopped(tmp_path):
     """Both take the lane's records in turn: a served pass moves the cursor that captured passes read."""
-    from crosspool.backends.cuda.transport import begin_pass
+    from crosspool.backends.cuda.channels.transport import begin_pass
 
     lane = Lane(layers_of("qwen3_moe", tmp_path), 1)
     server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory], idle_s=0.0)

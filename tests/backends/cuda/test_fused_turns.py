@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crosspool.backends.cuda.fused_turns import FusedTurns, NoneFused
+from crosspool.backends.cuda.weights_rank.fused_turns import FusedTurns, NoneFused
 
 
 def test_no_step_is_fused_beside_a_prompts_kernels():

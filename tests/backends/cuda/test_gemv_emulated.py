@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.gemv import gemv, variant  # noqa: E402
+from crosspool.backends.cuda.kernels.gemv import gemv, variant  # noqa: E402
 from tests.backends.cuda.decoding import relative_error  # noqa: E402
 from tests.backends.cuda.drawn import EXACT, ROUNDED, draw, nan  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from crosspool.backends.cuda.given_up import GivenUp
+from crosspool.backends.cuda.steps.given_up import GivenUp
 
 pytestmark = pytest.mark.judge
 

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from crosspool.backends.cuda.handed_plan import handed_plan
-from crosspool.backends.cuda.handed_slots import earlier_places
+from crosspool.backends.cuda.prefill_rank.handed_plan import handed_plan
+from crosspool.backends.cuda.prefill_rank.handed_slots import earlier_places
 from crosspool.scheduler.step import LAYERS_PER_STEP, epoch
 
 pytestmark = pytest.mark.judge

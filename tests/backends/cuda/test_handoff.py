@@ -13,10 +13,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda import handoff, shared_arena  # noqa: E402
-from crosspool.backends.cuda.driver import Driver  # noqa: E402
-from crosspool.backends.cuda.link import DeviceLink, Site  # noqa: E402
-from crosspool.backends.cuda.passes import BUCKETS, PASS_TOKENS, bucket_of, max_passes, passes  # noqa: E402
+from crosspool.backends.cuda.channels import handoff  # noqa: E402
+from crosspool.backends.cuda.channels.link import DeviceLink, Site  # noqa: E402
+from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
+from crosspool.backends.cuda.kv_frames import shared_arena  # noqa: E402
+from crosspool.backends.cuda.steps.passes import BUCKETS, PASS_TOKENS, bucket_of, max_passes, passes  # noqa: E402
 from crosspool.cluster.channel import link_bytes  # noqa: E402
 from crosspool.cluster.region import ArrayRegion, FileRegion  # noqa: E402
 from crosspool.scheduler.step import epoch  # noqa: E402
@@ -40,7 +41,7 @@ def test_a_descriptor_reaches_another_process_that_shows_its_key():
     file.map()[:5] = b"hello"
     offer = handoff.Offer(os.getpid(), 0, 0, 64, server.offer(os.dup(file.fd)), server.name)
     code = (
-        "import mmap, sys; from crosspool.backends.cuda import handoff\n"
+        "import mmap, sys; from crosspool.backends.cuda.channels import handoff\n"
         f"fd = handoff.fetch({offer!r})\n"
         "print(mmap.mmap(fd, 64)[:5])".replace("Offer(", "handoff.Offer(")
     )

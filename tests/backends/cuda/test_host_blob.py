@@ -6,17 +6,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda import host_model  # noqa: E402
-from crosspool.backends.cuda.driver import Driver  # noqa: E402
-from crosspool.backends.cuda.host_blob import HUGE_PAGE_BYTES, HostBlob  # noqa: E402
-from crosspool.backends.cuda.host_model import OWN, load_whole  # noqa: E402
-from crosspool.backends.cuda.launch import CudaError  # noqa: E402
-from crosspool.backends.cuda.link import Site  # noqa: E402
-from crosspool.backends.cuda.places import Place  # noqa: E402
-from crosspool.backends.cuda.streaming import stream_share  # noqa: E402
-from crosspool.backends.cuda.swap import Swapper  # noqa: E402
-from crosspool.backends.cuda.weights import pack_attention_weights, pack_ffn_weights  # noqa: E402
-from crosspool.backends.cuda.whole_weights import tensors_of  # noqa: E402
+from crosspool.backends.cuda.channels.link import Site  # noqa: E402
+from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
+from crosspool.backends.cuda.device.launch import CudaError  # noqa: E402
+from crosspool.backends.cuda.loading.streaming import stream_share  # noqa: E402
+from crosspool.backends.cuda.loading.weights import pack_attention_weights, pack_ffn_weights  # noqa: E402
+from crosspool.backends.cuda.loading.whole_weights import tensors_of  # noqa: E402
+from crosspool.backends.cuda.prefill_rank import host_model  # noqa: E402
+from crosspool.backends.cuda.prefill_rank.host_blob import HUGE_PAGE_BYTES, HostBlob  # noqa: E402
+from crosspool.backends.cuda.prefill_rank.host_model import OWN, load_whole  # noqa: E402
+from crosspool.backends.cuda.prefill_rank.places import Place  # noqa: E402
+from crosspool.backends.cuda.prefill_rank.swap import Swapper  # noqa: E402
 from crosspool.cluster.base import ModelPlacement  # noqa: E402
 from crosspool.models.directory import ModelDirectory, read_model_dir  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402

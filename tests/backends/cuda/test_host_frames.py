@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda import host_frames as host_frames_module  # noqa: E402
-from crosspool.backends.cuda.copy_order import MAX_COPIES  # noqa: E402
-from crosspool.backends.cuda.driver import Driver  # noqa: E402
-from crosspool.backends.cuda.host_frames import MAX_ENQUEUED, HostFrames, host_memory, make_host_frames  # noqa: E402
-from crosspool.backends.cuda.link import Site  # noqa: E402
+from crosspool.backends.cuda.channels.link import Site  # noqa: E402
+from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
+from crosspool.backends.cuda.kv_frames import host_frames as host_frames_module  # noqa: E402
+from crosspool.backends.cuda.kv_frames.copy_order import MAX_COPIES  # noqa: E402
+from crosspool.backends.cuda.kv_frames.host_frames import MAX_ENQUEUED, HostFrames, host_memory, make_host_frames  # noqa: E402
 from crosspool.backends.numpy.host_frames import HostFrames as ReferenceFrames  # noqa: E402
 from crosspool.kv_pool.host_tier import FrameCopy  # noqa: E402
 from crosspool.scheduler.step import StepDescriptor, StepHeader, StepRow  # noqa: E402

@@ -7,11 +7,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from crosspool.backends.cuda import chunk_plan  # noqa: E402
-from crosspool.backends.cuda.ffn_worker import CudaFFNWorker  # noqa: E402
+from crosspool.backends.cuda.chunks import chunk_plan  # noqa: E402
 from crosspool.backends.cuda.joined import JoinedLink, await_ffn  # noqa: E402
-from crosspool.backends.cuda.kv_worker import CudaAttentionWorker  # noqa: E402
-from crosspool.backends.cuda.lane_memory import WaitRule  # noqa: E402
+from crosspool.backends.cuda.kv_rank.kv_worker import CudaAttentionWorker  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import WaitRule  # noqa: E402
+from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker  # noqa: E402
 from crosspool.backends.cuda.workers import join_halves  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402

@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from crosspool.backends.cuda.kv_prepare import kinds_ahead, prepare_passes
-from crosspool.backends.cuda.passes import BUCKETS
+from crosspool.backends.cuda.kv_rank.kv_prepare import kinds_ahead, prepare_passes
+from crosspool.backends.cuda.steps.passes import BUCKETS
 
 pytestmark = pytest.mark.judge
 

@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.driver import Driver  # noqa: E402
-from crosspool.backends.cuda.lane import WorkerLane  # noqa: E402
-from crosspool.backends.cuda.lane_memory import ABORT, WaitRule  # noqa: E402
-from crosspool.backends.cuda.link import Site  # noqa: E402
+from crosspool.backends.cuda.channels.link import Site  # noqa: E402
+from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
+from crosspool.backends.cuda.steps.lane import WorkerLane  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import ABORT, WaitRule  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
 
 pytestmark = pytest.mark.judge

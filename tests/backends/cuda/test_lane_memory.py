@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.lane_memory import (  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import (  # noqa: E402
     ABORT,
     DONE,
     RING_SLOTS,

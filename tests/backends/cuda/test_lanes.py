@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.driver import Driver  # noqa: E402
+from crosspool.backends.cuda.channels.link import Site  # noqa: E402
+from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
 from crosspool.backends.cuda.joined import JoinedLink  # noqa: E402
-from crosspool.backends.cuda.lane_memory import WaitRule  # noqa: E402
-from crosspool.backends.cuda.lanes import WorkerLanes  # noqa: E402
-from crosspool.backends.cuda.link import Site  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import WaitRule  # noqa: E402
+from crosspool.backends.cuda.steps.lanes import WorkerLanes  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
 
 pytestmark = pytest.mark.judge

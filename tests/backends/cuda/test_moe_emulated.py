@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.moe import ffn  # noqa: E402
-from crosspool.backends.cuda.moe_params import FFNScratch  # noqa: E402
+from crosspool.backends.cuda.kernels.moe import ffn  # noqa: E402
+from crosspool.backends.cuda.kernels.moe_params import FFNScratch  # noqa: E402
 from tests.backends.cuda.decoding import relative_error  # noqa: E402
 from tests.backends.cuda.drawn import CPU, ROUNDED, draw, nan  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402

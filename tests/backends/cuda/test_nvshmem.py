@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from crosspool.backends.cuda import nvshmem, nvshmem_team
-from crosspool.backends.cuda.nvshmem import NvshmemLibrary, find_library
-from crosspool.backends.cuda.nvshmem_team import join_team
-from crosspool.backends.cuda.symmetric_heap import SymmetricHeap
+from crosspool.backends.cuda.channels import nvshmem, nvshmem_team
+from crosspool.backends.cuda.channels.nvshmem import NvshmemLibrary, find_library
+from crosspool.backends.cuda.channels.nvshmem_team import join_team
+from crosspool.backends.cuda.channels.symmetric_heap import SymmetricHeap
 from crosspool.cluster import worker
 from crosspool.cluster.channel import channel_bytes, link_bytes
 from crosspool.cluster.config import ClusterConfig
@@ -107,8 +107,8 @@ def test_a_peer_that_stores_do_not_reach_is_named():
 @pytest.mark.judge
 def test_a_link_leads_into_the_peers_part_of_its_block():
     torch = pytest.importorskip("torch")
-    from crosspool.backends.cuda.driver import Driver
-    from crosspool.backends.cuda.link import DeviceLink, Site
+    from crosspool.backends.cuda.channels.link import DeviceLink, Site
+    from crosspool.backends.cuda.device.driver import Driver
 
     _, _, heaps = team()
     heaps["kv0"].take(500)  # the two have taken different parts before
@@ -167,9 +167,9 @@ def fake_library(tmp_path_factory):
 RANK_SCRIPT = """
 import ctypes, sys
 from pathlib import Path
-from crosspool.backends.cuda.nvshmem import NvshmemLibrary
-from crosspool.backends.cuda.nvshmem_team import join_team
-from crosspool.backends.cuda.symmetric_heap import SymmetricHeap
+from crosspool.backends.cuda.channels.nvshmem import NvshmemLibrary
+from crosspool.backends.cuda.channels.nvshmem_team import join_team
+from crosspool.backends.cuda.channels.symmetric_heap import SymmetricHeap
 library, rank, token = sys.argv[1:]
 calls = NvshmemLibrary(1 << 20, Path(library))
 ranks = ("kv0", "w0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crosspool.backends.cuda.pace import EARLY, LATE, NAP_S, TELL_S, URGENT_NAP_S, Pace
+from crosspool.backends.cuda.steps.pace import EARLY, LATE, NAP_S, TELL_S, URGENT_NAP_S, Pace
 
 
 def run(

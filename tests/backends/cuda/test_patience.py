@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.patience import MOST_BEHIND_S, PIECE_S, TOKEN_S, Patience  # noqa: E402
+from crosspool.backends.cuda.weights_rank.patience import MOST_BEHIND_S, PIECE_S, TOKEN_S, Patience  # noqa: E402
 
 pytestmark = pytest.mark.judge
 

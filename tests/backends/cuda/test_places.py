@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.places import Places  # noqa: E402
+from crosspool.backends.cuda.prefill_rank.places import Places  # noqa: E402
 
 pytestmark = pytest.mark.judge
 

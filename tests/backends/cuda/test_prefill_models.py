@@ -11,10 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from crosspool.backends.cuda import chunk_warm_up, prefill_models  # noqa: E402
-from crosspool.backends.cuda.prefill_models import ModelsInTurn  # noqa: E402
-from crosspool.backends.cuda.streaming import stream_share  # noqa: E402
-from crosspool.backends.cuda.weights import pack_attention_weights  # noqa: E402
+from crosspool.backends.cuda.chunks import chunk_warm_up  # noqa: E402
+from crosspool.backends.cuda.loading.streaming import stream_share  # noqa: E402
+from crosspool.backends.cuda.loading.weights import pack_attention_weights  # noqa: E402
+from crosspool.backends.cuda.prefill_rank import prefill_models  # noqa: E402
+from crosspool.backends.cuda.prefill_rank.prefill_models import ModelsInTurn  # noqa: E402
 from crosspool.kv_pool.geometry import PageGeometry  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402

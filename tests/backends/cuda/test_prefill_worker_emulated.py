@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from crosspool.backends.base import LaneLinks  # noqa: E402
-from crosspool.backends.cuda import chunk_plan  # noqa: E402
-from crosspool.backends.cuda.lane_memory import WaitRule  # noqa: E402
-from crosspool.backends.cuda.prefill_worker import CudaPrefillWorker  # noqa: E402
+from crosspool.backends.cuda.chunks import chunk_plan  # noqa: E402
+from crosspool.backends.cuda.prefill_rank.prefill_worker import CudaPrefillWorker  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import WaitRule  # noqa: E402
 from crosspool.cluster.channel import link_bytes  # noqa: E402
 from crosspool.cluster.region import ArrayRegion  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402

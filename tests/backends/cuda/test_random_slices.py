@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.random_slices import cut, draw_share  # noqa: E402
+from crosspool.backends.cuda.loading.random_slices import cut, draw_share  # noqa: E402
 from crosspool.models.families.registry import spec_from_config  # noqa: E402
 from tests.support.tiny_models import CONFIGS  # noqa: E402
 

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.router import Routing, route, route_lists  # noqa: E402
+from crosspool.backends.cuda.kernels.router import Routing, route, route_lists  # noqa: E402
 from crosspool.backends.numpy.router import route as numpy_route  # noqa: E402
 from tests.backends.cuda.drawn import CPU, draw  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402

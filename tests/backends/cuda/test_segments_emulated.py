@@ -9,9 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule  # noqa: E402
-from crosspool.backends.cuda.segments import SegmentGraphs, see  # noqa: E402
-from crosspool.backends.cuda.transport import begin_pass  # noqa: E402
+from crosspool.backends.cuda.channels.transport import begin_pass  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule  # noqa: E402
+from crosspool.backends.cuda.steps.segments import SegmentGraphs, see  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
 
 pytestmark = [pytest.mark.judge, pytest.mark.triton]

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.driver import Driver  # noqa: E402
-from crosspool.backends.cuda.sm_partition import PrefillStreams  # noqa: E402
+from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
+from crosspool.backends.cuda.device.sm_partition import PrefillStreams  # noqa: E402
 
 pytestmark = pytest.mark.judge
 

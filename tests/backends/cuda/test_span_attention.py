@@ -9,10 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from crosspool.backends.cuda.kv_chunk_run import take_graphs  # noqa: E402
-from crosspool.backends.cuda.lane_memory import LaneMemory, WaitRule  # noqa: E402
-from crosspool.backends.cuda.prefill_blocks import SPAN_SIZES  # noqa: E402
-from crosspool.backends.cuda.span_attention import SpanBuffers, SpanGraphs  # noqa: E402
+from crosspool.backends.cuda.chunks.prefill_blocks import SPAN_SIZES  # noqa: E402
+from crosspool.backends.cuda.chunks.span_attention import SpanBuffers, SpanGraphs  # noqa: E402
+from crosspool.backends.cuda.kv_rank.kv_chunk_run import take_graphs  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402
 

@@ -11,13 +11,14 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from crosspool.backends.base import LaneLinks  # noqa: E402
-from crosspool.backends.cuda import chunk_plan, exchange  # noqa: E402
-from crosspool.backends.cuda.ffn_worker import CudaFFNWorker  # noqa: E402
-from crosspool.backends.cuda.frames import ArenaFrames  # noqa: E402
-from crosspool.backends.cuda.host_frames import HostFrames  # noqa: E402
-from crosspool.backends.cuda.kv_worker import CudaAttentionWorker  # noqa: E402
-from crosspool.backends.cuda.lane_memory import WaitRule  # noqa: E402
-from crosspool.backends.cuda.own_pages import OwnPages  # noqa: E402
+from crosspool.backends.cuda.chunks import chunk_plan  # noqa: E402
+from crosspool.backends.cuda.kv_frames.frames import ArenaFrames  # noqa: E402
+from crosspool.backends.cuda.kv_frames.host_frames import HostFrames  # noqa: E402
+from crosspool.backends.cuda.kv_frames.own_pages import OwnPages  # noqa: E402
+from crosspool.backends.cuda.kv_rank import exchange  # noqa: E402
+from crosspool.backends.cuda.kv_rank.kv_worker import CudaAttentionWorker  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import WaitRule  # noqa: E402
+from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker  # noqa: E402
 from crosspool.cluster.base import ModelPlacement  # noqa: E402
 from crosspool.cluster.channel import link_bytes  # noqa: E402
 from crosspool.cluster.region import ArrayRegion  # noqa: E402

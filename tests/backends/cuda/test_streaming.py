@@ -16,8 +16,8 @@ from crosspool.weights_pool.loader import load_attention_weights, load_ffn_weigh
 from tests.support.tiny_models import write_tiny_model
 
 torch = pytest.importorskip("torch")
-from crosspool.backends.cuda import streaming  # noqa: E402
-from crosspool.backends.cuda.streaming import stream_share  # noqa: E402
+from crosspool.backends.cuda.loading import streaming  # noqa: E402
+from crosspool.backends.cuda.loading.streaming import stream_share  # noqa: E402
 
 pytestmark = pytest.mark.judge
 CPU = torch.device("cpu")

@@ -12,14 +12,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.channel_map import LinkMap  # noqa: E402
-from crosspool.backends.cuda.lane_memory import RING_SLOTS, LaneMemory, WaitRule  # noqa: E402
-from crosspool.backends.cuda.transport import (  # noqa: E402
+from crosspool.backends.cuda.channels.channel_map import LinkMap  # noqa: E402
+from crosspool.backends.cuda.channels.transport import (  # noqa: E402
     AttentionCrossing,
     FFNCrossing,
     begin_pass,
     end_pass,
 )
+from crosspool.backends.cuda.steps.lane_memory import RING_SLOTS, LaneMemory, WaitRule  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.decoding import build_decoder, decode_prompts  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from crosspool.backends.cuda.vmm import CudaVmmDriver, RangeMemory
+from crosspool.backends.cuda.kv_frames.vmm import CudaVmmDriver, RangeMemory
 from crosspool.kv_pool.backing.base import FrameRange
 from crosspool.kv_pool.backing.vmm import VmmBacking
 from crosspool.units import MiB

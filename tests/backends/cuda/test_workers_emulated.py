@@ -13,15 +13,15 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from crosspool.backends.base import LaneLinks  # noqa: E402
-from crosspool.backends.cuda import chunk_plan  # noqa: E402
-from crosspool.backends.cuda.driver import Driver  # noqa: E402
-from crosspool.backends.cuda.ffn_worker import CudaFFNWorker  # noqa: E402
-from crosspool.backends.cuda.frames import ArenaFrames, DeviceFrames  # noqa: E402
-from crosspool.backends.cuda.host_frames import HostFrames  # noqa: E402
-from crosspool.backends.cuda.kv_worker import CudaAttentionWorker  # noqa: E402
-from crosspool.backends.cuda.lane_memory import WaitRule  # noqa: E402
-from crosspool.backends.cuda.link import Site  # noqa: E402
-from crosspool.backends.cuda.passes import passes  # noqa: E402
+from crosspool.backends.cuda.channels.link import Site  # noqa: E402
+from crosspool.backends.cuda.chunks import chunk_plan  # noqa: E402
+from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
+from crosspool.backends.cuda.kv_frames.frames import ArenaFrames, DeviceFrames  # noqa: E402
+from crosspool.backends.cuda.kv_frames.host_frames import HostFrames  # noqa: E402
+from crosspool.backends.cuda.kv_rank.kv_worker import CudaAttentionWorker  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import WaitRule  # noqa: E402
+from crosspool.backends.cuda.steps.passes import passes  # noqa: E402
+from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker  # noqa: E402
 from crosspool.backends.numpy.host_vmm import HostVmmDriver  # noqa: E402
 from crosspool.cluster.base import ModelPlacement  # noqa: E402
 from crosspool.cluster.channel import link_bytes  # noqa: E402

@@ -10,17 +10,17 @@ from typing import Any, Protocol
 
 import torch
 
-from crosspool.backends.cuda.batch import Batch
-from crosspool.backends.cuda.channel_map import ChannelMap, LinkMap
-from crosspool.backends.cuda.chunk_ffn import ChunkFFN
-from crosspool.backends.cuda.chunk_half import ChunkHalf
-from crosspool.backends.cuda.chunk_plan import ChunkPlan
-from crosspool.backends.cuda.ffn_half import FFNHalf
-from crosspool.backends.cuda.kv_chunk import sample_rows
-from crosspool.backends.cuda.launch import Launcher
-from crosspool.backends.cuda.link import DeviceInlet
-from crosspool.backends.cuda.norm import residual_norm
-from crosspool.backends.cuda.outcome import Outcome
+from crosspool.backends.cuda.channels.channel_map import ChannelMap, LinkMap
+from crosspool.backends.cuda.channels.link import DeviceInlet
+from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
+from crosspool.backends.cuda.chunks.chunk_half import ChunkHalf
+from crosspool.backends.cuda.chunks.chunk_plan import ChunkPlan
+from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.kernels.norm import residual_norm
+from crosspool.backends.cuda.kv_rank.kv_chunk import sample_rows
+from crosspool.backends.cuda.steps.batch import Batch
+from crosspool.backends.cuda.steps.outcome import Outcome
+from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 
 JOIN_TIMEOUT_S = 600.0
 JOIN_POLL_S = 0.02

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from crosspool.backends.cuda.attention_half import AttentionHalf
-from crosspool.backends.cuda.ffn_half import FFNHalf
+from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
+from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 
 
 class UndividedDecoder:

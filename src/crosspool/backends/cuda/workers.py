@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from crosspool.backends.base import AttentionWorker, FFNWorker
-from crosspool.backends.cuda.driver import Driver
-from crosspool.backends.cuda.ffn_worker import CudaFFNWorker
-from crosspool.backends.cuda.frames import ArenaFrames, DeviceFrames, make_frames
-from crosspool.backends.cuda.handoff import DescriptorServer
-from crosspool.backends.cuda.host_frames import make_host_frames
-from crosspool.backends.cuda.kv_worker import CudaAttentionWorker
-from crosspool.backends.cuda.lane_memory import WaitRule
-from crosspool.backends.cuda.launch import DeviceKernels
-from crosspool.backends.cuda.link import Site
-from crosspool.backends.cuda.nvshmem_team import Team
-from crosspool.backends.cuda.prefill_worker import CudaPrefillWorker
-from crosspool.backends.cuda.shared_arena import SharedArena
-from crosspool.backends.cuda.sm_partition import SmPartition
-from crosspool.backends.cuda.uploads import pin_ahead
+from crosspool.backends.cuda.channels.handoff import DescriptorServer
+from crosspool.backends.cuda.channels.link import Site
+from crosspool.backends.cuda.channels.nvshmem_team import Team
+from crosspool.backends.cuda.device.driver import Driver
+from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.device.sm_partition import SmPartition
+from crosspool.backends.cuda.device.uploads import pin_ahead
+from crosspool.backends.cuda.kv_frames.frames import ArenaFrames, DeviceFrames, make_frames
+from crosspool.backends.cuda.kv_frames.host_frames import make_host_frames
+from crosspool.backends.cuda.kv_frames.shared_arena import SharedArena
+from crosspool.backends.cuda.kv_rank.kv_worker import CudaAttentionWorker
+from crosspool.backends.cuda.prefill_rank.prefill_worker import CudaPrefillWorker
+from crosspool.backends.cuda.steps.lane_memory import WaitRule
+from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker
 from crosspool.cluster.config import Control, Transport
 from crosspool.kv_pool.backing.base import BackingKind
 

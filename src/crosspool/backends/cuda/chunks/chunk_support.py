@@ -1,0 +1,34 @@
+"""Which models prefill in pieces. Both halves ask this of the spec alone, so they always agree.
+
+No torch in here or in what it imports: a deployment asks it too.
+"""
+
+from crosspool.backends.cuda.chunks.chunk_plan import is_chunk
+from crosspool.backends.cuda.kernels.prefill_shapes import is_supported as has_attention
+from crosspool.backends.cuda.kernels.router_limits import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
+from crosspool.models.spec import DenseFFNSpec, ModelSpec, MoEFFNSpec
+from crosspool.scheduler.step import StepHeader
+
+
+def runs_in_pieces(header: StepHeader, spec: ModelSpec) -> bool:
+    """Whether a step is a chunk of a model whose shapes the prefill kernels take."""
+    return is_chunk(header) and is_supported(spec)
+
+
+def is_supported(spec: ModelSpec) -> bool:
+    return spec.hidden_size % 8 == 0 and all(
+        has_attention(layer.attention) and _has_ffn(layer.ffn) for layer in spec.layers
+    )
+
+
+def _has_ffn(ffn: DenseFFNSpec | MoEFFNSpec) -> bool:
+    if isinstance(ffn, DenseFFNSpec):
+        return ffn.intermediate_size % 8 == 0
+    shared = 0 if ffn.shared is None else ffn.shared.intermediate_size
+    return (
+        ffn.num_experts <= MAX_EXPERTS
+        and ffn.top_k <= MAX_TOP_K
+        and ffn.router.num_groups <= MAX_GROUPS
+        and ffn.expert_intermediate_size % 8 == 0
+        and shared % 8 == 0
+    )

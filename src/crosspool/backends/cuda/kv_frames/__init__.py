@@ -1,0 +1,1 @@
+"""KV frames on a GPU and behind it on the host: arenas, mapped memory, frame tables, copies."""

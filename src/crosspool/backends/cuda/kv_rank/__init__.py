@@ -1,0 +1,1 @@
+"""The KV pool's worker and its half of steps and chunks."""

@@ -1,0 +1,94 @@
+"""A step on the KV rank that leads it: pass by pass, then the tokens of rows that are sampled."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from crosspool.backends.base import HalfStep, Wait
+from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet
+from crosspool.backends.cuda.kernels.sampling import fill_sampling, sampling_records
+from crosspool.backends.cuda.kv_rank.kv_pass import KVPass
+from crosspool.backends.cuda.kv_rank.kv_passes import KVPasses, KVPassKind, KVWay
+from crosspool.backends.cuda.steps.batch import Batch, IntArray, SampledRow
+from crosspool.backends.cuda.steps.lane import WorkerLane
+from crosspool.backends.cuda.steps.outcome import Outcome
+from crosspool.backends.cuda.steps.passes import Pass, passes
+from crosspool.backends.cuda.steps.step_end import await_end
+from crosspool.core import SampledToken
+from crosspool.scheduler.step import StepHeader
+
+
+def run_step(
+    found: KVPasses,
+    header: StepHeader,
+    way: KVWay,
+    inlets: Sequence[DeviceInlet],
+    batch: Batch,
+    idx: int = 0,
+    *,
+    is_ahead: bool = False,
+) -> HalfStep[tuple[SampledToken, ...]]:
+    """One step, number `idx` of its run. inlets: of the way's links.
+
+    is_ahead: the step before it has not ended here.
+    """
+    num_layers, lane = way.model.spec.num_layers, way.lane
+    plan = passes(header.num_tokens, header.step_seq, num_layers, idx)
+    last_epoch = plan[-1].base + num_layers
+    outcome = Outcome(batch, lane)
+    has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
+    try:
+        for part in plan:
+            sampled = [row for row in batch.sampled if part.start <= row.token < part.stop]
+            is_decode = batch.num_rows_of(part.start, part.stop) == part.num_tokens
+            kind = KVPassKind(part.bucket, bool(sampled) or is_decode, is_decode)  # those of decode all sample
+            source = found.find(way, kind)
+            slot = _push(lane, source, batch, part, num_layers, sampled)
+            if lane.stream is not None:
+                yield from lane.run_pass(way.name, way.links, kind, inlets, part.base)
+            else:
+                for layer in source.kernels():
+                    peers = inlets[: way.num_weights_ranks] if layer >= 0 else inlets[way.num_weights_ranks :]
+                    yield Wait(peers, part.base + max(layer, ~layer) + 1)
+            outcome.expect(part, slot, sampled, source.rows.half.logits_out)
+        if is_ahead:
+            yield Wait((), OPEN_EPOCH)
+            behind = 0
+        lane.memory.nears_end = True
+        yield from await_end(lane, header, inlets, last_epoch)
+        if outcome.is_copying():
+            yield Wait((outcome,), last_epoch)
+        has_ended = True
+    finally:
+        if not has_ended:
+            lane.give_up(last_epoch, behind)
+    return outcome.finish()
+
+
+def _push(
+    lane: WorkerLane,
+    source: KVPass,
+    batch: Batch,
+    part: Pass,
+    num_layers: int,
+    sampled: Sequence[SampledRow],
+) -> int:
+    """Upload what changed and push the pass's record; rows that are not in use repeat the first."""
+    tokens = np.arange(part.start, part.start + part.bucket)
+    tokens[part.num_tokens :] = part.start
+    tables = [batch.tables[row] for row in batch.row_of_token[tokens].tolist()]
+    sampling = sampling_records(part.bucket)
+    for row in sampled:
+        fill_sampling(sampling, row.token - part.start, batch.sampling_row(row))
+    set_tables(lane, source, tables, batch.positions[tokens])
+    return lane.memory.push(
+        part.base, num_layers, part.bucket, batch.token_ids[tokens], batch.positions[tokens], sampling
+    )
+
+
+def set_tables(lane: WorkerLane, source: KVPass, tables: list[IntArray], positions: IntArray) -> None:
+    """Upload the block tables of a pass's rows where they changed."""
+    if not source.rows.are_set(tables):
+        with torch.cuda.stream(lane.stream):
+            source.rows.set(tables, positions)

@@ -1,0 +1,118 @@
+"""A model's weights on the device: from canonical tensors, wherever these come from."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from crosspool.backends.cuda.loading.attention_weights import AttentionLayerWeights, pack_attention
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights, pack_ffn
+from crosspool.models.spec import ModelSpec
+from crosspool.models.tensors import FLOAT32_TENSORS, Pool, TensorSpec, model_tensors
+from crosspool.weights_pool.loader import ModelWeights
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionWeights:
+    """The KV pool's share of a model."""
+
+    embed: torch.Tensor
+    final_norm: torch.Tensor
+    head: torch.Tensor
+    layers: tuple[AttentionLayerWeights, ...]
+
+
+def pack_attention_weights(spec: ModelSpec, model: Tensors, layers: Iterator[Tensors]) -> AttentionWeights:
+    """Canonical tensors, layer after layer, as the kernels' weights."""
+    return AttentionWeights(
+        embed=model["embed"],
+        final_norm=model["final_norm"],
+        head=model["embed"] if spec.tie_word_embeddings else model["head"],
+        layers=tuple(
+            pack_attention(layer.attention, tensors) for layer, tensors in zip(spec.layers, layers, strict=True)
+        ),
+    )
+
+
+def pack_ffn_weights(spec: ModelSpec, layers: Iterator[Tensors]) -> tuple[FFNLayerWeights, ...]:
+    return tuple(
+        pack_ffn(layer.ffn, spec.hidden_size, tensors) for layer, tensors in zip(spec.layers, layers, strict=True)
+    )
+
+
+def to_device(tensors: Mapping[str, np.ndarray[Any, Any]], device: torch.device) -> dict[str, torch.Tensor]:
+    """NumPy tensors of any float dtype on the device: fp32 for the router's, bfloat16 for the rest."""
+    return {
+        name: torch.from_numpy(np.ascontiguousarray(array.astype(np.float32))).to(
+            device, torch.float32 if name in FLOAT32_TENSORS else torch.bfloat16
+        )
+        for name, array in tensors.items()
+    }
+
+
+def attention_weights_from_numpy(spec: ModelSpec, weights: ModelWeights, device: torch.device) -> AttentionWeights:
+    layers = (to_device(tensors, device) for tensors in weights.layers)
+    return pack_attention_weights(spec, to_device(weights.model, device), layers)
+
+
+def ffn_weights_from_numpy(spec: ModelSpec, weights: ModelWeights, device: torch.device) -> tuple[FFNLayerWeights, ...]:
+    return pack_ffn_weights(spec, (to_device(tensors, device) for tensors in weights.layers))
+
+
+def random_layers(
+    spec: ModelSpec, pool: Pool, seed: int, device: torch.device, also: Collection[str] = ()
+) -> Iterator[tuple[int | None, Tensors]]:
+    """(layer, canonical tensors) of one pool, drawn on the device at true shapes; the model's own under None, first.
+
+    also: names of the other pool's tensors that come with them.
+    Every tensor has its own seed, so a share is the same whatever else is drawn. Embeddings have unit variance and
+    norms are one, so that attention's average does not drown the token; the router keeps the logits of normed rows
+    near unit variance, so that routing is near uniform; o and down are scaled so that all layers together add an
+    eighth of the embedding's variance, which keeps a random model's rounding errors from growing layer by layer.
+    """
+    groups: dict[int | None, dict[str, TensorSpec]] = {None: {}}
+    seeds: dict[TensorSpec, int] = {}
+    for number, tensor in enumerate(model_tensors(spec)):
+        if tensor.pool == pool or tensor.name in also:
+            groups.setdefault(tensor.layer, {})[tensor.name] = tensor
+            seeds[tensor] = seed * 1_000_003 + number
+    for layer, members in groups.items():
+        yield layer, {name: _draw(tensor, seeds[tensor], spec, device) for name, tensor in members.items()}
+
+
+def random_attention_weights(spec: ModelSpec, seed: int, device: torch.device) -> AttentionWeights:
+    shares = random_layers(spec, "kv", seed, device)
+    _, model = next(shares)
+    return pack_attention_weights(spec, model, (tensors for _, tensors in shares))
+
+
+def random_ffn_weights(spec: ModelSpec, seed: int, device: torch.device) -> tuple[FFNLayerWeights, ...]:
+    shares = random_layers(spec, "weights", seed, device)
+    next(shares)
+    return pack_ffn_weights(spec, (tensors for _, tensors in shares))
+
+
+def _draw(tensor: TensorSpec, seed: int, spec: ModelSpec, device: torch.device) -> torch.Tensor:
+    dtype = torch.float32 if tensor.name in FLOAT32_TENSORS else torch.bfloat16
+    values = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device)
+    if "norm" in tensor.name:
+        return values.fill_(1.0).to(dtype)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    values.normal_(0.0, random_std(tensor, spec), generator=generator)
+    return values.to(dtype)
+
+
+def random_std(tensor: TensorSpec, spec: ModelSpec) -> float:
+    """Of random values that stand for a tensor of either pool: see `random_layers`. Norms are one instead."""
+    if tensor.name == "embed":
+        return 1.0
+    if tensor.name.endswith("bias") or tensor.name == "sinks":
+        return 0.02
+    std = float(tensor.shape[-1]) ** -0.5
+    if tensor.name in ("o", "down", "expert_down", "shared_down"):
+        std *= (16 * spec.num_layers) ** -0.5
+    return std

@@ -1,0 +1,84 @@
+"""A whole model's weights as its kernels read them, and the same in other memory, tensor by tensor."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from crosspool.backends.cuda.loading.attention_weights import AttentionLayerWeights
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
+from crosspool.models.spec import ModelSpec
+from crosspool.models.tensors import FLOAT32_TENSORS, model_tensors
+
+T = TypeVar("T")
+
+ALIGNED_BYTES = 256
+"""At whose multiples a tensor begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeLayer:
+    """Both halves of one layer. router: as `chunk_routers` makes it; None: a dense layer."""
+
+    attention: AttentionLayerWeights
+    ffn: FFNLayerWeights
+    router: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeWeights:
+    """What a prefill rank needs of a model: all but the head, which its home has."""
+
+    embed: torch.Tensor
+    final_norm: torch.Tensor
+    layers: tuple[WholeLayer, ...]
+
+
+def mapped(weights: T, other: Callable[[torch.Tensor], torch.Tensor]) -> T:
+    """The same dataclass of weights with `other` of each of its tensors, those of its dataclasses included."""
+    changed: dict[str, Any] = {}
+    assert is_dataclass(weights)
+    for field in fields(weights):
+        value = getattr(weights, field.name)
+        if isinstance(value, torch.Tensor):
+            changed[field.name] = other(value)
+        elif is_dataclass(value) and any(_holds_tensors(getattr(value, each.name)) for each in fields(value)):
+            changed[field.name] = mapped(value, other)
+    return replace(weights, **changed)  # type: ignore[type-var]
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    return is_dataclass(value) and any(_holds_tensors(getattr(value, field.name)) for field in fields(value))
+
+
+def tensors_of(weights: object) -> list[torch.Tensor]:
+    """Every tensor of a dataclass of weights."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(weights, note)
+    return found
+
+
+def ffn_bytes(spec: ModelSpec, layer: int) -> int:
+    """The most that a layer's FFN takes, each tensor aligned: canonical tensors, the router with a row for a gated
+    shared expert, and its three parts in bfloat16."""
+    total = 0
+    for tensor in model_tensors(spec):
+        if tensor.pool == "weights" and tensor.layer == layer:
+            size = 4 if tensor.name in FLOAT32_TENSORS else 2
+            total += padded(size * tensor.num_elements)
+            if tensor.name == "router":
+                rows, width = tensor.shape
+                total += padded(4 * (rows + 1) * width) + padded(3 * 2 * (rows + 1) * width)
+    return total
+
+
+def padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES

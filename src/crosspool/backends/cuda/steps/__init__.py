@@ -1,0 +1,1 @@
+"""A lane's decode steps on either side: passes, words shared with the device, runs, and when hosts look."""

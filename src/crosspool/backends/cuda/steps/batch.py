@@ -1,0 +1,121 @@
+"""The rows of a step as the KV worker runs them: one row a token, with its position and its sequence's block table."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as ListOf
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from crosspool.backends.cuda.steps.lane_memory import STOP_IDS
+from crosspool.backends.numpy.sampler import SamplingRow
+from crosspool.backends.numpy.sequences import Sequence, row_slots
+from crosspool.core import SampledToken
+from crosspool.scheduler.step import StepDescriptor, StepRow
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """A row that draws a token: `token` is the index in the step of the token whose logits it needs."""
+
+    row: int
+    token: int
+
+
+class Batch:
+    """The tokens of one step, or of a run's first, in row order. Nothing is visible to other steps before `commit`.
+
+    Raises ValueError for rows that do not fit what the rank knows: unknown sequences, missing pages.
+    """
+
+    def __init__(
+        self,
+        step: StepDescriptor,
+        sequences: Mapping[int, Sequence],
+        page_tokens: int,
+        before: "Batch | None" = None,
+    ) -> None:
+        """before: the lane's decode step that has not ended yet: a sequence's token there, from row r, is -1 - r."""
+        places = {} if before is None else {row.sequence_id: idx for idx, row in enumerate(before.rows)}
+        followed = [places.get(row.sequence_id) for row in step.rows]
+        self.follows = sum({1 << place for place in followed if place is not None}) if None not in followed else 0
+        self.rows: tuple[StepRow, ...] = step.rows
+        self.tables: list[IntArray] = []  # of each row, (frames_per_page, pages)
+        self.sampled: list[SampledRow] = []
+        self._sequences: list[Sequence] = []
+        token_ids: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        for idx, row in enumerate(step.rows):
+            sequence = sequences.get(row.sequence_id)
+            if sequence is None:
+                raise ValueError(f"sequence {row.sequence_id} is not known here; send it in the step's `joining`")
+            place = places.get(row.sequence_id)
+            table = sequence.block_table(row, None if before is None or place is None else before.tables[place])
+            end = row.num_cached_tokens + row.num_new_tokens
+            if end > table.shape[1] * page_tokens:
+                row_slots(row, table, len(token_ids), page_tokens)  # raises, naming what is missing
+            self._sequences.append(sequence)
+            self.tables.append(table)
+            token_ids += sequence.tokens_to_run(row) if place is None else [-1 - place]
+            positions += range(row.num_cached_tokens, end)
+            rows += [idx] * row.num_new_tokens
+            if row.sample:
+                self.sampled.append(SampledRow(idx, len(rows) - 1))
+        if len(token_ids) != step.header.num_tokens or not token_ids:
+            raise ValueError(f"the step's rows hold {len(token_ids)} tokens, its header says {step.header.num_tokens}")
+        self.token_ids: IntArray = np.array(token_ids, dtype=np.int64)
+        self.positions: IntArray = np.array(positions, dtype=np.int64)
+        self.row_of_token: IntArray = np.array(rows, dtype=np.int64)
+
+    def stop_ids(self) -> npt.NDArray[np.int32] | None:
+        """(rows, STOP_IDS): what ends each row, -1 where there is less; None where a row has more than that."""
+        stops = [sequence.sampling.stop_token_ids for sequence in self._sequences]
+        if any(len(own) > STOP_IDS for own in stops):
+            return None
+        return np.array([[*own, *[-1] * (STOP_IDS - len(own))] for own in stops], dtype=np.int32)
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Those of all rows."""
+        return frozenset().union(*[sequence.sampling.stop_token_ids for sequence in self._sequences])
+
+    def ended(self, tokens: Mapping[int, SampledToken]) -> set[int]:
+        """The rows that drew, among `tokens` by row, one of their stop tokens."""
+        return {idx for idx, token in tokens.items() if self._sequences[idx].ends_with(self.rows[idx], token.token_id)}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all its sequences have ended, as far as it is known here."""
+        return all(sequence.has_ended for sequence in self._sequences)
+
+    def last_tokens(self) -> tuple[SampledToken, ...]:
+        """What a step of sequences that have ended gives: nobody wants its tokens."""
+        pairs = zip(self.rows, self._sequences, strict=True)
+        return tuple([SampledToken(row.sequence_id, sequence.token_ids[-1]) for row, sequence in pairs])
+
+    def end_run(self, num_steps: int) -> None:
+        """The run ends with this step, though `num_steps` more were asked for: its sequences have all ended."""
+        for row, sequence in zip(self.rows, self._sequences, strict=True):
+            sequence.fill(row.num_cached_tokens + row.num_new_tokens + num_steps + 1)
+
+    def num_rows_of(self, start: int, stop: int) -> int:
+        """Rows that the tokens [start, stop) belong to."""
+        return int(self.row_of_token[stop - 1] - self.row_of_token[start]) + 1
+
+    def sampling_row(self, sampled: SampledRow, ahead: int = 0) -> SamplingRow:
+        """How a row's token is drawn, or that of a step of its run `ahead` of this one."""
+        row = self._sequences[sampled.row].sampling_row(self.rows[sampled.row])
+        return replace(row, position=row.position + ahead) if ahead else row
+
+    def commit(self, tokens: Mapping[int, SampledToken]) -> None:
+        """Make the step's outcome visible: block tables, and the SampledToken of each row that drew one."""
+        for idx, (sequence, row, table) in enumerate(zip(self._sequences, self.rows, self.tables, strict=True)):
+            sequence.commit(row, table, tokens.get(idx))
+
+    def commit_ahead(self, step: int, steps: ListOf[ListOf[SampledToken]]) -> None:
+        """The same of a run's steps from number `step` on; this batch holds the rows of the first."""
+        for idx, (sequence, row, table) in enumerate(zip(self._sequences, self.rows, self.tables, strict=True)):
+            sequence.commit_several(row, table, step, [tokens[idx].token_id for tokens in steps])

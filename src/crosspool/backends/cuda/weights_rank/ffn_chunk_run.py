@@ -1,0 +1,51 @@
+"""Runs a chunk of prompts on a weights rank, once fused passes have ended."""
+
+from collections.abc import Callable
+
+from crosspool.backends.base import HalfStep, Wait
+from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet
+from crosspool.backends.cuda.chunks.chunk_crossing import ChunkCrossing
+from crosspool.backends.cuda.chunks.chunk_plan import chunk_plan
+from crosspool.backends.cuda.chunks.chunk_run import run_pieces
+from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.steps.lane import LaneIdle
+from crosspool.backends.cuda.weights_rank.ffn_chunk import ffn_chunk
+from crosspool.backends.cuda.weights_rank.ffn_passes import FFNPasses, FFNWay
+from crosspool.backends.cuda.weights_rank.fused_turns import FusedTurns, NoneFused
+from crosspool.backends.cuda.weights_rank.patience import Patience
+from crosspool.backends.cuda.weights_rank.resident_ffn import ResidentFFN
+from crosspool.scheduler.step import StepHeader
+
+
+def run_ffn_chunk(
+    kernels: Launcher,
+    found: FFNPasses,
+    resident: ResidentFFN | None,
+    turns: FusedTurns,
+    header: StepHeader,
+    way: FFNWay,
+    inlet: DeviceInlet,
+    has_neighbours: Callable[[], bool],
+    patience: Patience,
+) -> HalfStep[None]:
+    """The chunk's kernels, and a wait for their end. inlet: of the way's link; has_neighbours: of `run_pieces`."""
+    lane, spec = way.lane, way.model.spec
+    plan = chunk_plan(header.num_tokens, header.step_seq, spec.num_layers)
+    yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
+    ffn = found.chunks_of(way.model, way.number)
+    crossing = ChunkCrossing(kernels, lane.memory, [inlet.link.map()], plan, spec.hidden_size)
+    has_ended = False
+    turns.chunk_lanes.add(header.lane)
+    try:
+        if turns.fused_lanes:  # each of their layers would wait for the chunk; passes that follow are not fused
+            yield Wait((NoneFused(turns),), OPEN_EPOCH)
+        if resident is not None:
+            resident.before_launch(lane)
+        enqueued = ffn_chunk(ffn, crossing, plan, patience)
+        yield from run_pieces(kernels, lane, (inlet,), plan, enqueued, has_neighbours, patience)
+        yield Wait((inlet,), plan.last_epoch)
+        has_ended = True
+    finally:
+        turns.chunk_lanes.discard(header.lane)
+        if not has_ended:
+            lane.give_up(plan.last_epoch)

@@ -1,0 +1,105 @@
+"""What a weights rank holds of a model, and its pass for a step, made where it is new."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from crosspool.backends.cuda.channels.link import Site
+from crosspool.backends.cuda.channels.transport import FFNCrossing
+from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN, chunk_routers
+from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
+from crosspool.backends.cuda.steps.lane import Links, WorkerLane, finish
+from crosspool.backends.cuda.steps.passes import PASS_TOKENS
+from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
+from crosspool.backends.cuda.weights_rank.ffn_pass import FFNPass, SumsBy
+from crosspool.models.spec import ModelSpec
+
+
+@dataclass
+class FFNModel:
+    """One model's slice on this rank; each lane has its own scratch, fused passes too."""
+
+    spec: ModelSpec
+    layers: tuple[FFNLayerWeights, ...]
+    takes_choices: bool = False
+    halves: dict[tuple[int, bool], FFNHalf] = field(default_factory=dict)
+    routers: Sequence[torch.Tensor | None] | None = None  # of chunks, once there was one
+    chunks: dict[int, ChunkFFN] = field(default_factory=dict)
+    is_split: bool = False  # over several KV ranks, which run prompts in passes
+
+    def chunk_routers(self) -> Sequence[torch.Tensor | None]:
+        """Each layer's router as chunks take it."""
+        if self.routers is None:
+            self.routers = chunk_routers(self.layers)
+        return self.routers
+
+
+@dataclass(frozen=True)
+class FFNPassKind:
+    """What a captured pass was made for. is_fused: a layer is one kernel, which holds the whole GPU."""
+
+    bucket: int
+    is_fused: bool
+
+    @property
+    def is_run(self) -> bool:
+        """Whether runs consist of such passes (`ffn_run.py` says why not of fused ones)."""
+        return not self.is_fused
+
+
+@dataclass(frozen=True, slots=True)
+class FFNWay:
+    """What a step runs on: its model and lane by name and number, and the lane's link to the KV rank."""
+
+    name: str
+    model: FFNModel
+    number: int
+    lane: WorkerLane
+    links: Links
+
+
+class FFNPasses:
+    """The passes and chunks of one weights rank's models; each lane has its own."""
+
+    def __init__(self, site: Site, kernels: Launcher, *, is_host_driven: bool) -> None:
+        self._site, self._kernels = site, kernels
+        # emulated kernels run in turn, and the host sees flags alone
+        has_words = site.device.type == "cuda" and not is_host_driven
+        self._sums_by: SumsBy = "words" if has_words else "flags"
+
+    def half_of(self, model: FFNModel, number: int, *, is_fused: bool = False) -> FFNHalf:
+        """The model's layers for passes of a lane."""
+        half = model.halves.get((number, is_fused))
+        if half is None:
+            half = FFNHalf(self._kernels, model.layers, PASS_TOKENS, fused=is_fused)
+            model.halves[number, is_fused] = half
+        return half
+
+    def chunks_of(self, model: FFNModel, number: int) -> ChunkFFN:
+        """The same for its chunks."""
+        found = model.chunks.get(number)
+        if found is None:
+            found = model.chunks[number] = ChunkFFN(self._kernels, model.layers, model.chunk_routers())
+            finish(self._site.device)
+        return found
+
+    def find(self, way: FFNWay, kind: FFNPassKind) -> FFNPass:
+        """The pass of this kind on this way, captured where there is a GPU."""
+        source = way.lane.find_pass(way.name, way.links, kind, lambda: self._make(way, kind))
+        assert isinstance(source, FFNPass)
+        return source
+
+    def _make(self, way: FFNWay, kind: FFNPassKind) -> FFNPass:
+        half = self.half_of(way.model, way.number, is_fused=kind.is_fused)
+        return FFNPass(
+            self._kernels,
+            way.lane.memory,
+            half,
+            FFNCrossing(self._kernels, way.lane.memory, way.links[0].map()),
+            kind.bucket,
+            way.model.spec.hidden_size,
+            sums_by=self._sums_by,
+            takes_choices=way.model.takes_choices,
+        )

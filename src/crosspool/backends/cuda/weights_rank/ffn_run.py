@@ -1,0 +1,78 @@
+"""A run of decode steps on a weights rank: one graph, or passes posted to the server; the KV rank may end it early."""
+
+from crosspool.backends.base import HalfStep, Wait
+from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet
+from crosspool.backends.cuda.steps.decode_run import places, read_end
+from crosspool.backends.cuda.steps.lane_memory import RunPlace
+from crosspool.backends.cuda.steps.passes import bucket_of
+from crosspool.backends.cuda.weights_rank.ffn_pass import FFNPass
+from crosspool.backends.cuda.weights_rank.ffn_passes import FFNPasses, FFNPassKind, FFNWay
+from crosspool.backends.cuda.weights_rank.resident_ffn import ResidentFFN
+from crosspool.scheduler.step import StepHeader, epoch, run_over
+
+
+def run_several(
+    found: FFNPasses,
+    resident: ResidentFFN | None,
+    header: StepHeader,
+    way: FFNWay,
+    inlet: DeviceInlet,
+    *,
+    is_ahead: bool = False,
+) -> HalfStep[None]:
+    """All steps of the run, and a wait for its end. inlet: of the way's link. is_ahead: as on the KV rank."""
+    lane, model = way.lane, way.model
+    num_layers, bucket = model.spec.num_layers, bucket_of(header.num_tokens)
+    last_epoch = epoch(header.step_seq, header.num_steps * num_layers - 1)
+    has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
+    try:
+        if resident is not None and resident.can_serve(lane):
+            over = run_over(header.step_seq, header.num_steps, num_layers)
+            resident.post(
+                way.name,
+                model.layers,
+                way.number,
+                lane,
+                way.links,
+                bucket,
+                epoch(header.step_seq, 0) - 1,
+                takes_choices=model.takes_choices,
+                place=RunPlace(over, 0, header.num_steps - 1, may_be_first=lane.goes_ahead),
+                num_steps=header.num_steps,
+            )
+        else:
+            if resident is not None:
+                resident.before_launch(lane)
+            # Not fused: a prompt would have to wait for the whole run, and within a graph that repeats itself a
+            # cooperative kernel has not been tried on a GPU.
+            kind = FFNPassKind(bucket, False)
+            steps = places(header, num_layers, may_be_first=lane.goes_ahead)
+            source = found.find(way, kind)
+            if lane.stream is None:
+                yield from _run_emulated(source, steps, way, inlet)
+            else:
+                for base, place in steps:
+                    lane.memory.push(base, num_layers, place=place)
+                lane.run_loop(way.name, way.links, kind)
+        if is_ahead:
+            yield Wait((), OPEN_EPOCH)
+            behind = 0
+        yield from read_end(lane.memory, header, num_layers, inlet)
+        has_ended = True
+    finally:
+        if not has_ended:
+            lane.give_up(last_epoch, behind)
+
+
+def _run_emulated(
+    source: FFNPass, steps: list[tuple[int, RunPlace]], way: FFNWay, inlet: DeviceInlet
+) -> HalfStep[None]:
+    """Kernels without a device, which run in turn: the loop looks itself whether more rows come."""
+    for base, place in steps:
+        if place.step:
+            yield Wait((inlet,), base + 1)
+            if inlet.arrived(place.over):
+                return
+        way.lane.memory.push(base, way.model.spec.num_layers)
+        for layer in source.kernels():
+            yield Wait((inlet,), base + layer + 1)
