@@ -24,6 +24,7 @@ from crosspool.backends.cuda.chunks.prefill_blocks import (
     SpanSizes,
 )
 from crosspool.backends.cuda.chunks.prefill_piece import Library, PieceAttention, span_rows
+from crosspool.backends.cuda.chunks.row_launch import launch_rows
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.device.uploads import upload_all
 from crosspool.backends.cuda.kernels.chunk_params import MlaChunkParams, NormRowsParams
@@ -284,13 +285,5 @@ class ChunkHalf:
             rows=rows,
             eps=eps,
         )
-        self._kernels.launch(
-            "chunk_attention",
-            "norm_rows",
-            grid=(ceil_div(rows, _WARPS), 1, 1),
-            threads=_WARPS * 32,
-            smem_bytes=0,
-            params=params,
-            overlap=False,
-        )
+        launch_rows(self._kernels, "norm_rows", rows, params)
         return out

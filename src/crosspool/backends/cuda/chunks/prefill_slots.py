@@ -3,6 +3,7 @@
 import torch
 
 from crosspool.backends.cuda.chunks.prefill_blocks import Span
+from crosspool.backends.cuda.chunks.row_launch import launch_rows
 from crosspool.backends.cuda.chunks.span_attention import Part
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.kernels.chunk_params import GatherSlotsParams, MergePartParams
@@ -10,9 +11,6 @@ from crosspool.backends.cuda.kernels.params import address
 from crosspool.backends.cuda.kv_frames.cache import PagedCache
 from crosspool.backends.cuda.loading.attention_weights import MLAWeights
 from crosspool.models.spec import MLASpec
-from crosspool.units import ceil_div
-
-_WARPS = 4
 
 
 def gather_slots(
@@ -36,15 +34,7 @@ def gather_slots(
         out=address(out),
         slots=slots,
     )
-    kernels.launch(
-        "chunk_attention",
-        "gather_slots",
-        grid=(ceil_div(slots, _WARPS), 1, 1),
-        threads=_WARPS * 32,
-        smem_bytes=0,
-        params=params,
-        overlap=False,
-    )
+    launch_rows(kernels, "gather_slots", slots, params)
     return out
 
 
@@ -91,12 +81,4 @@ def merge_span(kernels: Launcher, part: Part, span: Span, held: tuple[torch.Tens
         width=width,
         is_first=span.first == 0,
     )
-    kernels.launch(
-        "chunk_attention",
-        "merge_part",
-        grid=(ceil_div(rows * heads, _WARPS), 1, 1),
-        threads=_WARPS * 32,
-        smem_bytes=0,
-        params=params,
-        overlap=False,
-    )
+    launch_rows(kernels, "merge_part", rows * heads, params)

@@ -10,14 +10,12 @@ import torch
 from crosspool.backends.cuda.channels.channel_map import LinkMap
 from crosspool.backends.cuda.channels.transport_params import Flags, Slots
 from crosspool.backends.cuda.chunks.chunk_crossing import cross
+from crosspool.backends.cuda.chunks.row_launch import launch_rows
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.kernels.chunk_params import GatherSlotsParams, ScatterSlotsParams
 from crosspool.backends.cuda.kernels.params import address
 from crosspool.backends.cuda.kv_frames.cache import PagedCache
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
-from crosspool.units import ceil_div
-
-_WARPS = 4
 
 IntArray = npt.NDArray[np.int32]
 
@@ -71,7 +69,7 @@ class HandedCrossing:
                 out=self.link.outbox.slot(number),
                 slots=places.num_slots,
             )
-            self._launch("gather_slots", places, params)
+            launch_rows(self.kernels, "gather_slots", places.num_slots, params)
         self.tell(number)
 
     def take_slots(self, number: int, cache: PagedCache, layer: int, places: SlotPlaces) -> None:
@@ -84,7 +82,7 @@ class HandedCrossing:
                 rows=self.link.inbox.slot(number),
                 slots=places.num_slots,
             )
-            self._launch("scatter_slots", places, params)
+            launch_rows(self.kernels, "scatter_slots", places.num_slots, params)
 
     def give_rows(self, number: int, rows: torch.Tensor) -> None:
         """Copy (rows, width) fp32 to the peer, then raise its flag."""
@@ -99,15 +97,4 @@ class HandedCrossing:
             slots=Slots(slot.address),
             row_bytes=rows[0].nbytes,
             raise_layer=number,
-        )
-
-    def _launch(self, kernel: str, places: SlotPlaces, params: GatherSlotsParams | ScatterSlotsParams) -> None:
-        self.kernels.launch(
-            "chunk_attention",
-            kernel,
-            grid=(ceil_div(places.num_slots, _WARPS), 1, 1),
-            threads=_WARPS * 32,
-            smem_bytes=0,
-            params=params,
-            overlap=False,
         )
