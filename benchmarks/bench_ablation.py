@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ranks.watched_load import Load, Stream, WatchedCPU, arrivals, window_rate
 from benchmarks.report import RESULTS, Report
-from benchmarks.watched_load import Load, Stream, WatchedCPU, arrivals, window_rate
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.rank_cluster import RankCluster
 from crosspool.cluster.start import start_cluster

@@ -52,7 +52,7 @@ def measure(
 ) -> None:
     """Add one layout's figures."""
     fields: dict[str, object] = {"num_frames": 1, "frame_bytes": 4096, "max_tokens_per_step": 32}
-    cluster = start_cluster(ClusterConfig(backend="benchmarks.null_backend", **(fields | changes)))  # type: ignore[arg-type]
+    cluster = start_cluster(ClusterConfig(backend="benchmarks.ranks.null_backend", **(fields | changes)))  # type: ignore[arg-type]
     try:
         _wait(cluster, RankReady, 2)
         for model, num_layers in (("deep", NUM_LAYERS), ("shallow", 1)):

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.driven_ranks import DrivenRanks
 from benchmarks.full_models import CONFIGS, full_spec
+from benchmarks.ranks.driven import DrivenRanks
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.device.driver import Driver
 from crosspool.backends.cuda.device.launch import DeviceKernels

@@ -21,12 +21,12 @@ import torch
 
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import guarded, write_failures
-from benchmarks.lanes_bench import LanesBench
 from benchmarks.report import RESULTS, Report
-from benchmarks.split_model import Gpus
-from benchmarks.split_parts import draw
-from benchmarks.split_steps import Steps
-from benchmarks.ways import Drawn
+from benchmarks.split_model.lanes import LanesBench
+from benchmarks.split_model.model import Gpus
+from benchmarks.split_model.parts import draw
+from benchmarks.split_model.steps import Steps
+from benchmarks.split_model.ways import Drawn
 from crosspool.backends.cuda.loading.weights import random_attention_weights
 from crosspool.models.spec import ModelSpec
 from crosspool.units import GiB

@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.bench_moe_layer import choose_distinct, layer_bytes
-from benchmarks.ffn_client import FFNClient
+from benchmarks.crossings.ffn_client import FFNClient
+from benchmarks.crossings.most_of_a_gpu import MostOfAGpu
+from benchmarks.crossings.one_gpu import OneGpu
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import guarded, keep_busy, write_failures
-from benchmarks.most_of_a_gpu import MostOfAGpu
-from benchmarks.one_gpu import OneGpu
 from benchmarks.report import RESULTS, Report
-from benchmarks.split_model import Gpus
-from benchmarks.split_parts import COPY_TB_PER_S
+from benchmarks.split_model.model import Gpus
+from benchmarks.split_model.parts import COPY_TB_PER_S
 from crosspool.backends.cuda.kernels.moe import ffn
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.loading.random_slices import random_ffn_slices

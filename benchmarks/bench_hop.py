@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.bouncer import Bouncer
+from benchmarks.crossings.bouncer import Bouncer
+from benchmarks.crossings.hop_by_nvshmem import hops_by_nvshmem
 from benchmarks.gpu_timing import guarded, write_failures
-from benchmarks.hop_by_nvshmem import hops_by_nvshmem
 from benchmarks.report import RESULTS, Report
-from benchmarks.split_model import Gpus, Side
+from benchmarks.split_model.model import Gpus, Side
 from crosspool.backends.cuda.channels.channel_map import ChannelMap
 from crosspool.backends.cuda.channels.nvshmem import find_library
 from crosspool.backends.cuda.channels.peer_memory import Memory, PlainMemory, RegisteredMemory

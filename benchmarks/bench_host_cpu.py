@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.clocked_ranks import PAGE_TOKENS, ClockedAttention, ClockedFFN, Hosted
+from benchmarks.ranks.clocked import PAGE_TOKENS, ClockedAttention, ClockedFFN, Hosted
 from benchmarks.report import RESULTS, Report
 from crosspool.cluster import messages
 from crosspool.cluster.base import ModelPlacement

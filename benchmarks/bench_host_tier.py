@@ -18,7 +18,7 @@ from contextlib import AbstractAsyncContextManager
 from itertools import count
 from pathlib import Path
 
-from benchmarks.engine_drive import engine_of, greedy_outputs
+from benchmarks.ranks.engine_drive import engine_of, greedy_outputs
 from benchmarks.report import Report
 from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig
 from crosspool.engine.async_engine import AsyncEngine

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 
 from benchmarks.bench_attention import KINDS
-from benchmarks.cache_attention import FRAME_BYTES, SEED, CacheAttention, geometry_of
 from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import guarded, keep_busy, seeded_cache, write_failures
+from benchmarks.kv_pool.cache_attention import FRAME_BYTES, SEED, CacheAttention, geometry_of
+from benchmarks.kv_pool.step_gaps import PairedGaps, gaps_us, step_graph
 from benchmarks.report import RESULTS, Report
-from benchmarks.step_gaps import PairedGaps, gaps_us, step_graph
 from crosspool.backends.cuda.channels.link import Site
 from crosspool.backends.cuda.device.driver import Driver
 from crosspool.backends.cuda.device.launch import DeviceKernels

@@ -22,7 +22,7 @@ from crosspool.units import MiB
 def kernels(report: Report, names: Sequence[str], num_layers: int | None) -> None:
     import torch
 
-    from benchmarks.invariance_kernels import (
+    from benchmarks.invariance.kernels import (
         PAGE_TOKENS,
         OneDevice,
         chunks,
@@ -97,7 +97,7 @@ def main() -> None:
     if "kernels" in options.parts:
         kernels(report, options.models.split(","), options.kernel_layers)
     if "engine" in options.parts:
-        from benchmarks.invariance_engine import answers  # needs the packages of the server
+        from benchmarks.invariance.engine import answers  # needs the packages of the server
 
         asyncio.run(answers(report, options))
     report.write(options.out)

@@ -19,7 +19,9 @@ import numpy as np
 import torch
 
 from benchmarks.bench_attention import KINDS
-from benchmarks.cache_attention import (
+from benchmarks.full_models import full_spec
+from benchmarks.gpu_timing import guarded, replay_us, seeded_cache, write_failures
+from benchmarks.kv_pool.cache_attention import (
     FRAME_BYTES,
     SEED,
     CacheAttention,
@@ -28,12 +30,10 @@ from benchmarks.cache_attention import (
     in_one_piece,
     spread_cache,
 )
-from benchmarks.full_models import full_spec
-from benchmarks.gpu_timing import guarded, replay_us, seeded_cache, write_failures
-from benchmarks.one_request import one_request
-from benchmarks.page_curve import page_curve
+from benchmarks.kv_pool.one_request import one_request
+from benchmarks.kv_pool.page_curve import page_curve
+from benchmarks.kv_pool.step_gaps import paired_gaps, step_graph
 from benchmarks.report import RESULTS, Report
-from benchmarks.step_gaps import paired_gaps, step_graph
 from crosspool.backends.cuda.device.launch import DeviceKernels
 from crosspool.backends.cuda.kv_frames.vmm import CudaVmmDriver
 from crosspool.kv_pool.backing.vmm import VmmBacking

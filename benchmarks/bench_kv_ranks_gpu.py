@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import guarded, write_failures
-from benchmarks.ranks_in_one_process import RanksInOneProcess
+from benchmarks.ranks.in_one_process import RanksInOneProcess
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.device.launch import DeviceKernels
 from crosspool.backends.cuda.kv_frames.frames import ArenaFrames, DeviceFrames

@@ -18,13 +18,13 @@ from statistics import median
 
 import torch
 
-from benchmarks.ffn_client import STEP, ClientParams
+from benchmarks.crossings.ffn_client import STEP, ClientParams
+from benchmarks.crossings.most_of_a_gpu import MostOfAGpu
+from benchmarks.crossings.one_gpu import OneGpu
 from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import guarded, keep_busy, write_failures
-from benchmarks.most_of_a_gpu import MostOfAGpu
-from benchmarks.one_gpu import OneGpu
 from benchmarks.report import RESULTS, Report
-from benchmarks.split_model import Side, open_links
+from benchmarks.split_model.model import Side, open_links
 from crosspool.backends.cuda.channels.channel_map import LinkMap
 from crosspool.backends.cuda.channels.transport import FFNCrossing
 from crosspool.backends.cuda.channels.transport_params import Flags

@@ -3,14 +3,14 @@
     python -m benchmarks.bench_layouts                                    # NumPy backend, demo models
     python -m benchmarks.bench_layouts --trace-dir TRACES --rates 0.8 2.0 # sharegpt_<rate>.jsonl of that folder
 
-Each layout of `layout_server.LAYOUTS` is served in turn and gets the same requests from `crosspool bench`: Poisson
+Each layout (`layouts/server.py`) is served in turn and gets the same requests from `crosspool bench`: Poisson
 arrivals at `rate` requests/s of each model, lengths as in ShareGPT (prompt mean 862, answer mean 584, cut at 8,000 and
 600), drawn from the seed or read from a folder of traces. On the demo models, whose context is 1,024, all lengths are
 scaled by --length-scale.
 
 tbt_ms.<layout>.<model>.<rate>.<p50|p95|p99>, ttft_ms.<layout>.all.<rate>.<p50|p99>, tokens_per_s.<layout>.<rate>,
 served.<layout>.<rate> (share of requests); one_request_tokens.<model>.<layout>: the longest request that is served,
-in a pool of --context-pool-bytes; and ratios (`layout_figures`).
+in a pool of --context-pool-bytes; and ratios (`layouts/figures.py`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.layout_figures import add_layout_ratios, add_load
-from benchmarks.layout_server import LAYOUTS, context_limits, layout_server, longest_request
+from benchmarks.layouts.figures import add_layout_ratios, add_load
+from benchmarks.layouts.server import LAYOUTS, context_limits, layout_server, longest_request
 from benchmarks.report import RESULTS, Report
 from crosspool.bench.run import run
 from crosspool.bench.settings import BenchSettings

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.full_models import write_model_dir
-from benchmarks.layout_memory import held_memory
-from benchmarks.layout_picture import write_pictures
-from benchmarks.layout_report import add_outlook, layouts_report, measured_loads
-from benchmarks.layout_runs import Runs, alone_ms, greedy_words, loaded, warm_up_together
-from benchmarks.layout_server import GPU_LAYOUTS, VARIANTS, layout_server
+from benchmarks.layouts.memory import held_memory
+from benchmarks.layouts.picture import write_pictures
+from benchmarks.layouts.report import add_outlook, layouts_report, measured_loads
+from benchmarks.layouts.runs import Runs, alone_ms, greedy_words, loaded, warm_up_together
+from benchmarks.layouts.server import GPU_LAYOUTS, VARIANTS, layout_server
 from benchmarks.report import RESULTS
 from crosspool.bench.settings import BenchSettings
 from crosspool.errors import CrossPoolError

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.float32_model import token_logits
 from benchmarks.full_models import full_spec
 from benchmarks.gpu_timing import guarded, write_failures
-from benchmarks.ranks_in_one_process import RanksInOneProcess
+from benchmarks.judges.float32_model import token_logits
+from benchmarks.ranks.in_one_process import RanksInOneProcess
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.device.launch import DeviceKernels
 from crosspool.backends.cuda.kv_frames.cache import PagedCache

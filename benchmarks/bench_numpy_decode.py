@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.engine_drive import Job, run_jobs, running_engine
+from benchmarks.judges.transformers_judge import TransformersModel
+from benchmarks.ranks.engine_drive import Job, run_jobs, running_engine
 from benchmarks.report import Report
-from benchmarks.transformers_judge import TransformersModel
 from crosspool.config import Layout, SchedulingConfig
 from crosspool.models.directory import read_model_dir
 from crosspool.server.garbage import settle_memory

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.planner_workload import random_loads, write_composed_day
+from benchmarks.planning.simulator_modes import DAY, RATES_RPS, compare_modes, run_day
+from benchmarks.planning.workload import random_loads, write_composed_day
 from benchmarks.report import Report
-from benchmarks.simulator_modes import DAY, RATES_RPS, compare_modes, run_day
 from crosspool.planner.demand import along_path, mean_bytes, snapshots, variance_bytes
 from crosspool.planner.plan import read_plan
 from crosspool.planner.pool_demand import estimate_pool

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.full_models import CONFIGS, full_spec, write_model_dir
-from benchmarks.gpu_ranks import start_gpu_ranks
+from benchmarks.ranks.on_gpus import start_gpu_ranks
 from benchmarks.report import RESULTS, Report
 from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine

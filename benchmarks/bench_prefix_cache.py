@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
-from benchmarks.engine_drive import engine_of, greedy_outputs
+from benchmarks.ranks.engine_drive import engine_of, greedy_outputs
 from benchmarks.report import Report
 from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
 from crosspool.core import Request, SamplingParams

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.full_models import CONFIGS, write_model_dir
-from benchmarks.judged_traffic import TIE_NATS, Answer, Traffic, Verdict, judge, plans
+from benchmarks.judges.judged_traffic import TIE_NATS, Answer, Traffic, Verdict, judge, plans
 from benchmarks.report import RESULTS, Report
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.rank_cluster import RankCluster

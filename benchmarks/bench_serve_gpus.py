@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu_ranks import start_gpu_ranks
+from benchmarks.ranks.on_gpus import start_gpu_ranks
 from benchmarks.report import RESULTS, Report
 from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from benchmarks.full_models import CONFIGS
 from benchmarks.report import RESULTS, Report
-from benchmarks.served_clients import Clients
-from benchmarks.served_faults import faults
-from benchmarks.served_process import ServedProcess
-from benchmarks.served_prompts import first_tokens, long_prompt
+from benchmarks.served.clients import Clients
+from benchmarks.served.faults import faults
+from benchmarks.served.process import ServedProcess
+from benchmarks.served.prompts import first_tokens, long_prompt
 
 
 async def run(options: argparse.Namespace) -> None:

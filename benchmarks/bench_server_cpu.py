@@ -9,7 +9,7 @@ streams are read in one process, the requests made in another. probe_client_ms: 
 network, by the same request to a process that answers anything with the bytes that the client waits for. The server
 has one core and the clients the others, so that neither waits for a core that the other is on, as over a network.
 soak_rss_growth_percent: of the process that grew most, in minutes of mixed traffic on the demo models
-(`benchmarks/server_soak.py`).
+(`benchmarks/served/soak.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.report import Report
-from benchmarks.server_soak import run_soak
-from benchmarks.stub_engine import FAST, StubEngine
+from benchmarks.served.soak import run_soak
+from benchmarks.served.stub_engine import FAST, StubEngine
 from crosspool.config import ServerConfig
 from crosspool.demo.scenario import demo_model_dirs
 from crosspool.server.app import create_app

@@ -15,7 +15,7 @@ import sys
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
-from benchmarks.engine_drive import engine_of
+from benchmarks.ranks.engine_drive import engine_of
 from benchmarks.report import Report
 from crosspool.config import DeploymentConfig, PoolsConfig
 from crosspool.core import SamplingParams

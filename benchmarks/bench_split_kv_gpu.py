@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.filled_arenas import BLOCK_FRAMES, FilledArenas
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import guarded, write_failures
+from benchmarks.kv_pool.filled_arenas import BLOCK_FRAMES, FilledArenas
+from benchmarks.ranks.stepped_cluster import SteppedCluster
 from benchmarks.report import RESULTS, Report
-from benchmarks.stepped_cluster import SteppedCluster
 from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.config import ClusterConfig
 from crosspool.core import SampledToken, SamplingParams

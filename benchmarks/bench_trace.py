@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.driven_ranks import DrivenRanks, Sequence_
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import guarded
+from benchmarks.ranks.driven import DrivenRanks, Sequence_
 from benchmarks.report import RESULTS, Report
-from benchmarks.split_model import Gpus
-from benchmarks.step_picture import step_picture
-from benchmarks.step_trace import HOST, SEGMENT, decode_steps, host_events_between_layers, read_spans
+from benchmarks.split_model.model import Gpus
+from benchmarks.traces.step_picture import step_picture
+from benchmarks.traces.step_trace import HOST, SEGMENT, decode_steps, host_events_between_layers, read_spans
 from crosspool.backends.cuda.loading.weights import random_attention_weights, random_ffn_weights
 from crosspool.cluster.config import Control
 from crosspool.cluster.rank_loop import RankLoop

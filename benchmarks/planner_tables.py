@@ -12,7 +12,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.planner_cases import (
+from benchmarks.planning.cases import (
     ENGINE_SHARE,
     H200_COUNTS,
     PAPER,
@@ -27,9 +27,9 @@ from benchmarks.planner_cases import (
     paper_split,
     pooling_gains,
 )
-from benchmarks.planner_contexts import BINS
-from benchmarks.planner_figures import figures
-from benchmarks.planner_traces import FILES, held_out_halves
+from benchmarks.planning.contexts import BINS
+from benchmarks.planning.figures import figures
+from benchmarks.planning.traces import FILES, held_out_halves
 from crosspool.planner.facts import ModelFacts
 from crosspool.planner.layouts import Hosting, Room, seen_tokens, shard_bytes, static_hosting
 from crosspool.planner.parallelism import monolithic_share_seen

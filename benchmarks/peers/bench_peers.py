@@ -29,7 +29,7 @@ from types import TracebackType
 
 from benchmarks.bench_layouts import bench_settings
 from benchmarks.bench_layouts_gpu import VOCABULARY
-from benchmarks.layout_figures import add_load
+from benchmarks.layouts.figures import add_load
 from benchmarks.peers.instances import PEERS, Instance, PeerOptions, instances, write_peer_dir
 from benchmarks.peers.spread_weights import write_plugin
 from benchmarks.report import RESULTS, Report

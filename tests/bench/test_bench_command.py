@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks.stub_engine import FAST, StubEngine
+from benchmarks.served.stub_engine import FAST, StubEngine
 from crosspool import cli
 from crosspool.bench.compare import differences
 from crosspool.bench.saved import read_result

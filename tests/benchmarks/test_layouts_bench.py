@@ -8,8 +8,8 @@ import json
 import pytest
 
 from benchmarks.bench_layouts import bench_settings
-from benchmarks.layout_figures import add_layout_ratios, add_load
-from benchmarks.layout_server import LAYOUTS
+from benchmarks.layouts.figures import add_layout_ratios, add_load
+from benchmarks.layouts.server import LAYOUTS
 from benchmarks.report import Report
 from crosspool.bench.requests import planned_requests
 from crosspool.commands.serve import deployment

@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks import bench_layouts_gpu
 from benchmarks.bench_layouts_gpu import Load
-from benchmarks.layout_memory import FRAME_BYTES, RESERVE_BYTES, kv_room, tokens_in
-from benchmarks.layout_models import kv_demand, kv_held, simulated, stage_times
-from benchmarks.layout_report import add_outlook, layouts_report
-from benchmarks.layout_runs import Runs
-from benchmarks.layout_server import GPU_LAYOUTS, beside_share
+from benchmarks.layouts.memory import FRAME_BYTES, RESERVE_BYTES, kv_room, tokens_in
+from benchmarks.layouts.predicted import kv_demand, kv_held, simulated, stage_times
+from benchmarks.layouts.report import add_outlook, layouts_report
+from benchmarks.layouts.runs import Runs
+from benchmarks.layouts.server import GPU_LAYOUTS, beside_share
 from benchmarks.report import Report
 from crosspool.units import GiB
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_traces import FILES, held_out_halves
+from benchmarks.planning.traces import FILES, held_out_halves
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 pytestmark = pytest.mark.skipif(not TRACES.is_dir(), reason="the traces are not beside this checkout")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.server_soak import run_soak
-from benchmarks.soak_requests import LEFT
+from benchmarks.served.soak import run_soak
+from benchmarks.served.soak_requests import LEFT
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "30"))
 MAX_GROWTH_PERCENT = 2.0

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from benchmarks.driven_ranks import DrivenRanks  # noqa: E402
+from benchmarks.ranks.driven import DrivenRanks  # noqa: E402
 from crosspool.backends.cuda.loading.weights import attention_weights_from_numpy, ffn_weights_from_numpy  # noqa: E402
 from crosspool.cluster import messages  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
@@ -38,7 +38,7 @@ class Rig:
     """Both ranks of a model, their hosts and devices in turn; `seed`: who goes on more often."""
 
     def __init__(self, model, monkeypatch, seed=0, *, goes_ahead=True) -> None:
-        monkeypatch.setattr("benchmarks.driven_ranks.STEP_DEADLINE_S", 120.0)  # kernels may be compiled first
+        monkeypatch.setattr("benchmarks.ranks.driven.STEP_DEADLINE_S", 120.0)  # kernels may be compiled first
         self.streams = use_fake_devices(monkeypatch)
         self.random = random.Random(seed)
         self.device_share = self.random.choice((0.3, 0.7, 0.95))

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks.bench_hop import count_turns, measure  # noqa: E402
-from benchmarks.split_model import Gpus  # noqa: E402
+from benchmarks.split_model.model import Gpus  # noqa: E402
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
 

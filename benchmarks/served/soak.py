@@ -1,0 +1,200 @@
+"""Minutes of mixed traffic on a server of the demo models, in processes of their own, and what is left afterwards.
+
+Traffic: answers read whole, streams left in the middle, whole answers not waited for, several choices, chats in three
+APIs, answers in a grammar, bad bodies, prompts far too long, metrics, health and the page's stream. Memory is read
+every few seconds for every process of the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+import psutil
+
+from benchmarks.served.soak_requests import ACTIONS, LEFT
+from crosspool.units import MiB
+
+NUM_CLIENTS = 8
+SAMPLE_EVERY_S = 2.0
+WARM_UP = 0.3  # of the whole time: caches and allocators fill
+WINDOW = 0.3  # of what follows: the first and the last of it are compared
+START_TIMEOUT_S = 120
+FILL_TIMEOUT_S = 900  # beside other work of the machine
+SETTLE_S = 15
+WORDS = ("morning", "ship", "letter", "king")
+MODELS = ("austen", "holmes", "shakespeare")
+KV_POOL = "64MiB"  # small enough to be used to the last frame
+
+
+@dataclass(slots=True)
+class SoakResult:
+    """What was asked, and what the server's processes held over time."""
+
+    seconds: float
+    statuses: Counter[int] = field(default_factory=Counter)
+    rss: dict[str, list[tuple[float, int]]] = field(default_factory=dict)  # process -> (seconds, bytes)
+    sockets_left: int = 0
+    files_grown: int = 0
+    frames_left: int = 0
+    sequences_left: int = 0
+    tasks_left: int = 0
+    exit_code: int | None = None
+    log: str = ""
+
+    @property
+    def num_left(self) -> int:
+        """Frames, sequences, tasks and sockets that nobody uses and nobody let go of."""
+        return self.frames_left + self.sequences_left + self.sockets_left + max(0, self.tasks_left)
+
+    def figures(self) -> dict[str, Any]:
+        """What is worth keeping, for JSON."""
+        return {
+            "minutes": self.seconds / 60,
+            "growth_percent": self.growth_percent(),
+            "rss_mib": {name: round(samples[-1][1] / MiB, 1) for name, samples in self.rss.items()},
+            "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
+            "num_requests": self.statuses.total(),
+            "num_left": self.num_left,
+        }
+
+    def growth_percent(self) -> dict[str, float]:
+        """By process: median memory of the last window over that of the first after the warm-up."""
+        found = {}
+        for name, samples in self.rss.items():
+            kept = [size for at, size in samples if at >= WARM_UP * self.seconds]
+            count = max(1, int(len(kept) * WINDOW))
+            found[name] = 100 * (statistics.median(kept[-count:]) / statistics.median(kept[:count]) - 1)
+        return found
+
+
+def run_soak(minutes: float, seed: int = 2026) -> SoakResult:
+    """Start a server, load it for `minutes`, let it settle, look at what is left, stop it."""
+    with _server() as (process, url, log_path):
+        result = asyncio.run(_soak(process, url, 60 * minutes, seed))
+        process.send_signal(signal.SIGTERM)
+        result.exit_code = process.wait(60)
+        with open(log_path, encoding="utf-8") as log:
+            result.log = log.read()
+    return result
+
+
+@contextlib.contextmanager
+def _server() -> Iterator[tuple[subprocess.Popen[bytes], str, str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.NamedTemporaryFile(prefix="crosspool-soak-", suffix=".log", delete=False) as log:
+        log_path = log.name
+        command = [sys.executable, "-m", "crosspool", "serve", "--port", str(port), "--kv-pool-bytes", KV_POOL]
+        process = subprocess.Popen([*command, "--log-level", "warning"], stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            with contextlib.suppress(httpx2.HTTPError):
+                if httpx2.get(f"{url}/health/ready").status_code == 200:
+                    break
+            if process.poll() is not None or time.monotonic() > deadline:
+                with open(log_path, encoding="utf-8") as log:
+                    raise RuntimeError(f"the server did not get ready: {log.read()[-2000:]}")
+            time.sleep(0.2)
+        yield process, url, log_path
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(10)
+        os.unlink(log_path)
+
+
+async def _soak(process: subprocess.Popen[bytes], url: str, seconds: float, seed: int) -> SoakResult:
+    result = SoakResult(seconds)
+    root = psutil.Process(process.pid)
+    async with httpx2.AsyncClient(base_url=url, timeout=FILL_TIMEOUT_S) as http:
+        await _fill(http)
+        tasks = await _num_tasks(http)
+        files = sum(child.num_fds() for child in _processes(root))
+    deadline = time.monotonic() + seconds
+    clients = [asyncio.create_task(_client(url, random.Random(seed + n), deadline, result)) for n in range(NUM_CLIENTS)]
+    started = time.monotonic()
+    while not all(client.done() for client in clients):
+        for child in _processes(root):
+            name = f"{child.pid} {' '.join(child.cmdline()[-2:])[:60]}"
+            result.rss.setdefault(name, []).append((time.monotonic() - started, child.memory_info().rss))
+        await asyncio.wait(clients, timeout=SAMPLE_EVERY_S)
+    for client in clients:
+        client.result()
+    await _settle(root, url, files, tasks, result)
+    return result
+
+
+async def _fill(http: httpx2.AsyncClient) -> None:
+    """Use every frame once, since memory counts from its first use; the queues are filled too."""
+    body = {"prompt": "It was " * 100, "max_tokens": 400, "ignore_eos": True}
+    asked = [http.post("/v1/completions", json={**body, "model": model}) for model in MODELS for _ in range(14)]
+    answers = await asyncio.gather(*asked)
+    assert all(answer.status_code == 200 for answer in answers), Counter(answer.status_code for answer in answers)
+
+
+async def _num_tasks(http: httpx2.AsyncClient) -> int:
+    """Tasks of the server's event loop, that of this request and of its connection included."""
+    found = re.search(r"^crosspool:server_tasks (\d+)", (await http.get("/metrics")).text, re.MULTILINE)
+    assert found is not None, "the server tells no tasks"
+    return int(found[1])
+
+
+async def _settle(root: psutil.Process, url: str, files: int, tasks: int, result: SoakResult) -> None:
+    """Wait until nothing is left, at most SETTLE_S, and note what is."""
+    until = time.monotonic() + SETTLE_S
+    while True:
+        async with httpx2.AsyncClient(base_url=url, timeout=30) as http:
+            stats = (await http.get("/stats")).json()
+            result.tasks_left = await _num_tasks(http) - tasks
+        result.frames_left = sum(pool["frames_used"] + pool["frames_reserved"] for pool in stats["pools"])
+        counts = ("num_queued", "num_prefilling", "num_decoding", "num_parked")
+        result.sequences_left = sum(model[count] for model in stats["models"] for count in counts)
+        await asyncio.sleep(0.5)
+        connections = [c for child in _processes(root) for c in child.net_connections("tcp")]
+        result.sockets_left = sum(connection.status == "ESTABLISHED" for connection in connections)
+        result.files_grown = sum(child.num_fds() for child in _processes(root)) - files
+        left = result.frames_left or result.sequences_left or result.sockets_left or result.files_grown > 0
+        left = left or result.tasks_left > 0
+        if not left or time.monotonic() > until:
+            return
+
+
+def _processes(root: psutil.Process) -> list[psutil.Process]:
+    return [root, *root.children(recursive=True)]
+
+
+async def _client(url: str, draw: random.Random, deadline: float, result: SoakResult) -> None:
+    async with httpx2.AsyncClient(base_url=url, timeout=120) as http:
+        while time.monotonic() < deadline:
+            body = {
+                "model": draw.choice(MODELS),
+                "prompt": "It was the " + " ".join(draw.choices(WORDS, k=draw.randint(1, 60))),
+                "max_tokens": draw.choice((1, 8, 32, 96)),
+                "temperature": draw.choice((0, 0.8)),
+                "ignore_eos": True,
+            }
+            action = draw.choices(ACTIONS, (3, 3, 2, 1, 1, 1, 2))[0]
+            try:
+                status = await action(http, body, draw)
+            except httpx2.TimeoutException:
+                status = LEFT
+            result.statuses[status] += 1
