@@ -10,7 +10,7 @@ import pytest
 from crosspool import preflight
 from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig
 from crosspool.errors import CheckpointError, CrossPoolError
-from crosspool.launch import prepare_models, start_engine
+from crosspool.launch import cluster_config, prepare_models, start_engine
 from crosspool.units import GiB
 from tests.support.tiny_models import write_tiny_model
 
@@ -107,3 +107,20 @@ def test_widths_are_those_of_every_kind_of_ffn(tmp_path):
     shared = next(layer.ffn.shared for layer in spec.layers if hasattr(layer.ffn, "shared"))
     assert shared is not None
     assert shared.intermediate_size in preflight.ffn_widths(spec)
+
+
+def test_ranks_on_gpus_that_are_not_there_are_told_in_one_line_before_any_starts(monkeypatch):
+    pools = PoolsConfig(backend="cuda", num_gpus=3, prefill="dedicated", kv_pool_bytes=GiB)
+    cluster = cluster_config(DeploymentConfig(models=(), pools=pools))
+    preflight.check_gpus(cluster, num_gpus=3)
+    with pytest.raises(
+        CrossPoolError, match=r"^w0 on GPU 1, p0 on GPU 2: this machine has 1 GPU, numbered from 0; set"
+    ):
+        preflight.check_gpus(cluster, num_gpus=1)
+    with pytest.raises(CrossPoolError, match=r"^p0 on GPU 2: this machine has 2 GPUs, .*set gpus or prefill_gpus$"):
+        preflight.check_gpus(cluster, num_gpus=2)
+    preflight.check_gpus(replace(cluster, layout="inprocess"), num_gpus=1)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: name)
+    monkeypatch.setattr(preflight, "count_gpus", lambda: 0)
+    with pytest.raises(CrossPoolError, match="this machine has no GPU"):
+        start_engine(DeploymentConfig(models=(), pools=pools))

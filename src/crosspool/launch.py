@@ -26,7 +26,7 @@ from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import DType, ModelSpec
 from crosspool.models.tensors import weight_bytes
 from crosspool.prefill_room import with_prefill_room
-from crosspool.preflight import check_machine, check_slices, check_whole_models
+from crosspool.preflight import check_gpus, check_machine, check_slices, check_whole_models
 from crosspool.ranks import (
     are_apart,
     arenas,
@@ -219,6 +219,7 @@ def start_engine(config: DeploymentConfig, models: Sequence[PreparedModel] = ())
     config = with_prefill_room(config, specs)
     cluster = cluster_config(config)
     check_machine(config.pools)
+    check_gpus(cluster)
     check_whole_models(config.pools, sum(map(weight_bytes, specs)))
     return AsyncEngine(Engine(engine_config(config), _start_cluster(cluster, config)).start())
 

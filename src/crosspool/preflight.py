@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from ctypes.util import find_library
 from importlib.util import find_spec
 
+from crosspool.backends.cuda.device.gpu_count import count_gpus
+from crosspool.cluster.checks import check_devices
+from crosspool.cluster.config import ClusterConfig
 from crosspool.config import PoolsConfig
 from crosspool.errors import CrossPoolError
 from crosspool.models.spec import DenseFFNSpec, ModelSpec
@@ -40,6 +43,21 @@ def check_machine(pools: PoolsConfig, memory_bytes: int | None = None) -> None:
         raise CrossPoolError(
             f"{sizes}{ranks}, and this machine has {have / GiB:.1f} GiB of memory for that{beside}; set less"
         )
+
+
+def check_gpus(cluster: ClusterConfig, num_gpus: int | None = None) -> None:
+    """num_gpus: of this machine, found out if None. Raises CrossPoolError where a rank is placed on one beyond them.
+
+    Ranks within this process look for themselves: the driver must not start here before they have set it up.
+    """
+    if cluster.backend != "cuda" or cluster.layout != "processes":
+        return
+    have = count_gpus() if num_gpus is None else num_gpus
+    if have is not None:
+        try:
+            check_devices(cluster.device_of, have)
+        except ValueError as error:
+            raise CrossPoolError(str(error)) from None
 
 
 def check_whole_models(pools: PoolsConfig, num_bytes: int, memory_bytes: int | None = None) -> None:

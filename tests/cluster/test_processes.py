@@ -1,8 +1,10 @@
-"""Which messages make a host that naps look at once."""
+"""Which messages make a host that naps look at once, and that one which still starts ends at once."""
 
 from __future__ import annotations
 
+import logging
 import select
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,9 @@ from crosspool.cluster.doorbell import Board, Doorbell
 from crosspool.cluster.messages import AbortStep, Forget, Step
 from crosspool.cluster.processes import ProcessHost
 from crosspool.cluster.region import ArrayRegion
+from crosspool.cluster.start import start_cluster
 from crosspool.scheduler.step import StepHeader
+from tests.support.real_cluster import make_config
 
 HEADER = StepHeader(lane=0, model="m", step_seq=2, phase="decode", num_tokens=1)
 
@@ -56,3 +60,15 @@ def test_what_had_no_room_in_the_socket_ends_a_nap_when_it_is_sent(host):
     host.board.set_napping(0)
     assert host.process.flush()
     assert has_rung(host)
+
+
+def test_a_process_that_still_starts_does_not_hold_up_the_end(caplog):
+    cluster = start_cluster(make_config("processes", 1, backend="tests.support.slow_to_start"))
+    cluster.poll(0.1)
+    processes = [host._process for host in cluster._hosts]
+    begin_s = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        cluster.close()
+    assert time.monotonic() - begin_s < 2.0
+    assert [record.getMessage() for record in caplog.records] == []
+    assert all(process.returncode is not None for process in processes)

@@ -1,8 +1,18 @@
-"""What the cluster refuses: models that cannot be placed, steps that no rank could run. Pure."""
+"""What the cluster refuses: GPUs that are not there, models that cannot be placed, steps no rank could run. Pure."""
+
+from collections.abc import Mapping
 
 from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.config import ClusterConfig
 from crosspool.scheduler.step import StepHeader
+
+
+def check_devices(device_of: Mapping[str, int], num_gpus: int) -> None:
+    """device_of: each rank's GPU. Raises ValueError for one that the machine does not have."""
+    beyond = [f"{rank} on GPU {device}" for rank, device in device_of.items() if device >= num_gpus]
+    if beyond:
+        have = "no GPU" if num_gpus == 0 else f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}, numbered from 0"
+        raise ValueError(f"{', '.join(beyond)}: this machine has {have}; set gpus or prefill_gpus")
 
 
 def check_placement(placement: ModelPlacement, config: ClusterConfig) -> None:

@@ -200,12 +200,18 @@ class RankCluster:
         return {rank: host.pid for host in self._hosts for rank in host.ranks if host.pid is not None}
 
     def close(self) -> None:
-        """Stop every rank; nothing of it is left. A second call does nothing."""
+        """Stop every rank; nothing of it is left. A second call does nothing.
+
+        A process that is still starting hears nothing for seconds and holds nothing yet: it is killed.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         for host in self._hosts:
-            if self._supervisor.is_up(host.ranks[0]):
+            state = self._supervisor.state(host.ranks[0])
+            if state is RankState.STARTING and host.pid is not None:
+                host.kill()
+            elif self._supervisor.is_up(host.ranks[0]):
                 host.send(host.ranks[0], messages.Stop())
         until_s = time.monotonic() + STOP_TIMEOUT_S
         if all([host.end(until_s) for host in self._hosts]):

@@ -20,6 +20,7 @@ from crosspool.backends.cuda.kv_rank.kv_worker import CudaAttentionWorker
 from crosspool.backends.cuda.prefill_rank.prefill_worker import CudaPrefillWorker
 from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker
+from crosspool.cluster.checks import check_devices
 from crosspool.cluster.config import Control, Transport
 from crosspool.kv_pool.backing.base import BackingKind
 
@@ -37,7 +38,7 @@ def join_halves(attention: AttentionWorker, ffn: FFNWorker, kv_rank: str, weight
 
 
 class CudaWorkers:
-    """What the workers of one rank are made of. Raises ValueError where its GPU does not exist."""
+    """What the workers of one rank are made of. Raises ValueError where its GPU, or a peer's, does not exist."""
 
     def __init__(
         self,
@@ -61,9 +62,8 @@ class CudaWorkers:
         always free for decode's kernels.
         """
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(MAX_CONNECTIONS))  # read when CUDA starts
-        index, count = devices[rank], torch.cuda.device_count()
-        if index >= count:
-            raise ValueError(f"{rank} is placed on GPU {index}, but this machine has {count}; set gpus or prefill_gpus")
+        check_devices(devices, torch.cuda.device_count())
+        index = devices[rank]
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         pin_ahead()
