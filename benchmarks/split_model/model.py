@@ -42,13 +42,15 @@ Route = Literal["ffn", "kv"]
 class Gpus:
     """The GPUs of this process, each with its kernels, all reachable from one another."""
 
-    def __init__(self, count: int) -> None:
-        self.devices = [torch.device("cuda", idx) for idx in range(count)]
+    def __init__(self, count: int, num_physical: int | None = None) -> None:
+        """num_physical: GPUs that `count` are spread over, where there are fewer; None: each is one."""
+        spread = num_physical or count
+        self.devices = [torch.device("cuda", idx % spread) for idx in range(count)]
         self.kernels = [DeviceKernels(device) for device in self.devices]
         driver = Driver("bench")
-        for idx, device in enumerate(self.devices):
-            with torch.cuda.device(device):
-                for peer in range(count):
+        for idx in range(spread):
+            with torch.cuda.device(idx):
+                for peer in range(spread):
                     if peer != idx:
                         driver.enable_peer_access(peer)
 

@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -23,7 +24,7 @@ from crosspool.launch import cluster_config, engine_config, prepare_models  # no
 from crosspool.units import MiB  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
-pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 FAMILIES = ("qwen3_moe", "deepseek_v2")
 CHUNK = 192
@@ -31,6 +32,7 @@ ONE_PLACE, TWO_PLACES = 12 * MiB, 40 * MiB
 OWN_GPU = {"num_gpus": 2}
 BESIDE_THE_KV_RANK = {"num_gpus": 2, "prefill_gpus": (0,)}
 ALL_ON_ONE = {"num_gpus": 1}
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="places ranks on two GPUs; this machine has one")
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +46,9 @@ def models(tmp_path_factory):
 class Running:
     """A deployment with its models loaded, and the prefill steps that it was given."""
 
-    def __init__(self, config: DeploymentConfig) -> None:
-        self.cluster = start_cluster(cluster_config(config))
+    def __init__(self, config: DeploymentConfig, hosts: tuple[tuple[str, ...], ...] | None) -> None:
+        cluster = cluster_config(config)
+        self.cluster = start_cluster(cluster if hosts is None else replace(cluster, hosts=hosts))
         self.num_dedicated = self.num_inline = 0
         submit = self.cluster.submit
 
@@ -80,9 +83,9 @@ class Running:
 
 
 @asynccontextmanager
-async def deployed(models, placed, room, **pools):
-    if room:
-        pools |= {"prefill": "dedicated", "prefill_pool_bytes": room}
+async def deployed(models, placed, room, hosts=None):
+    """room: of the prefill rank; 0: there is none. hosts: ranks that share a process, if not those of a GPU."""
+    pools = {"prefill": "dedicated", "prefill_pool_bytes": room} if room else {}
     config = DeploymentConfig(
         models=models,
         pools=PoolsConfig(backend="cuda", kv_pool_bytes=64 * MiB, **placed, **pools),
@@ -90,7 +93,7 @@ async def deployed(models, placed, room, **pools):
             max_num_batched_tokens=CHUNK, batch_invariant=True, enable_prefix_caching=False, max_num_seqs=8
         ),
     )
-    prepared, running = prepare_models(config), Running(config)
+    prepared, running = prepare_models(config), Running(config, hosts)
     try:
         for model in prepared:
             await running.engine.add_model(model.served)
@@ -112,8 +115,12 @@ def expected(models):
 
 @pytest.mark.parametrize(
     ("placed", "room"),
-    [(OWN_GPU, TWO_PLACES), (BESIDE_THE_KV_RANK, ONE_PLACE), (ALL_ON_ONE, ONE_PLACE)],
-    ids=["own-gpu", "beside-the-kv-rank", "all-on-one"],
+    [
+        pytest.param(ALL_ON_ONE, ONE_PLACE, id="all-on-one"),
+        pytest.param(ALL_ON_ONE, TWO_PLACES, id="all-on-one-both-in-place"),
+        pytest.param(OWN_GPU, TWO_PLACES, id="own-gpu", marks=TWO_GPUS),
+        pytest.param(BESIDE_THE_KV_RANK, ONE_PLACE, id="beside-the-kv-rank", marks=TWO_GPUS),
+    ],
 )
 def test_prompts_of_a_prefill_rank_give_the_tokens_of_the_pools(models, expected, placed, room):
     async def check():
@@ -126,8 +133,11 @@ def test_prompts_of_a_prefill_rank_give_the_tokens_of_the_pools(models, expected
 
 
 def test_models_take_turns_and_a_killed_prefill_rank_costs_no_request(models, expected):
+    """On one GPU the prefill rank takes turns with the pools on it, in a process of its own."""
+    placed = OWN_GPU if torch.cuda.device_count() > 1 else ALL_ON_ONE
+
     async def check():
-        async with deployed(models, OWN_GPU, ONE_PLACE) as running:
+        async with deployed(models, placed, ONE_PLACE, hosts=(("kv0", "w0"),)) as running:
             hurt = asyncio.create_task(running.answers("hurt"))
             await asyncio.sleep(0.03)
             running.kill("p0")
