@@ -36,14 +36,25 @@ def test_of_pools_on_gpus_only_host_memory_is_this_machines(monkeypatch):
 
 def test_whole_models_beyond_host_memory_are_refused_where_prefill_ranks_keep_them_there():
     pools = PoolsConfig(backend="cuda", prefill="dedicated", num_prefill_ranks=2)
-    preflight.check_whole_models(pools, 10 * GiB, memory_bytes=20 * GiB)
+    preflight.check_whole_models(pools, {"a": 4 * GiB, "b": 6 * GiB}, memory_bytes=20 * GiB)
+    assert preflight.host_bytes_for_models(pools, 20 * GiB) == 10 * GiB
     with pytest.raises(
         CrossPoolError, match=r"each of 2 prefill ranks .* 11\.0 GiB; this machine has 20\.0 GiB: serve"
     ):
-        preflight.check_whole_models(pools, 11 * GiB, memory_bytes=20 * GiB)
+        preflight.check_whole_models(pools, {"a": 5 * GiB, "b": 6 * GiB}, memory_bytes=20 * GiB)
     with pytest.raises(CrossPoolError, match=r"10\.0 GiB beside host pools of 2\.0 GiB; this machine has 20\.0 GiB"):
-        preflight.check_whole_models(replace(pools, host_pool_bytes=2 * GiB), 10 * GiB, memory_bytes=20 * GiB)
-    preflight.check_whole_models(PoolsConfig(backend="cuda"), 11 * GiB, memory_bytes=GiB)
+        preflight.check_whole_models(replace(pools, host_pool_bytes=2 * GiB), {"a": 10 * GiB}, memory_bytes=20 * GiB)
+    preflight.check_whole_models(PoolsConfig(backend="cuda"), {"a": 11 * GiB}, memory_bytes=GiB)
+    assert preflight.host_bytes_for_models(PoolsConfig(backend="cuda"), GiB) is None
+
+
+def test_a_model_larger_than_a_prefill_ranks_room_is_told_before_anything_is_loaded():
+    pools = PoolsConfig(backend="cuda", prefill="dedicated", prefill_pool_bytes=5 * GiB)
+    preflight.check_whole_models(pools, {"a": 5 * GiB}, memory_bytes=20 * GiB)
+    with pytest.raises(
+        CrossPoolError, match=r"^b takes 6\.0 GiB whole and prefill_pool_bytes is 5\.0 GiB; set at least"
+    ):
+        preflight.check_whole_models(pools, {"a": 5 * GiB, "b": 6 * GiB}, memory_bytes=20 * GiB)
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):

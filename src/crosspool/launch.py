@@ -24,9 +24,9 @@ from crosspool.errors import CheckpointError, CrossPoolError, UnsupportedModelEr
 from crosspool.model_source import model_directory
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import DType, ModelSpec
-from crosspool.models.tensors import weight_bytes
+from crosspool.models.whole_size import whole_bytes
 from crosspool.prefill_room import with_prefill_room
-from crosspool.preflight import check_gpus, check_machine, check_slices, check_whole_models
+from crosspool.preflight import check_gpus, check_machine, check_slices, check_whole_models, host_bytes_for_models
 from crosspool.ranks import (
     are_apart,
     arenas,
@@ -93,6 +93,7 @@ def engine_config(config: DeploymentConfig) -> EngineConfig:
         kv_ranks=kv_ranks(config),
         prefill_ranks=prefill_ranks(config),
         prefill_pool_bytes=config.pools.prefill_pool_bytes or 0,
+        prefill_host_bytes=host_bytes_for_models(config.pools),
         num_decode_lanes=num_decode_lanes,
         num_prefill_lanes=num_prefill_lanes,
         decode_steps=scheduling.decode_steps,
@@ -220,7 +221,10 @@ def start_engine(config: DeploymentConfig, models: Sequence[PreparedModel] = ())
     cluster = cluster_config(config)
     check_machine(config.pools)
     check_gpus(cluster)
-    check_whole_models(config.pools, sum(map(weight_bytes, specs)))
+    check_whole_models(
+        config.pools,
+        {model.served.name: whole_bytes(model.served.spec) for model in models if model.served.prefill_ranks},
+    )
     return AsyncEngine(Engine(engine_config(config), _start_cluster(cluster, config)).start())
 
 

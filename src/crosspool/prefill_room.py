@@ -6,12 +6,10 @@ from itertools import accumulate
 
 from crosspool.config import DeploymentConfig
 from crosspool.models.spec import ModelSpec
-from crosspool.models.tensors import weight_bytes
+from crosspool.models.whole_size import whole_bytes
 from crosspool.ranks import gpu_of, prefill_ranks
+from crosspool.scheduler.residency import SWITCH_BYTES_PER_S
 from crosspool.units import GiB, align_up, format_bytes
-
-SLACK = 1.02
-"""What a model takes there, in parts of its weights: layers are padded, routers lie there twice."""
 
 
 def with_prefill_room(config: DeploymentConfig, models: Sequence[ModelSpec]) -> DeploymentConfig:
@@ -19,7 +17,7 @@ def with_prefill_room(config: DeploymentConfig, models: Sequence[ModelSpec]) -> 
     pools = config.pools
     if pools.backend != "cuda" or pools.prefill != "dedicated" or pools.prefill_pool_bytes is not None or not models:
         return config
-    room = align_up(int(2 * SLACK * max(map(weight_bytes, models))), GiB)
+    room = align_up(2 * max(map(whole_bytes, models)), GiB)
     return replace(config, pools=replace(pools, prefill_pool_bytes=room))
 
 
@@ -29,10 +27,11 @@ def prefill_summary(config: DeploymentConfig, models: Sequence[ModelSpec]) -> st
     if pools.backend != "cuda" or pools.prefill != "dedicated" or not models:
         return None
     room, gpus = pools.prefill_pool_bytes or 0, gpu_of(config)
-    sizes = sorted(map(weight_bytes, models), reverse=True)
-    num_in_place = sum(SLACK * total <= room for total in accumulate(sizes))
+    sizes = sorted(map(whole_bytes, models), reverse=True)
+    num_in_place = sum(total <= room for total in accumulate(sizes))
     where = ", ".join(f"{rank} on GPU {gpus[rank]}" for rank in prefill_ranks(config))
     return (
         f"prompts run on {where}: {format_bytes(sum(sizes))} of models in host memory for each, "
-        f"{format_bytes(room)} of its GPU for those in place, {num_in_place} of the largest at once"
+        f"{format_bytes(room)} of its GPU for those in place, {num_in_place} of the largest at once; "
+        f"bringing one in takes up to {sizes[0] / SWITCH_BYTES_PER_S:.1f} s"
     )

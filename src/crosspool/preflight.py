@@ -1,7 +1,7 @@
 """What a deployment asks of this machine and of its models' shapes, looked at before any process starts."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes.util import find_library
 from importlib.util import find_spec
 
@@ -11,7 +11,7 @@ from crosspool.cluster.config import ClusterConfig
 from crosspool.config import PoolsConfig
 from crosspool.errors import CrossPoolError
 from crosspool.models.spec import DenseFFNSpec, ModelSpec
-from crosspool.units import GiB
+from crosspool.units import GiB, format_bytes
 from crosspool.weights_pool.placement import intermediate_slices
 
 BACKEND_PACKAGES = {"numpy": (), "cuda": ("torch", "triton")}
@@ -60,22 +60,46 @@ def check_gpus(cluster: ClusterConfig, num_gpus: int | None = None) -> None:
             raise CrossPoolError(str(error)) from None
 
 
-def check_whole_models(pools: PoolsConfig, num_bytes: int, memory_bytes: int | None = None) -> None:
-    """num_bytes: of all models whole, which every prefill rank of GPUs keeps in host memory, beside the host pool.
+def host_bytes_for_models(pools: PoolsConfig, memory_bytes: int | None = None) -> int | None:
+    """Host memory that each prefill rank of GPUs may fill with whole models; None: no such rank, or nobody tells.
 
-    memory_bytes: of this machine, found out if None. Raises CrossPoolError where it has less.
+    memory_bytes: of this machine, found out if None.
+    """
+    if pools.backend != "cuda" or pools.prefill != "dedicated":
+        return None
+    have = physical_memory_bytes() if memory_bytes is None else memory_bytes
+    return None if have is None else max(0, have - _host_pools(pools)) // pools.num_prefill_ranks
+
+
+def check_whole_models(pools: PoolsConfig, sizes: Mapping[str, int], memory_bytes: int | None = None) -> None:
+    """sizes: of each model whole, which every prefill rank of GPUs keeps in host memory, beside the host pool.
+
+    memory_bytes: of this machine, found out if None. Raises CrossPoolError where it has less, or where a prefill rank's
+    GPU has less for one of them.
     """
     have = physical_memory_bytes() if memory_bytes is None else memory_bytes
-    if pools.backend != "cuda" or pools.prefill != "dedicated" or have is None:
+    room = host_bytes_for_models(pools, have)
+    if room is None:
         return
-    beside = pools.host_pool_bytes * pools.num_kv_ranks
-    if num_bytes * pools.num_prefill_ranks + beside > have:
+    for name, size in sizes.items():
+        if pools.prefill_pool_bytes is not None and size > pools.prefill_pool_bytes:
+            raise CrossPoolError(
+                f"{name} takes {format_bytes(size)} whole and prefill_pool_bytes is "
+                f"{format_bytes(pools.prefill_pool_bytes)}; set at least {format_bytes(size)}, or prefill inline"
+            )
+    num_bytes, beside = sum(sizes.values()), _host_pools(pools)
+    if num_bytes > room:
+        assert have is not None
         pool = f" beside host pools of {beside / GiB:.1f} GiB" if beside else ""
         raise CrossPoolError(
             f"prefill is dedicated, and each of {pools.num_prefill_ranks} prefill ranks keeps all models in host "
             f"memory, {num_bytes / GiB:.1f} GiB{pool}; this machine has {have / GiB:.1f} GiB: "
             "serve fewer, or use inline"
         )
+
+
+def _host_pools(pools: PoolsConfig) -> int:
+    return pools.host_pool_bytes * pools.num_kv_ranks
 
 
 def _has_nvshmem() -> bool:

@@ -18,6 +18,7 @@ from crosspool.engine.expand import sequence_seed
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.errors import (
+    CapacityError,
     CheckpointError,
     ContextLengthError,
     DeadlineExceededError,
@@ -26,6 +27,7 @@ from crosspool.errors import (
     UnknownModelError,
     WorkerLostError,
 )
+from crosspool.models.whole_size import whole_bytes
 from tests.support.clocked_cluster import ClockedCluster
 from tests.support.core_drive import a_config, a_model
 from tests.support.scripted_tokens import VOCAB_SIZE, expected_tokens
@@ -402,3 +404,14 @@ async def test_a_sink_that_raises_ends_only_its_own_request():
         rig.engine.submit(a_request("broken", max_tokens=1500), broken)
         assert len(await collect(rig.face.generate(a_request("good")))) == 6
         await rig.until_empty()
+
+
+async def test_a_model_that_a_prefill_ranks_host_has_no_room_for_is_refused_before_it_is_loaded():
+    rig = Rig(prefill_ranks=("p0",), prefill_host_bytes=whole_bytes(MODELS[0].spec))
+    async with rig:
+        later = [replace(a_model(name, max_context=2000), prefill_ranks=("p0",)) for name in "rs"]
+        loading = rig.engine.add_model(later[0])
+        with pytest.raises(CapacityError, match=r"^s takes .* of host memory on each prefill rank, beside .* of r, "):
+            rig.engine.add_model(later[1])
+        assert "s" not in {info.name for info in rig.engine.models()}
+        assert loading is not None

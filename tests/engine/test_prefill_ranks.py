@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from crosspool.engine.batcher import Chunk
 from crosspool.engine.prefill_ranks import with_bounded_past
 from crosspool.engine.sequence import Sequence
+from crosspool.engine.whole_models import check_whole_model
+from crosspool.errors import CapacityError
+from crosspool.models.whole_size import whole_bytes
 from tests.support.core_drive import Drive, a_config, a_model
 
 
@@ -150,3 +155,35 @@ def test_what_crosses_at_once_is_bounded_but_for_a_single_sequence():
     assert with_bounded_past(chunks, 50) == chunks[:2]
     assert with_bounded_past(chunks, 51) == chunks
     assert with_bounded_past(chunks, 10) == chunks[:1]
+
+
+def test_a_model_that_comes_later_must_fit_the_room_and_the_hosts_memory():
+    def check(model, *others, **bounds):
+        check_whole_model(model, others, a_config(512, prefill_ranks=("p0",), **bounds))
+
+    first, second = (a_model(name, prefill_ranks=("p0",)) for name in "ab")
+    size = whole_bytes(first.spec)
+    check(second, first, prefill_pool_bytes=size, prefill_host_bytes=2 * size)
+    check(second, first)
+    check(a_model("b"), first, prefill_pool_bytes=1, prefill_host_bytes=1)
+    with pytest.raises(CapacityError, match=r"^b takes .* whole and prefill_pool_bytes is .*; set at least"):
+        check(second, first, prefill_pool_bytes=size - 1)
+    with pytest.raises(
+        CapacityError, match=r"^b takes .* of host memory .*, beside .* of a, and each may use .*; unload"
+    ):
+        check(second, first, prefill_host_bytes=2 * size - 1)
+    check(second, second, a_model("c"), prefill_host_bytes=size)
+
+
+def test_models_in_place_are_counted_as_the_rank_counts_them():
+    """Two models of which the weights alone would fit at once, but not as they lie there, take turns."""
+    drive = drive_of("a", "b", prefill_pool_bytes=2 * whole_bytes(a_model("a").spec) - 1)
+    for name in "abab":
+        drive.add(name, prompt=16, max_tokens=1)
+        drive.run()
+    assert drive.core.stats(drive.now).prefill_switches == {"p0": 4}
+    drive = drive_of("a", "b", prefill_pool_bytes=2 * whole_bytes(a_model("a").spec))
+    for name in "abab":
+        drive.add(name, prompt=16, max_tokens=1)
+        drive.run()
+    assert drive.core.stats(drive.now).prefill_switches == {"p0": 2}

@@ -22,6 +22,7 @@ class EngineConfig:
     kv_ranks: tuple[str, ...] = ("kv0",)  # in the order in which their frames are numbered, as the cluster has them
     prefill_ranks: tuple[str, ...] = ()  # that compute prompts beside the pools, a prefill lane each
     prefill_pool_bytes: int = 0  # of each prefill rank: what models in place may take; 0: it holds one at a time
+    prefill_host_bytes: int | None = None  # of the host's memory, for each prefill rank's models; None: not bounded
     num_decode_lanes: int = 2
     num_prefill_lanes: int = 1
     decode_steps: int = 1  # that a batch may take by itself before the engine hands out more

@@ -9,6 +9,7 @@ from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import ModelInfo
+from crosspool.engine.whole_models import check_whole_model
 from crosspool.errors import CapacityError, CheckpointError, CrossPoolError, UnknownModelError, WorkerLostError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,12 @@ class Models:
         self._lost_ranks: set[str] = set()
 
     def register(self, model: ServedModel) -> RegisteredModel:
-        """Take a model in as loading. Raises ValueError for a taken name, CapacityError if the pool cannot hold it."""
+        """Take a model in as loading.
+
+        Raises ValueError for a taken name, CapacityError if the pool, or a prefill rank, cannot hold it.
+        """
+        others = [held.model for held in self.registry if held.info.state != "failed"]
+        check_whole_model(model, others, self._core.config)
         return self.registry.add(model, self._core.context_limit(model), serving=model.name in self._core.loads)
 
     def ready_model(self, name: str) -> ServedModel:

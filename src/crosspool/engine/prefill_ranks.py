@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from crosspool.engine.batcher import Chunk
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.ranks import RankHealth
-from crosspool.models.tensors import weight_bytes
+from crosspool.models.whole_size import whole_bytes
 from crosspool.scheduler.residency import Residency, WaitingModel
 
 
@@ -20,6 +20,7 @@ class PrefillRanks:
         """room_bytes: of each rank, for models that are in place at once; 0: one at a time."""
         self._names, self._ranks = tuple(names), ranks
         self._residencies = {name: Residency(room_bytes=room_bytes) for name in names}
+        self._sizes: dict[str, int] = {}  # by model: what it takes there
 
     def of_lane(self, number: int) -> str | None:
         """The rank of the prefill lane of this number, if it is up."""
@@ -38,11 +39,11 @@ class PrefillRanks:
         for load in loads:
             arrivals = [sequence.request.arrival_s for sequence in load.prefilling.values() if not sequence.in_step]
             if arrivals:
-                waiting.append(WaitingModel(load.model.name, min(arrivals), weight_bytes(load.model.spec)))
+                waiting.append(WaitingModel(load.model.name, min(arrivals), self._bytes(load)))
         return self._residencies[rank].order(waiting, now_s)
 
     def take(self, rank: str, load: ModelLoad) -> None:
-        self._residencies[rank].take(load.model.name, weight_bytes(load.model.spec))
+        self._residencies[rank].take(load.model.name, self._bytes(load))
 
     def lost(self, rank: str) -> None:
         """A rank is away; a prefill rank comes back with no model in place."""
@@ -50,8 +51,15 @@ class PrefillRanks:
             self._residencies[rank].lost()
 
     def remove_model(self, name: str) -> None:
+        self._sizes.pop(name, None)
         for residency in self._residencies.values():
             residency.forget(name)
+
+    def _bytes(self, load: ModelLoad) -> int:
+        name = load.model.name
+        if name not in self._sizes:
+            self._sizes[name] = whole_bytes(load.model.spec)
+        return self._sizes[name]
 
     @property
     def num_switches(self) -> dict[str, int]:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PATIENCE = 4.0
-SWITCH_BYTES_PER_S = 50e9
-"""From pinned host memory: a PCIe 5 bus gives 55 GB/s (`benchmarks/results/reload_h200_2026-11-30.md`)."""
+SWITCH_BYTES_PER_S = 55e9
+"""From pinned host memory over a PCIe 5 bus (`benchmarks/results/prefill_dedicated_h200-x2_2026-11-30.md`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
 from crosspool.backends.cuda.device.launch import CudaError  # noqa: E402
 from crosspool.backends.cuda.loading.streaming import stream_share  # noqa: E402
 from crosspool.backends.cuda.loading.weights import pack_attention_weights, pack_ffn_weights  # noqa: E402
-from crosspool.backends.cuda.loading.whole_weights import tensors_of  # noqa: E402
+from crosspool.backends.cuda.loading.whole_weights import mapped  # noqa: E402
 from crosspool.backends.cuda.prefill_rank import host_model  # noqa: E402
 from crosspool.backends.cuda.prefill_rank.host_blob import HUGE_PAGE_BYTES, HostBlob  # noqa: E402
 from crosspool.backends.cuda.prefill_rank.host_model import OWN, load_whole  # noqa: E402
@@ -19,6 +19,7 @@ from crosspool.backends.cuda.prefill_rank.places import Place  # noqa: E402
 from crosspool.backends.cuda.prefill_rank.swap import Swapper  # noqa: E402
 from crosspool.cluster.base import ModelPlacement  # noqa: E402
 from crosspool.models.directory import ModelDirectory, read_model_dir  # noqa: E402
+from crosspool.models.whole_size import whole_bytes  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.judge
@@ -39,6 +40,12 @@ def placement_of(directory: ModelDirectory) -> ModelPlacement:
         frame_bytes=2**16,
         kv_dtype="bfloat16",
     )
+
+
+def tensors_of(weights: object) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    mapped(weights, lambda tensor: found.append(tensor) or tensor)
+    return found
 
 
 def nothing(loaded: int, total: int) -> None: ...
@@ -93,6 +100,7 @@ def test_a_whole_model_is_both_pools_weights_and_comes_to_a_place_as_it_is(famil
                 assert pairs
                 assert all(torch.equal(one, other) for one, other in pairs)
     groups = host.blob.groups
+    assert host.num_bytes == whole_bytes(spec)
     assert list(groups) == [OWN, *range(spec.num_layers)]
     for number, layer in enumerate(host.weights.layers):
         at = [host.blob.offset(tensor) for tensor in tensors_of(layer)]

@@ -8,13 +8,8 @@ import torch
 
 from crosspool.backends.cuda.loading.attention_weights import AttentionLayerWeights
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
-from crosspool.models.spec import ModelSpec
-from crosspool.models.tensors import FLOAT32_TENSORS, model_tensors
 
 T = TypeVar("T")
-
-ALIGNED_BYTES = 256
-"""At whose multiples a tensor begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,33 +47,3 @@ def _holds_tensors(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return True
     return is_dataclass(value) and any(_holds_tensors(getattr(value, field.name)) for field in fields(value))
-
-
-def tensors_of(weights: object) -> list[torch.Tensor]:
-    """Every tensor of a dataclass of weights."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    mapped(weights, note)
-    return found
-
-
-def ffn_bytes(spec: ModelSpec, layer: int) -> int:
-    """The most that a layer's FFN takes, each tensor aligned: canonical tensors, the router with a row for a gated
-    shared expert, and its three parts in bfloat16."""
-    total = 0
-    for tensor in model_tensors(spec):
-        if tensor.pool == "weights" and tensor.layer == layer:
-            size = 4 if tensor.name in FLOAT32_TENSORS else 2
-            total += padded(size * tensor.num_elements)
-            if tensor.name == "router":
-                rows, width = tensor.shape
-                total += padded(4 * (rows + 1) * width) + padded(3 * 2 * (rows + 1) * width)
-    return total
-
-
-def padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES

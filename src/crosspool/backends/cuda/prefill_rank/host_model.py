@@ -14,23 +14,17 @@ from crosspool.backends.cuda.loading.ffn_weights import pack_ffn
 from crosspool.backends.cuda.loading.random_slices import SEED, draw_share
 from crosspool.backends.cuda.loading.streaming import Tensors, stream_share
 from crosspool.backends.cuda.loading.weights import AttentionWeights, pack_attention_weights, random_layers
-from crosspool.backends.cuda.loading.whole_weights import (
-    WholeLayer,
-    WholeWeights,
-    ffn_bytes,
-    mapped,
-    padded,
-    tensors_of,
-)
+from crosspool.backends.cuda.loading.whole_weights import WholeLayer, WholeWeights, mapped
 from crosspool.backends.cuda.prefill_rank.host_blob import HostBlob
 from crosspool.cluster.base import ModelPlacement
 from crosspool.models.directory import ModelDirectory
 from crosspool.models.spec import ModelSpec
 from crosspool.models.tensors import weight_bytes
+from crosspool.models.whole_size import whole_groups
 from crosspool.units import GiB
 
 CPU = torch.device("cpu")
-OWN = -1
+OWN = None
 """The group of the model's own tensors; a layer's has its number."""
 
 
@@ -59,7 +53,7 @@ def load_whole(directory: ModelDirectory, placement: ModelPlacement, site: Site,
         progress(min(done, total), total)
 
     attention = _attention(directory, placement, site, told)
-    sizes = _sizes(spec, attention)
+    sizes: dict[Hashable, int] = dict(whole_groups(spec).items())
     try:
         blob = HostBlob(site, sizes)
     except (OSError, CudaError) as failure:
@@ -94,14 +88,6 @@ def load_whole(directory: ModelDirectory, placement: ModelPlacement, site: Site,
     return HostModel(spec, blob, WholeWeights(embed=embed, final_norm=final_norm, layers=tuple(layers)))
 
 
-def _sizes(spec: ModelSpec, attention: AttentionWeights) -> dict[Hashable, int]:
-    """Bytes of each group, the model's own first, since a chunk needs it first."""
-    sizes: dict[Hashable, int] = {OWN: sum(padded(each.nbytes) for each in (attention.embed, attention.final_norm))}
-    for number, layer in enumerate(attention.layers):
-        sizes[number] = sum(padded(tensor.nbytes) for tensor in tensors_of(layer)) + ffn_bytes(spec, number)
-    return sizes
-
-
 def _attention(
     directory: ModelDirectory, placement: ModelPlacement, site: Site, progress: Progress
 ) -> AttentionWeights:
@@ -119,7 +105,7 @@ def _ffn(
     if not placement.has_random_weights:
 
         def room(layer: int | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return blob.put(OWN if layer is None else layer, shape, dtype)
+            return blob.put(layer, shape, dtype)
 
         _, layers = stream_share(directory, "weights", CPU, progress, room=room)
         yield from layers
