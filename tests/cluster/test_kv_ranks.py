@@ -13,7 +13,6 @@ from crosspool.cluster.base import ModelReady, RankLost, RankReady, StepDone, St
 from crosspool.cluster.channel import link_bytes
 from crosspool.cluster.channel_book import ChannelBook, Link
 from crosspool.cluster.config import ClusterConfig
-from crosspool.cluster.loading import start_now
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.worker import RankWorker, make_worker
@@ -21,6 +20,7 @@ from crosspool.models.directory import read_model_dir
 from crosspool.scheduler.order import by_priority
 from crosspool.scheduler.step import StepDescriptor, StepHeader
 from tests.support.lane_driver import wait_for
+from tests.support.loading import start_now
 from tests.support.real_cluster import running
 from tests.support.scripted_steps import FRAME_BYTES, NUM_FRAMES, PAGE_TOKENS, scripted_steps
 from tests.support.split_kv import SplitPaging, geometry_of, repaged, split_placement

@@ -5,12 +5,12 @@ from __future__ import annotations
 from crosspool.backends.base import Wait
 from crosspool.cluster import messages
 from crosspool.cluster.channel import link_bytes
-from crosspool.cluster.loading import start_now
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.worker import RankWorker
 from crosspool.scheduler.order import by_priority
 from crosspool.scheduler.step import StepHeader
+from tests.support.loading import start_now
 
 
 class End:

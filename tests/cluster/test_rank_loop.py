@@ -8,7 +8,6 @@ import pytest
 from crosspool.cluster import messages
 from crosspool.cluster.channel import ChannelOutlet, a2f_part, f2a_part, link_bytes
 from crosspool.cluster.lane_run import TELL_EVERY_S
-from crosspool.cluster.loading import start_now
 from crosspool.cluster.messages import StepEnded, StepFinished
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.region import ArrayRegion
@@ -18,6 +17,7 @@ from crosspool.core import SampledToken
 from crosspool.scheduler.order import ORDER_POLICIES
 from crosspool.scheduler.step import StepHeader, epoch
 from tests.support.fake_backend import FakeFFNWorker, FakeModel
+from tests.support.loading import start_now
 from tests.support.rank_rig import CAPACITY, DEADLINE_S, Clock, KVRig
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 
-from crosspool.cluster.loading import start_now
 from crosspool.cluster.rank_process import SettledLoads
+from tests.support.loading import start_now
 
 
 def test_what_was_loaded_is_frozen_and_the_load_has_run():

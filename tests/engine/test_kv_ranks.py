@@ -40,7 +40,7 @@ def test_one_request_may_take_all_pages_of_all_ranks(split, width, tokens):
         drive.add("m", prompt=tokens - 4, max_tokens=5)
     drive.add("m", prompt=tokens - 5, max_tokens=5)
     most = [0, 0]
-    while drive.core.num_unended():
+    while drive.num_unended:
         drive.turn()
         most = [max(pair) for pair in zip(most, held(drive), strict=True)]
         drive.now = drive.next_moment() or drive.now

@@ -135,7 +135,7 @@ def test_a31_at_a_fifth_of_the_need_all_requests_end_and_every_model_has_its_flo
             drive.add(name, prompt=rng.randint(3, 9), max_tokens=rng.randint(1, 12))
         drive.run(until_s=drive.now + 0.3)
         assert drive.core.loads["p"].queue, "the pool is not short"
-    while drive.core.num_unended():
+    while drive.num_unended:
         drive.run(until_s=drive.now + 0.05)
         pages, held_now = drive.core.pages["kv0"], held(drive)
         assert pages.limits.charge(held_now) <= 180

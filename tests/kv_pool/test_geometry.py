@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from crosspool.kv_pool.geometry import PageGeometry, choose_page_tokens, page_geometry
 from crosspool.models.spec import DenseFFNSpec as Dense
-from crosspool.models.spec import GQASpec, LayerSpec, MLASpec, ModelSpec, RopeSpec, WeightFormat
+from crosspool.models.spec import GQASpec, LayerSpec, MLASpec, ModelSpec, RopeSpec
 from crosspool.units import MiB
 
 ROPE = RopeSpec(theta=1e4, dim=64)
@@ -32,7 +32,7 @@ def model(attention: GQASpec | MLASpec, num_layers: int, max_positions: int = 40
         norm_eps=1e-6,
         tie_word_embeddings=True,
         max_position_embeddings=max_positions,
-        weight_format=WeightFormat(dtype="bfloat16"),
+        dtype="bfloat16",
     )
 
 

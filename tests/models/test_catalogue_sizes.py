@@ -9,7 +9,8 @@ import pytest
 
 from crosspool.models.families.registry import spec_from_config
 from crosspool.models.spec import DenseFFNSpec, MoEFFNSpec
-from crosspool.models.tensors import num_parameters, weight_bytes
+from crosspool.models.tensors import weight_bytes
+from tests.support.model_size import num_parameters
 
 QWEN3 = {"model_type": "qwen3_moe", "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936}
 QWEN3 |= {"num_key_value_heads": 4, "norm_topk_prob": True, "rope_theta": 1e6, "max_position_embeddings": 40960}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from crosspool.planner.catalogue import catalogue_facts
-from crosspool.planner.parallelism import kv_parallelism, monolithic_share_seen, share_seen
+from crosspool.planner.parallelism import kv_parallelism, monolithic_share_seen
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,8 @@ def test_heads_are_cut_where_they_divide_and_tokens_elsewhere(name, ranks, expec
     assert kv_parallelism(catalogue_facts(name), ranks) == expected
 
 
-def test_a_request_sees_the_whole_pool_unless_one_rank_is_wanted():
-    facts = catalogue_facts("glm-4.7-flash")
-    assert share_seen(kv_parallelism(facts, 4), 4) == 1.0
-    assert share_seen(kv_parallelism(facts, 4, "one"), 4) == 0.25
+def test_nothing_is_cut_where_one_rank_is_wanted():
+    assert kv_parallelism(catalogue_facts("glm-4.7-flash"), 4, "one") == "one"
 
 
 def test_heads_that_do_not_divide_are_refused():

@@ -12,7 +12,7 @@ from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.kv_pool.split import KVSplit
-from crosspool.models.spec import DenseFFNSpec, GQASpec, LayerSpec, ModelSpec, RopeSpec, WeightFormat
+from crosspool.models.spec import DenseFFNSpec, GQASpec, LayerSpec, ModelSpec, RopeSpec
 from crosspool.scheduler.step import StepDescriptor
 from tests.support.scripted_tokens import VOCAB_SIZE, expected_tokens
 from tests.support.simulated_cluster import SimulatedCluster
@@ -44,7 +44,7 @@ def a_model(
         norm_eps=1e-6,
         tie_word_embeddings=True,
         max_position_embeddings=max_context,
-        weight_format=WeightFormat(dtype="float32"),
+        dtype="float32",
         eos_token_ids=tuple(eos),
     )
     return ServedModel(
@@ -148,6 +148,11 @@ class Drive:
         self.cut.add(sequence_id)
         return update is not None
 
+    @property
+    def num_unended(self) -> int:
+        """Accepted sequences that still owe their caller an end."""
+        return len(self.requests) - len(self.ends)
+
     def turn(self) -> None:
         """All that happens at this moment."""
         for event in self.cluster.due(self.now):
@@ -217,7 +222,7 @@ class Drive:
             assert not pages.stalled
         assert all(load.is_idle for load in self.core.loads.values())
         assert not any(known for known in self.cluster.known.values())
-        assert self.core.num_unended() == 0
+        assert not self.core._sequences
 
     def expected(self, sequence_id: int) -> list[int]:
         request = self.requests[sequence_id]

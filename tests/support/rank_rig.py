@@ -5,13 +5,13 @@ import numpy as np
 from crosspool.backends.base import Wait
 from crosspool.cluster import messages
 from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, a2f_part, f2a_part, link_bytes
-from crosspool.cluster.loading import start_now
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.worker import RankWorker
 from crosspool.scheduler.order import ORDER_POLICIES
 from crosspool.scheduler.step import StepDescriptor, StepHeader, epoch
 from tests.support.fake_backend import FakeModel
+from tests.support.loading import start_now
 
 CAPACITY = 64
 DEADLINE_S = 5.0

@@ -66,7 +66,7 @@ def test_every_tensor_equals_transformers(tmp_path, family, layout):
     else:
         assert (tmp_path / "model.safetensors.index.json").exists()
     directory = read_model_dir(tmp_path)
-    assert directory.spec.weight_format.dtype == dtype
+    assert directory.spec.dtype == dtype
     attention, ffn = load_attention_weights(directory), load_ffn_weights(directory, 0, 1)
     for name, key in FAMILIES[family].model_names.items():
         if name == "head" and directory.spec.tie_word_embeddings:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from crosspool.workload.trace import make_trace, merge_traces
+from crosspool.workload.trace import make_trace
 
 
 def small():
@@ -35,15 +34,6 @@ def test_several_names_may_become_one_model():
     renamed = small().renamed({"a": "x", "b": "x"})
     assert renamed.models == ("x",)
     assert renamed.model.tolist() == [0, 0, 0]
-
-
-def test_merging_keeps_every_row_on_one_clock():
-    other = make_trace([2.0], [0], [7], [8], models=("b",), service_s=[0.5])
-    merged = merge_traces([small(), other])
-    assert merged.models == ("a", "b")
-    assert list(merged.rows())[1] == (2.0, "b", 7, 8)
-    assert not merged.has_service_times
-    assert np.nanmax(merged.service_s) == 0.5
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,3 @@ class LoadThreads:
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
-
-
-def start_now(run: Callable[[], None], name: str) -> None:
-    """A `Start` that loads at once, for loops driven step by step."""
-    run()

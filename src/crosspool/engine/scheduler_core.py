@@ -128,10 +128,6 @@ class EngineCore:
         self._endings.end(sequence, reason)
         return SequenceUpdate.of(sequence, now, finish_reason=reason)
 
-    def num_unended(self) -> int:
-        """Accepted sequences that still owe their caller an end."""
-        return len(self._sequences)
-
     def on_event(self, event: Event, now: float) -> list[SequenceUpdate]:
         """What an outcome from the cluster means for sequences. Outcomes of steps given up before are ignored."""
         match event:

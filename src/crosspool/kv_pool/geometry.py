@@ -94,7 +94,7 @@ def page_geometry(
     return PageGeometry(
         num_layers=spec.num_layers,
         elements_per_token_layer=spec.kv_elements_per_token_layer,
-        element_bytes=DTYPE_BYTES[kv_dtype or spec.weight_format.dtype],
+        element_bytes=DTYPE_BYTES[kv_dtype or spec.dtype],
         page_tokens=page_tokens,
         frame_bytes=frame_bytes,
         model=model or f"this {spec.family} model",

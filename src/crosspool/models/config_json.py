@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from crosspool.errors import CheckpointError, UnsupportedModelError
-from crosspool.models.spec import DType, WeightFormat
+from crosspool.models.spec import DType
 
 
 class _Required(Enum):
@@ -140,8 +140,8 @@ def read_activation(config: HFConfig) -> Literal["silu"]:
     return "silu"
 
 
-def read_weight_format(config: HFConfig) -> WeightFormat:
-    """How the weights are stored; float32 where the config does not say.
+def read_dtype(config: HFConfig) -> DType:
+    """The dtype of the weights; float32 where the config does not say.
 
     Raises UnsupportedModelError for quantised weights (FP8, MXFP4, ...) and for other dtypes.
     """
@@ -154,4 +154,4 @@ def read_weight_format(config: HFConfig) -> WeightFormat:
         )
     name = config.string("dtype", "torch_dtype", default="float32").removeprefix("torch.")
     config.supported("dtype", name, tuple(_DTYPES))
-    return WeightFormat(dtype=_DTYPES[name])
+    return _DTYPES[name]

@@ -154,15 +154,6 @@ class LayerSpec:
     ffn: DenseFFNSpec | MoEFFNSpec
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightFormat:
-    """How matrices are stored. `scheme` other than `plain` (FP8 blocks, MXFP4) is refused today, by name."""
-
-    dtype: DType
-    scheme: Literal["plain", "fp8_block", "mxfp4"] = "plain"
-    scale_block: tuple[int, int] | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """Everything a backend needs to execute a model, and everything the planner needs to place it."""
@@ -174,7 +165,7 @@ class ModelSpec:
     norm_eps: float
     tie_word_embeddings: bool
     max_position_embeddings: int
-    weight_format: WeightFormat
+    dtype: DType  # of matrices, as the checkpoint stores them
     eos_token_ids: tuple[int, ...] = ()  # union of config, generation_config and tokenizer
     bos_token_id: int | None = None
 
@@ -189,5 +180,5 @@ class ModelSpec:
 
     def kv_bytes_per_token(self, kv_dtype: DType | None = None) -> int:
         """KV bytes one token holds over all layers. The planner, the pool and the gauges all use this function."""
-        element_bytes = DTYPE_BYTES[kv_dtype or self.weight_format.dtype]
+        element_bytes = DTYPE_BYTES[kv_dtype or self.dtype]
         return element_bytes * sum(layer.attention.kv_elements_per_token for layer in self.layers)

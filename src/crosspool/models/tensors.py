@@ -133,14 +133,9 @@ def ffn_shapes(ffn: DenseFFNSpec | MoEFFNSpec, hidden: int) -> Shapes:
     return shapes
 
 
-def num_parameters(spec: ModelSpec, pool: Pool | None = None) -> int:
-    """Parameters of the model, or of its share in one pool."""
-    return sum(tensor.num_elements for tensor in model_tensors(spec) if pool in (None, tensor.pool))
-
-
 def weight_bytes(spec: ModelSpec, pool: Pool | None = None) -> int:
     """Bytes the model's weights take as stored (dtype of the checkpoint; router tensors in float32)."""
-    element_bytes = DTYPE_BYTES[spec.weight_format.dtype]
+    element_bytes = DTYPE_BYTES[spec.dtype]
     return sum(
         tensor.num_elements * (4 if tensor.name in FLOAT32_TENSORS else element_bytes)
         for tensor in model_tensors(spec)

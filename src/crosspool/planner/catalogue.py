@@ -23,7 +23,6 @@ from crosspool.models.spec import (
     RopeSpec,
     RouterSpec,
     SharedExpertSpec,
-    WeightFormat,
 )
 from crosspool.planner.facts import FFNSpec, ModelFacts
 
@@ -144,7 +143,7 @@ def facts_from_shape(shape: Mapping[str, Any], name: str) -> ModelFacts:
         norm_eps=1e-6,
         tie_word_embeddings=shape.get("tied", False),
         max_position_embeddings=shape["max_positions"],
-        weight_format=WeightFormat(dtype="bfloat16"),
+        dtype="bfloat16",
     )
     return ModelFacts(
         name=name,

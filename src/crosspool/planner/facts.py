@@ -41,7 +41,7 @@ class ModelFacts:
 
     @property
     def element_bytes(self) -> int:
-        return DTYPE_BYTES[self.spec.weight_format.dtype]
+        return DTYPE_BYTES[self.spec.dtype]
 
     @property
     def num_layers(self) -> int:
@@ -139,7 +139,7 @@ class ModelFacts:
         The pool keeps every token of every layer (`kv_bytes_per_token` x tokens); the difference is what dropping
         tokens behind the window would save.
         """
-        element_bytes = DTYPE_BYTES[kv_dtype or self.spec.weight_format.dtype]
+        element_bytes = DTYPE_BYTES[kv_dtype or self.spec.dtype]
         total = 0
         for layer in self.spec.layers:
             window = layer.attention.sliding_window if isinstance(layer.attention, GQASpec) else None

@@ -28,11 +28,6 @@ def kv_parallelism(facts: ModelFacts, num_kv_ranks: int, wanted: Wanted = "auto"
     return wanted
 
 
-def share_seen(parallelism: KVParallelism, num_kv_ranks: int) -> float:
-    """Part of the KV pool that one request can use."""
-    return 1.0 / num_kv_ranks if parallelism == "one" else 1.0
-
-
 def monolithic_share_seen(num_kv_heads: int, num_gpus: int) -> float:
     """Part of the KV memory one request sees where `num_gpus` GPUs hold a model's weights and KV together.
 

@@ -39,7 +39,6 @@ class ModelDemand:
     mean_bytes: float
     deviation_bytes: float
     quantile_bytes: float
-    p50_bytes: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -166,14 +165,13 @@ class _Sampler:
     def model_demand(self, idx: int, quantile: float) -> ModelDemand:
         load, samples = self.loads[idx], np.concatenate(self.by_model[idx])
         deviation = sqrt(variance_bytes(load)) if load.is_stationary else float(samples.std(dtype=np.float64))
-        p50, level = np.quantile(samples, (0.5, quantile), method="inverted_cdf")
+        level = np.quantile(samples, quantile, method="inverted_cdf")
         return ModelDemand(
             name=load.name,
             mean_live=load.mean_live,
             mean_bytes=mean_bytes(load),
             deviation_bytes=deviation,
             quantile_bytes=float(level),
-            p50_bytes=float(p50),
         )
 
 

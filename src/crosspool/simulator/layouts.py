@@ -101,7 +101,7 @@ def _served(model: PlannedModel, kv_rank: str, weights_ranks: Sequence[str], fra
         frames_per_page=frames_per_page,
         frame_bytes=geometry.frame_bytes,
         kv_rank=kv_rank,
-        kv_dtype=model.facts.spec.weight_format.dtype,
+        kv_dtype=model.facts.spec.dtype,
     )
 
 

@@ -21,10 +21,9 @@ _ROTARY_BUFFER = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Where each canonical tensor lies. skipped_layers: prediction layers after the last one, left unread."""
+    """Where each canonical tensor lies."""
 
     sources: Mapping[TensorSpec, tuple[Source, ...]]
-    skipped_layers: tuple[int, ...]
 
 
 def take_inventory(checkpoint: Checkpoint, spec: ModelSpec) -> Inventory:
@@ -44,8 +43,8 @@ def take_inventory(checkpoint: Checkpoint, spec: ModelSpec) -> Inventory:
     for parts in sources.values():
         for source in parts:
             _check(checkpoint, source)
-    skipped = _account_for_rest(checkpoint, spec, stored.keys() - needed)
-    return Inventory(sources, skipped)
+    _account_for_rest(checkpoint, spec, stored.keys() - needed)
+    return Inventory(sources)
 
 
 def _check(checkpoint: Checkpoint, source: Source) -> None:
@@ -60,8 +59,8 @@ def _check(checkpoint: Checkpoint, source: Source) -> None:
         )
 
 
-def _account_for_rest(checkpoint: Checkpoint, spec: ModelSpec, names: set[str]) -> tuple[int, ...]:
-    """Skip by exact rules what is known to be of no use; anything else is an error. Returns the skipped layers."""
+def _account_for_rest(checkpoint: Checkpoint, spec: ModelSpec, names: set[str]) -> None:
+    """Skip by exact rules what is known to be of no use; anything else is an error."""
     layers: dict[int, int] = {}
     unknown = []
     for name in sorted(names):
@@ -86,4 +85,3 @@ def _account_for_rest(checkpoint: Checkpoint, spec: ModelSpec, names: set[str]) 
             sum(layers.values()),
             spec.num_layers,
         )
-    return tuple(sorted(layers))

@@ -122,21 +122,6 @@ def make_trace(
     )
 
 
-def merge_traces(traces: Sequence[Trace]) -> Trace:
-    """All rows of several traces on one clock; equal model names are the same model."""
-    models = tuple(dict.fromkeys(name for trace in traces for name in trace.models))
-    indices = [np.array([models.index(name) for name in trace.models], dtype=np.int64)[trace.model] for trace in traces]
-    return make_trace(
-        np.concatenate([trace.arrival_s for trace in traces]),
-        np.concatenate(indices),
-        np.concatenate([trace.prompt_tokens for trace in traces]),
-        np.concatenate([trace.output_tokens for trace in traces]),
-        models=models,
-        service_s=np.concatenate([trace.service_s for trace in traces]),
-        duration_s=max(trace.duration_s for trace in traces),
-    )
-
-
 def _refuse(name: str, column: npt.NDArray[np.generic], wrong: npt.NDArray[np.bool_]) -> None:
     if wrong.any():
         row = int(np.argmax(wrong))

@@ -11,11 +11,11 @@ from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
 from crosspool.backends.cuda.chunks.chunk_half import ChunkHalf
 from crosspool.backends.cuda.chunks.chunk_plan import chunk_plan
 from crosspool.backends.cuda.chunks.chunk_rows import ChunkRows
-from crosspool.backends.cuda.loading.weights import attention_weights_from_numpy, ffn_weights_from_numpy
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.directory import ModelDirectory
 from crosspool.weights_pool.loader import load_attention_weights, load_ffn_weights
 from tests.backends.cuda.decoding import FRAME_BYTES
+from tests.backends.cuda.numpy_weights import attention_weights_from_numpy, ffn_weights_from_numpy
 
 
 class ChunkModel:

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from crosspool.backends.cuda.kv_frames.cache import PagedCache, frame_table_rows
+from crosspool.backends.cuda.kv_frames.cache import PagedCache
 from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
-from crosspool.backends.cuda.loading.weights import attention_weights_from_numpy, ffn_weights_from_numpy
 from crosspool.backends.cuda.undivided import UndividedDecoder
 from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 from crosspool.backends.numpy import layer_router
@@ -18,6 +17,7 @@ from crosspool.backends.numpy.router import sigmoid, softmax
 from crosspool.kv_pool.geometry import PageGeometry, page_geometry
 from crosspool.models.directory import ModelDirectory
 from crosspool.weights_pool.loader import load_attention_weights, load_ffn_weights
+from tests.backends.cuda.numpy_weights import attention_weights_from_numpy, ffn_weights_from_numpy
 
 FRAME_BYTES = 64 * 1024
 
@@ -36,9 +36,7 @@ def shuffled_cache(geometry: PageGeometry, rows: int, tokens: int, device: torch
     pages = geometry.num_pages(tokens)
     frames = rows * pages * geometry.frames_per_page
     order = (torch.randperm(frames, generator=torch.Generator().manual_seed(seed)) + 1).tolist()
-    frame = iter(order)
-    tables = [[[next(frame) for _ in range(geometry.frames_per_page)] for _ in range(pages)] for _ in range(rows)]
-    table = torch.from_numpy(frame_table_rows(tables, pages, geometry.frames_per_page)).to(device)
+    table = torch.tensor(order, dtype=torch.int32, device=device).reshape(rows, pages, geometry.frames_per_page)
     arena = torch.full((frames + 1, geometry.frame_bytes), 0xFF, dtype=torch.uint8, device=device)
     return PagedCache(frames=arena, frame_table=table, geometry=geometry)
 

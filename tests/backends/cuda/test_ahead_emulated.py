@@ -10,13 +10,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from benchmarks.ranks.driven import DrivenRanks  # noqa: E402
-from crosspool.backends.cuda.loading.weights import attention_weights_from_numpy, ffn_weights_from_numpy  # noqa: E402
 from crosspool.cluster import messages  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from crosspool.units import MiB  # noqa: E402
 from crosspool.weights_pool.loader import load_attention_weights, load_ffn_weights  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
 from tests.backends.cuda.fake_device import use_fake_devices  # noqa: E402
+from tests.backends.cuda.numpy_weights import attention_weights_from_numpy, ffn_weights_from_numpy  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.judge, pytest.mark.triton]

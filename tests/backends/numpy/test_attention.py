@@ -13,7 +13,7 @@ from crosspool.backends.numpy.attention import attend, attend_row, softmax_parts
 from crosspool.backends.numpy.attention_gqa import GQAAttention
 from crosspool.backends.numpy.attention_mla import MLAAttention
 from crosspool.backends.numpy.rotary import RotaryTable
-from crosspool.models.spec import DenseFFNSpec, GQASpec, LayerSpec, MLASpec, ModelSpec, RopeSpec, WeightFormat
+from crosspool.models.spec import DenseFFNSpec, GQASpec, LayerSpec, MLASpec, ModelSpec, RopeSpec
 from crosspool.models.tensors import model_tensors
 from tests.support.paging import Pages, caches_for, geometry_for, poisoned_arena, step_slots
 from tests.support.plain_attention import plain_gqa, plain_mla
@@ -66,7 +66,7 @@ def random_weights(spec, seed):
         norm_eps=EPS,
         tie_word_embeddings=True,
         max_position_embeddings=512,
-        weight_format=WeightFormat(dtype="float32"),
+        dtype="float32",
     )
     rng = np.random.default_rng(seed)
     return {

@@ -18,9 +18,9 @@ from crosspool.cluster.base import ModelPlacement
 from crosspool.core import SamplingParams
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.directory import read_model_dir
-from crosspool.models.tensors import num_parameters
 from crosspool.weights_pool.loader import load_attention_weights, load_ffn_weights
 from tests.support.direct_lanes import SplitModel, ignore_progress
+from tests.support.model_size import num_parameters
 from tests.support.step_script import Script
 from tests.support.tiny_models import CONFIGS, write_tiny_model
 

@@ -25,7 +25,6 @@ class ModelRange:
     frames_per_page: int
     free_places: list[int]
     pages: dict[Page, "MappedPage"] = field(default_factory=dict)
-    is_retired: bool = False
 
     def first_frame(self, place: int) -> int:
         """The range's frame with which a place begins."""

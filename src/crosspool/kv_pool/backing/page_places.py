@@ -43,7 +43,6 @@ class PagePlaces:
     def retire_range(self, model: str) -> ModelRange | None:
         model_range = self.ranges.pop(model, None)
         if model_range is not None:
-            model_range.is_retired = True
             self.retired.append(model_range)
         return model_range
 

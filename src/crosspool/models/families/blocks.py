@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from crosspool.errors import CheckpointError, UnsupportedModelError
-from crosspool.models.config_json import HFConfig, read_activation, read_weight_format
+from crosspool.models.config_json import HFConfig, read_activation, read_dtype
 from crosspool.models.rope import yarn_mscale
 from crosspool.models.rope_config import read_rope
 from crosspool.models.spec import (
@@ -49,7 +49,7 @@ def build_spec(
         norm_eps=config.number("rms_norm_eps", default=norm_eps, above=0.0),
         tie_word_embeddings=config.flag("tie_word_embeddings", default=False),
         max_position_embeddings=config.integer("max_position_embeddings", default=max_positions),
-        weight_format=read_weight_format(config),
+        dtype=read_dtype(config),
         eos_token_ids=tuple(dict.fromkeys(config.token_ids("eos_token_id", eos))),
         bos_token_id=bos_ids[0] if bos_ids else None,
     )

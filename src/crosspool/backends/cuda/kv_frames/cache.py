@@ -1,9 +1,7 @@
 """The device's view of the shared KV frames: one arena, and for each row of a step its frame table."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from crosspool.backends.cuda.kernels.params import CacheView
@@ -36,16 +34,3 @@ class PagedCache:
             page_tokens=geometry.page_tokens,
             token_bytes=geometry.token_layer_bytes,
         )
-
-
-def frame_table_rows(
-    block_tables: Sequence[Sequence[Sequence[int]]], max_pages: int, frames_per_page: int
-) -> np.ndarray[tuple[int, int, int], np.dtype[np.int32]]:
-    """(rows, max_pages, frames_per_page) int32 from each row's pages, a page being its list of frames; 0 elsewhere."""
-    table = np.zeros((len(block_tables), max_pages, frames_per_page), dtype=np.int32)
-    for row, pages in enumerate(block_tables):
-        if len(pages) > max_pages:
-            raise ValueError(f"row {row} holds {len(pages)} pages, more than the table's {max_pages}")
-        if pages:
-            table[row, : len(pages)] = pages
-    return table

@@ -2,16 +2,13 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 
 from crosspool.backends.cuda.loading.attention_weights import AttentionLayerWeights, pack_attention
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights, pack_ffn
 from crosspool.models.spec import ModelSpec
 from crosspool.models.tensors import FLOAT32_TENSORS, Pool, TensorSpec, model_tensors
-from crosspool.weights_pool.loader import ModelWeights
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -42,25 +39,6 @@ def pack_ffn_weights(spec: ModelSpec, layers: Iterator[Tensors]) -> tuple[FFNLay
     return tuple(
         pack_ffn(layer.ffn, spec.hidden_size, tensors) for layer, tensors in zip(spec.layers, layers, strict=True)
     )
-
-
-def to_device(tensors: Mapping[str, np.ndarray[Any, Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    """NumPy tensors of any float dtype on the device: fp32 for the router's, bfloat16 for the rest."""
-    return {
-        name: torch.from_numpy(np.ascontiguousarray(array.astype(np.float32))).to(
-            device, torch.float32 if name in FLOAT32_TENSORS else torch.bfloat16
-        )
-        for name, array in tensors.items()
-    }
-
-
-def attention_weights_from_numpy(spec: ModelSpec, weights: ModelWeights, device: torch.device) -> AttentionWeights:
-    layers = (to_device(tensors, device) for tensors in weights.layers)
-    return pack_attention_weights(spec, to_device(weights.model, device), layers)
-
-
-def ffn_weights_from_numpy(spec: ModelSpec, weights: ModelWeights, device: torch.device) -> tuple[FFNLayerWeights, ...]:
-    return pack_ffn_weights(spec, (to_device(tensors, device) for tensors in weights.layers))
 
 
 def random_layers(
