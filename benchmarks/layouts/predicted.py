@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,8 @@ from crosspool.simulator.simulator import SimulationSettings, simulate
 from crosspool.workload.traces import read_trace
 
 QUANTILE = 0.99
+TIMES, SHIFT_S = 5, 0.005
+"""Simulations of one run, and the most by which arrivals differ between them."""
 STAGE_TIMES = (
     *("moe_layer_h200", "attention_half_h200", "decode_step_h200-x2", "decode_ways_h200-x2"),
     *("moe_rows_h200", "decode_shares_h200-x2"),
@@ -52,23 +57,23 @@ def stage_times(folder: Path = RESULTS) -> MeasuredTable:
     }
 
 
-def planned(result: Mapping[str, Any], gpus: Mapping[str, Any], service: Mapping[str, Any], quantile: float) -> Planned:
-    """The plan for the requests that a run has sent."""
-    return _planned(result, gpus, service, quantile)[0]
-
-
 def kv_demand(result: Mapping[str, Any], gpus: Mapping[str, Any], quantile: float = QUANTILE) -> QuantileEstimate:
-    """The plan's quantile of active KV bytes over the time of the run, at the speeds that the run has seen."""
-    every = result["models"]["all"]
-    prompt = result["total_input_tokens"] / result["completed"]
-    service = {
-        "cost": "steady",
-        "tbt_ms": every["tbt_ms"]["mean"],
-        "prefill_tokens_per_s": 1e3 * prompt / every["ttft_ms"]["mean"],
-    }
-    (group,) = planned(result, gpus, service, quantile).groups
+    """The plan's quantile of active KV bytes over the time of the run, with each request's stay as the run saw it.
+
+    One speed for all requests would not do: steps are slowest when most requests are there, so these stay longest just
+    then, and the peak is higher than at the mean speed.
+    """
+    (group,) = _planned(result, gpus, {}, quantile, has_stays=True)[0].groups
     assert group.demand is not None
     return group.demand.paged
+
+
+def kv_simulated(groups: Sequence[GroupResult], quantile: float = QUANTILE) -> float:
+    """The same of simulated pools, whose requests stay as stage times have it: the median of the simulations."""
+    held = [
+        sum(average.quantile(quantile) for average in group.occupancy.values()) * group.frame_bytes for group in groups
+    ]
+    return median(held)
 
 
 def kv_held(result: Mapping[str, Any], quantile: float = QUANTILE) -> float:
@@ -83,14 +88,20 @@ def simulated(
     measured: MeasuredTable,
     models: Sequence[str] = (),
     beside_share: float = 0.0,
-) -> GroupResult:
-    """The run's requests in the simulator, stage times as measured.
+) -> list[GroupResult]:
+    """The run's requests in the simulator, stage times as measured: `TIMES` simulations.
 
-    models: as served, in turn over a baseline's GPUs; none: as the planner would place them. beside_share: of every
-    FFN, on the KV GPU.
+    All but the first have every arrival up to SHIFT_S earlier or later: which model's steps meet which then differs,
+    and with it P50 and P99, by some percent. models: as served, in turn over a baseline's GPUs; none: as the planner
+    would place them. beside_share: of every FFN, on the KV GPU.
     """
-    planned_run = _planned(result, gpus, {}, QUANTILE)
-    return _simulated(*planned_run, layout, max(result["start_times"]) + 1.0, measured, models, beside_share)
+    found = []
+    for number in range(TIMES):
+        rng = random.Random(number)
+        shifts_s = [rng.uniform(-SHIFT_S, SHIFT_S) if number else 0.0 for _ in result["start_times"]]
+        planned_run = _planned(result, gpus, {}, QUANTILE, shifts_s=shifts_s)
+        found.append(_simulated(*planned_run, layout, max(result["start_times"]) + 1.0, measured, models, beside_share))
+    return found
 
 
 def outlook(
@@ -137,11 +148,18 @@ def _simulated(
 
 
 def _planned(
-    result: Mapping[str, Any], gpus: Mapping[str, Any], service: Mapping[str, Any], quantile: float
+    result: Mapping[str, Any],
+    gpus: Mapping[str, Any],
+    service: Mapping[str, Any],
+    quantile: float,
+    *,
+    has_stays: bool = False,
+    shifts_s: Sequence[float] = (),
 ) -> tuple[Planned, PlanInput]:
+    """The plan for the requests that a run has sent. has_stays: with how long each was there. shifts_s: of arrivals."""
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "sent.jsonl"
-        trace.write_text("\n".join(_rows(result)), encoding="utf-8")
+        trace.write_text("\n".join(_rows(result, has_stays, shifts_s)), encoding="utf-8")
         models = list(dict.fromkeys(result["request_models"]))
         plan_input = _plan_input(models, trace, result["duration"], gpus, service, quantile)
         return plan_deployment(plan_input), plan_input
@@ -167,11 +185,15 @@ def _plan_input(
     )
 
 
-def _rows(result: Mapping[str, Any]) -> Sequence[str]:
-    columns = (result["start_times"], result["request_models"], result["input_lens"], result["output_lens"])
-    rows = sorted(zip(*columns, strict=True))
+def _rows(result: Mapping[str, Any], has_stays: bool, shifts_s: Sequence[float]) -> Sequence[str]:
+    stays = [first + sum(gaps) for first, gaps in zip(result["ttfts"], result["itls"], strict=True)]
+    begun = [begin + shift for begin, shift in zip(result["start_times"], shifts_s or repeat(0.0), strict=False)]
+    rows = sorted(zip(begun, result["request_models"], result["input_lens"], result["output_lens"], stays, strict=True))
     first = rows[0][0]
     return [
-        json.dumps({"t": begun - first, "model": model, "in": prompt, "out": max(1, output)})
-        for begun, model, prompt, output in rows
+        json.dumps(
+            {"t": begin - first, "model": model, "in": prompt, "out": max(1, output)}
+            | ({"service_s": stay} if has_stays else {})
+        )
+        for begin, model, prompt, output, stay in rows
     ]

@@ -108,6 +108,8 @@ def run_of(models, seconds=10.0):
         "start_times": [float(second) for _ in models for second in range(count)],
         "input_lens": [500] * count * len(models),
         "output_lens": [200] * count * len(models),
+        "ttfts": [0.05] * count * len(models),
+        "itls": [[0.01] * 200] * count * len(models),
         "total_input_tokens": 500 * count * len(models),
         "completed": count * len(models),
         "num_prompts": count * len(models),
@@ -131,16 +133,30 @@ def test_a_run_is_compared_with_what_planner_and_simulator_say_of_its_requests(t
     # each stays for 2.05 s, so three overlap for a moment, with 500 to 700 tokens of 96 + 32 KiB in pages of 256
     assert demand.value == pytest.approx((512 + 768 + 768) * 128 * 1024, rel=0.05)
     assert demand.low <= demand.value <= demand.high
-    group = simulated(run, {"count": 1}, "static", {})
-    assert {name: found.num_finished for name, found in group.models.items()} == dict.fromkeys(models, 10)
+    groups = simulated(run, {"count": 1}, "static", {})
+    for group in groups:
+        assert {name: found.num_finished for name, found in group.models.items()} == dict.fromkeys(models, 10)
+    assert len({group.total.residence.mean for group in groups}) > 1, "arrivals differ between the simulations"
     runs = Runs(tmp_path)
     runs.get("load_static-1_0.8_10s", lambda: run)
     report = layouts_report(runs, models, {})
     assert report.metrics["k_pool_mib.static-1.0.8.p99"] == pytest.approx(100e6 / 2**20)
+    assert report.metrics["k_pool_error_percent.static-1.0.8"] == pytest.approx(100 * (demand.value / 100e6 - 1))
     assert "sim_error_percent.p99" not in report.metrics, "of the two pools, which were not run"
     name = "sim_error_percent.static-1.deepseek-v2-lite.0.8.p50"
     told_ms = float(report.notes[name].split()[3])
     assert report.metrics[name] == pytest.approx(100 * (told_ms / 9.0 - 1), abs=1.0)
+
+
+def test_the_plan_takes_each_requests_stay_as_the_run_saw_it():
+    """Requests that stay longer while others are there hold more at the peak than the mean speed tells."""
+    run = run_of(("qwen3-30b-a3b",))
+    even = kv_demand(run, {"count": 1})
+    slow = {**run, "itls": [[0.03 if number in (4, 5) else 0.01] * 200 for number in range(10)], "duration": 16.0}
+    peak = kv_demand(slow, {"count": 1})
+    mean_s = sum(map(sum, slow["itls"])) / 2000
+    steady = kv_demand({**slow, "itls": [[mean_s] * 200] * 10}, {"count": 1})
+    assert peak.value > steady.value > 0.9 * even.value
 
 
 def test_an_outlook_has_names_of_its_own(tmp_path):

@@ -10,8 +10,9 @@ from crosspool.planner.catalogue import catalogue_facts
 from crosspool.planner.gpus import gpu_kind
 from crosspool.planner.roofline import stage_times
 from crosspool.simulator.cost import MonolithicCost, PooledCost, StepWork, decode_work, prompt_works, step_work
-from crosspool.simulator.measured import MeasuredCost, whole_with_measurements, with_measurements
+from crosspool.simulator.measured import MeasuredCost, sharing_of, whole_with_measurements, with_measurements
 from crosspool.simulator.measured_files import read_measured
+from crosspool.simulator.sharing import Sharing
 from tests.support.simulating import LinearCost, prefill_step
 
 H200 = gpu_kind("h200")
@@ -302,3 +303,46 @@ def test_rows_and_tokens_make_steps_longer():
         steps = [pooled(name).times(decode_work(batch, batch * 1000)).step_s for batch in (1, 2, 4, 8, 16)]
         assert steps == sorted(steps)
         assert pooled(name).times(decode_work(1, 9000)).step_s > pooled(name).times(decode_work(1, 10)).step_s
+
+
+def test_what_prompts_and_decode_cost_each_other_is_read_of_the_shortest_prompts(tmp_path):
+    """Names of models hold dots, and neighbour and prompt stand in one name."""
+    path = tmp_path / "prefill_h200-x2_2026-11-30.json"
+    glm, qwen = "glm-4.7-flash", "qwen3-30b-a3b"
+    metrics = {
+        f"ttft_ms.{qwen}.1+1.4k": 90.0,
+        f"ttft_ms.{qwen}.1+1.32k": 1100.0,
+        f"ttft_ms_beside_decode.{qwen}.1+1.4k": 135.0,
+        f"ttft_ms_beside_decode.{qwen}.1+1.32k": 1200.0,
+        f"tbt_p50_ms_during_prefill.{glm}.{qwen}.1+1.4k": 9.7,
+        f"tbt_p50_ms_before_prefill.{glm}.{qwen}.1+1.4k": 5.0,
+        f"tbt_p50_ms_during_prefill.{glm}.{qwen}.1+1.32k": 50.0,
+        f"tbt_p50_ms_before_prefill.{glm}.{qwen}.1+1.32k": 5.0,
+    }
+    path.write_text(json.dumps({"metrics": metrics}))
+    table = read_measured([path])
+    assert table[qwen].prompt_slower == pytest.approx(1.5)
+    assert table[qwen].beside_prompt_s is None, "it decoded beside nobody's prompt"
+    assert table[glm].beside_prompt_s == pytest.approx(4.7e-3)
+    assert sharing_of(table, glm, 47).longer_s == pytest.approx(100e-6)
+    assert sharing_of(table, qwen, 48) == Sharing(prompt_slower=pytest.approx(1.5))
+    assert sharing_of({}, qwen, 48) == Sharing()
+
+
+@pytest.mark.parametrize("entry", [{"prompt_slower": 0}, {"prompt_slower": "much"}, {"beside_prompt_us": -1}])
+def test_impossible_costs_of_sharing_are_refused(tmp_path, entry):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"models": {"qwen3-30b-a3b": entry}}))
+    with pytest.raises(ValueError, match="no table of measured stage times"):
+        read_measured([path])
+
+
+def test_the_usual_costs_of_sharing_are_the_means_of_the_kept_result():
+    from benchmarks.layouts.predicted import stage_times as kept_stage_times
+
+    measured = [model for model in kept_stage_times().values() if model.prompt_slower is not None]
+    assert len(measured) == 2
+    assert sum(model.prompt_slower for model in measured) / 2 == pytest.approx(Sharing().prompt_slower, abs=0.01)
+    layers = {"qwen3-30b-a3b": 48, "deepseek-v2-lite": 27}
+    longer = [kept_stage_times()[name].beside_prompt_s / count for name, count in layers.items()]
+    assert sum(longer) / 2 == pytest.approx(Sharing().longer_s, abs=1e-6)

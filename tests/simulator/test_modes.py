@@ -231,15 +231,17 @@ def test_a_prompt_beside_decode_takes_what_its_patience_allows_and_slows_decode(
 
     costs = {"a": LinearCost(attention=5, ffn=100, tail=0, row=0), "p": LinearCost(attention=5, ffn=60, row=0)}
     plain = a_group(costs)
-    sharing = Sharing(stretch=2.0, decode_slower=1.5)
-    group = replace(plain, patience=Patience(1e-3), sharing=sharing, stations=twin_stations(plain.stations))
+    layers, step_s = 12, costs["a"].base.step_s
+    sharing = Sharing(longer_s=0.5 * step_s / layers, prompt_slower=3.0)
+    models = tuple(replace(model, sharing=sharing) for model in plain.models)
+    group = replace(
+        plain, models=models, patience=Patience(1e-3), prompts_share=True, stations=twin_stations(plain.stations)
+    )
     found = simulate_exact(group, requests([(0.0, "a", 10, 200), (0.1, "p", 64, 1)]))
-    layers = 12
-    assert found.models["p"].ttft.mean == pytest.approx(layers * (2.0 * 1e-3 + 6e-6), rel=0.02)
-    step_s = costs["a"].base.step_s
+    assert found.models["p"].ttft.mean == pytest.approx(layers * (1e-3 + 3 * (5 + 6) * 1e-6), rel=0.02)
     assert found.models["a"].tbt.quantile(0.5) == pytest.approx(step_s, rel=0.06)
     assert found.models["a"].tbt.quantile(0.99) == pytest.approx(1.5 * step_s, rel=0.06)
     assert found.stations == ("kv", "weights", "kv-prompts", "weights-prompts")
-    assert found.busy_s[3] == pytest.approx(layers * (2.0e-3 - 5e-6), rel=0.05)
+    assert found.busy_s[3] == pytest.approx(layers * 1e-3, rel=0.05)
     alone = simulate_exact(group, requests([(0.0, "p", 64, 1)]))
     assert alone.models["p"].ttft.mean == pytest.approx(costs["p"].base.step_s, rel=0.05), "nobody to share with"

@@ -81,11 +81,11 @@ def simulate_exact(
         times = model.times(step_work(step), has_neighbours=in_flight > 0)
         patience_s = group.patience.of(header, times)
         route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority, patience_s=patience_s)
-        if group.sharing is not None and any(other.header.phase != header.phase for other in running.values()):
+        if group.prompts_share and any(other.header.phase != header.phase for other in running.values()):
             if header.phase == "decode":
-                times = group.sharing.decode(times)
+                times = model.sharing.decode(times)
             else:
-                times = group.sharing.prompt(times, group.patience.allowed_s(header))
+                times = model.sharing.prompt(times, group.patience.allowed_s(header))
                 route = twin_route(route, len(group.stations))
         pipeline.start(header.lane, times, route, now + delay_s)
 

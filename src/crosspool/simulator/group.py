@@ -12,7 +12,7 @@ from crosspool.scheduler.order import ORDER_POLICIES
 from crosspool.scheduler.step import StepHeader
 from crosspool.simulator.cost import StepCost, StepWork
 from crosspool.simulator.pipeline import Route
-from crosspool.simulator.sharing import Sharing
+from crosspool.simulator.sharing import USUAL, Sharing
 
 Layout = Literal["crosspool", "static", "elastic"]
 STREAMS = "streams"
@@ -50,13 +50,15 @@ FOR_EVER = Patience()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedModel:
     """One model. route: its stations in the two pools. gpus: where a monolithic layout has its shards,
-    of which `replica_gpus` in a row hold a sequence's cache together."""
+    of which `replica_gpus` in a row hold a sequence's cache together. sharing: what its decode and prompts cost each
+    other where they run at once."""
 
     served: ServedModel
     cost: StepCost
     route: Route = POOLS
     gpus: tuple[int, ...] = ()
     replica_gpus: int = 1
+    sharing: Sharing = USUAL
 
     def times(self, work: StepWork, *, has_neighbours: bool) -> StageTimes:
         """Stage times of a step, alone or beside others."""
@@ -74,9 +76,9 @@ class SimulatedGroup:
 
     host_s: from the end of a step to the start of the next, the engine's own time. is_ahead: decode steps are handed
     out while those before them run, as the server does (mode exact). prompts_wait: a chunk of a prompt begins once the
-    decode steps under way of up to so many rows have ended, which are fused until then (mode exact). sharing: prompts
-    run beside decode, on the second half of the stations, rather than in turns (mode exact). prepare: called with the
-    core once the models are added; monolithic layouts put their own pages in.
+    decode steps under way of up to so many rows have ended, which are fused until then (mode exact). prompts_share:
+    they run beside decode, on the second half of the stations, rather than in turns (mode exact). prepare: called with
+    the core once the models are added; monolithic layouts put their own pages in.
     """
 
     name: str
@@ -89,7 +91,7 @@ class SimulatedGroup:
     is_ahead: bool = False
     prompts_wait: int = 0
     patience: Patience = FOR_EVER
-    sharing: Sharing | None = None
+    prompts_share: bool = False
     prepare: Callable[[EngineCore], None] | None = None
 
     def __post_init__(self) -> None:

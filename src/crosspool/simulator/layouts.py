@@ -25,10 +25,10 @@ from crosspool.planner.parallelism import kv_parallelism, monolithic_share_seen
 from crosspool.planner.traffic import PlannedModel
 from crosspool.simulator.cost import MonolithicCost, PooledCost, StepCost
 from crosspool.simulator.group import FOR_EVER, Layout, Patience, SimulatedGroup, SimulatedModel
-from crosspool.simulator.measured import MeasuredTable, whole_with_measurements, with_measurements
+from crosspool.simulator.measured import MeasuredTable, sharing_of, whole_with_measurements, with_measurements
 from crosspool.simulator.pipeline import Route
 from crosspool.simulator.replicas import ReplicatedPages
-from crosspool.simulator.sharing import Sharing, twin_stations
+from crosspool.simulator.sharing import twin_stations
 from crosspool.units import ceil_div, format_bytes
 
 
@@ -44,7 +44,7 @@ def simulated_group(
     is_ahead: bool = False,
     prompts_wait: int = 0,
     patience: Patience = FOR_EVER,
-    sharing: Sharing | None = None,
+    prompts_share: bool = False,
     max_queue: int = 64,
     measured: MeasuredTable | None = None,
     hosting: Hosting | None = None,
@@ -70,8 +70,8 @@ def simulated_group(
         is_ahead=is_ahead,
         prompts_wait=prompts_wait,
         patience=patience,
-        sharing=sharing,
-        stations=group.stations if sharing is None else twin_stations(group.stations),
+        prompts_share=prompts_share,
+        stations=twin_stations(group.stations) if prompts_share else group.stations,
     )
 
 
@@ -141,6 +141,7 @@ def _pools(
                 served=_served(model, rank, split.weights_ranks, model.geometry.frames_per_page),
                 cost=cost,
                 route=Route(kv=pool, weights=0 if shares_gpu else num_pools),
+                sharing=sharing_of(measured or {}, model.entry.model, model.facts.num_layers),
             )
         )
     engine = plan_input.engine

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from crosspool.planner.catalogue import lookup
 from crosspool.planner.roofline import StageTimes
 from crosspool.simulator.cost import MonolithicCost, PooledCost, StepCost, StepWork, decode_work, prompt_works
+from crosspool.simulator.sharing import USUAL, Sharing
 
 Points = tuple[tuple[int, float], ...]
 """(rows, value), rows ascending."""
@@ -24,7 +25,8 @@ class MeasuredModel:
 
     lanes_efficiency: what two lanes of the model do together, over what their stage times allow, by rows of each.
     shared_efficiency: the same where a share of the FFN lies beside attention. prefill_s: of a prompt alone, to its
-    first token, by its tokens.
+    first token, by its tokens. beside_prompt_s: what a whole decode step takes more while a prompt runs beside it.
+    prompt_slower: time of a prompt beside decode over its time alone.
     """
 
     ffn_s: Mapping[int, Points] = field(default_factory=dict)
@@ -36,6 +38,8 @@ class MeasuredModel:
     lanes_efficiency: Points = ()
     shared_efficiency: Points = ()
     prefill_s: Points = ()
+    beside_prompt_s: float | None = None
+    prompt_slower: float | None = None
 
 
 MeasuredTable = Mapping[str, MeasuredModel]
@@ -134,6 +138,16 @@ def whole_with_measurements(cost: MonolithicCost, table: MeasuredTable, model: s
     """The same of a model that lies whole on one GPU; several all-reduce, which is not measured."""
     measured = _entry_of(table, model) if cost.num_gpus == 1 else None
     return cost if measured is None else MeasuredCost(cost.pooled, measured, is_whole=True)
+
+
+def sharing_of(table: MeasuredTable, model: str, num_layers: int) -> Sharing:
+    """What prompts and decode cost each other: the model's own measurements, and the usual figures for what is not."""
+    measured = _entry_of(table, model) or MeasuredModel()
+    step_s = measured.beside_prompt_s
+    return Sharing(
+        longer_s=USUAL.longer_s if step_s is None else step_s / num_layers,
+        prompt_slower=measured.prompt_slower or USUAL.prompt_slower,
+    )
 
 
 def _entry_of(table: MeasuredTable, model: str) -> MeasuredModel | None:

@@ -7,6 +7,8 @@
         "crossing_us": 2.75,                                  # one direction; or rows -> time
         "tail_us": 150.0,
         "prefill_ms": {"4096": 92.5},                         # tokens of a prompt alone -> to its first token
+        "beside_prompt_us": 2900.0,                           # longer a decode step while a prompt runs beside it
+        "prompt_slower": 1.5,                                 # a prompt beside decode, against it alone
         "shared_efficiency": {"12": 0.93},                    # as below, with a share of the FFN beside attention
         "lanes_efficiency": {"1": 0.9, "8": 0.93}}}}          # rows -> of two lanes, against what stage times allow
 
@@ -96,6 +98,7 @@ def _entries(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
         elif found := _LANES.fullmatch(name):
             key = (found["model"], "shared_efficiency" if found["share"] else "lanes_efficiency")
             efficiencies.setdefault(key, {}).setdefault(found["batch"], []).append(value)
+    _add_sharing(entries, metrics)
     for model in {model for model, _, part in in_steps if part == "ffn"}:
         entries.setdefault(model, {})["ffn_us"] = {"1": {}}  # in place of what the stage takes by itself
     for (model, batch, part), by_way in in_steps.items():
@@ -107,6 +110,27 @@ def _entries(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
     for (model, kind), points in efficiencies.items():
         entries.setdefault(model, {})[kind] = {batch: min(1.0, median(values)) for batch, values in points.items()}
     return entries
+
+
+def _add_sharing(entries: dict[str, dict[str, Any]], metrics: Mapping[str, float]) -> None:
+    """What prompts and decode cost each other, by the shortest prompts that were measured."""
+    prompts = [match for name in metrics if (match := _PREFILL.fullmatch(name))]
+    if not prompts:
+        return
+    shortest = min(int(match["context"]) for match in prompts)
+    longer: dict[str, list[float]] = {}
+    for model in (match["model"] for match in prompts if int(match["context"]) == shortest):
+        case = f"{model}.1+1.{shortest}k"
+        if beside := metrics.get(f"ttft_ms_beside_decode.{case}"):
+            entries[model]["prompt_slower"] = beside / metrics[f"ttft_ms.{case}"]
+        during = "tbt_p50_ms_during_prefill."
+        for name in metrics:
+            if name.startswith(during) and name.endswith(f".{case}"):
+                before_ms = metrics[name.replace("_during_", "_before_")]
+                neighbour = name.removeprefix(during).removesuffix(f".{case}")
+                longer.setdefault(neighbour, []).append(1e3 * (metrics[name] - before_ms))
+    for neighbour, values in longer.items():
+        entries.setdefault(neighbour, {})["beside_prompt_us"] = median(values)
 
 
 def _measured(entry: Mapping[str, Any]) -> MeasuredModel:
@@ -133,6 +157,8 @@ def _measured(entry: Mapping[str, Any]) -> MeasuredModel:
         prefill_s=sorted_points(
             [(int(tokens), _seconds(1e3 * value)) for tokens, value in entry.get("prefill_ms", {}).items()]
         ),
+        beside_prompt_s=_seconds(entry["beside_prompt_us"]) if "beside_prompt_us" in entry else None,
+        prompt_slower=_ratio(entry, "prompt_slower"),
     )
 
 
@@ -141,6 +167,15 @@ def _efficiency(entry: Mapping[str, Any], kind: str) -> Points:
     if not all(0 < value <= 1 for _, value in points):
         raise ValueError(f"{kind} has {points}; each must be above 0 and at most 1")
     return points
+
+
+def _ratio(entry: Mapping[str, Any], kind: str) -> float | None:
+    if kind not in entry:
+        return None
+    value = float(entry[kind])
+    if not 0 < value < 1000:
+        raise ValueError(f"{kind} is {value:g}; it must be above 0")
+    return value
 
 
 def _seconds(microseconds: Any) -> float:

@@ -1,7 +1,9 @@
 """Sharing: prompts run beside decode on a GPU at the same time, each slower for it, rather than in turns.
 
-On GPUs a prompt's layer is a dozen kernels on each pool that keep to a part of the multiprocessors. How long they take
-is regulated (`backends/cuda/weights_rank/patience.py`), so a layer of a chunk takes about what it may, times `stretch`.
+On GPUs a prompt's layer is a dozen kernels on each pool that keep to a part of the multiprocessors. Each kernel of a
+decode step then waits for blocks of a prompt to leave and shares the bandwidth with them, which makes its layers longer
+by a time that does not grow with its rows. How long a prompt may step aside is regulated
+(`backends/cuda/weights_rank/patience.py`), so a layer of a chunk takes on average at most about what it may.
 """
 
 from dataclasses import dataclass, replace
@@ -12,24 +14,32 @@ from crosspool.simulator.pipeline import Route
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """stretch: time of a chunk's layer beside decode, attention included, over what its FFN may take.
+    """Of one model. longer_s: what a layer of a decode step takes more while a prompt runs beside it. prompt_slower:
+    time of a chunk beside decode over its time alone, as far as its patience does not allow it more.
 
-    decode_slower: time of a decode step that begins beside a prompt, over its time without. Both are calibrated on
-    loads of three models on two H200s (`benchmarks/results/layouts_h200-x2_2026-11-30.md`), by times between tokens and
-    to the first one.
+    The defaults are those of a prompt of 4,096 tokens on two H200s beside four sequences of another model, which
+    `benchmarks/results/prefill_h200-x2_2026-11-30.md` has of two pairs of models: their means. A table of measured
+    stages has each model's own (`measured_files.py`).
     """
 
-    stretch: float = 1.4
-    decode_slower: float = 1.25
+    longer_s: float = 83e-6
+    prompt_slower: float = 1.44
 
     def decode(self, times: StageTimes) -> StageTimes:
         """Of a step that begins while a prompt is under way."""
-        return times.slower(self.decode_slower)
+        return times.slower(1.0 + times.num_layers * self.longer_s / times.step_s)
 
     def prompt(self, times: StageTimes, allowed_s: float) -> StageTimes:
-        """Of a chunk that begins while decode is under way. allowed_s: what its FFN of a layer may take."""
-        ffn_s = max(times.ffn_s, self.stretch * allowed_s - times.attention_s)
-        return replace(times, ffn_s=ffn_s, beside_s=0.0)
+        """Of a chunk that begins while decode is under way. allowed_s: what its FFN of a layer may take.
+
+        Decode that keeps the weights GPU busy makes a chunk take all that it may.
+        """
+        slower = times.slower(self.prompt_slower)
+        return replace(slower, ffn_s=max(slower.ffn_s, allowed_s), beside_s=0.0)
+
+
+USUAL = Sharing()
+"""Of models of which nothing was measured."""
 
 
 def twin_stations(stations: tuple[str, ...]) -> tuple[str, ...]:

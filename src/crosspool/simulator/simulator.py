@@ -13,7 +13,6 @@ from crosspool.simulator.layouts import simulated_group
 from crosspool.simulator.measured import MeasuredTable
 from crosspool.simulator.pipeline import Span
 from crosspool.simulator.result import GroupResult
-from crosspool.simulator.sharing import Sharing
 from crosspool.simulator.steps import simulate_steps
 from crosspool.simulator.workload import group_requests
 
@@ -28,7 +27,7 @@ class SimulationSettings:
     out while the present one runs. prompts_wait: chunks of prompts begin once the decode steps under way of up to so
     many rows have ended, as weights ranks that fuse layers have it. patience_s, patience_token_s: what a layer's FFN of
     a prompt may take, and more for each of its tokens, before it goes before decode. prompts_share: they run beside
-    decode rather than in turns, about as long as their patience allows. hosting: names of the models of each GPU, in a
+    decode rather than in turns, as long as their patience allows. hosting: names of the models of each GPU, in a
     monolithic layout; none: as planned. beside_share: of every FFN, on a weights rank that lies on the KV GPU (two
     pools, one KV GPU).
 
@@ -128,7 +127,7 @@ def _simulate_group(
         is_ahead=settings.is_ahead,
         prompts_wait=settings.prompts_wait,
         patience=Patience(settings.patience_s, settings.patience_token_s),
-        sharing=Sharing() if settings.prompts_share else None,
+        prompts_share=settings.prompts_share,
         max_queue=settings.max_queue,
         measured=measured,
         hosting=settings.hosting,
