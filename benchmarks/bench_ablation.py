@@ -24,10 +24,11 @@ from benchmarks.report import RESULTS, Report
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.rank_cluster import RankCluster
 from crosspool.cluster.start import start_cluster
-from crosspool.config import Control, DeploymentConfig, ModelConfig, Pipeline, PoolsConfig, SchedulingConfig
+from crosspool.config import DeploymentConfig, ModelConfig, Pipeline, SchedulingConfig
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.engine import Engine
 from crosspool.launch import cluster_config, demo_models, engine_config, load_models, prepare_models
+from crosspool.pools_config import Control, PoolsConfig
 from crosspool.units import GiB, MiB
 
 MODES: dict[str, tuple[Control, Pipeline]] = {

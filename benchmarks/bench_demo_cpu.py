@@ -21,8 +21,8 @@ import psutil
 
 from benchmarks.bench_numpy_decode import LAYOUTS, SEED, measure
 from benchmarks.report import ROOT, Report
-from crosspool.config import Layout
 from crosspool.demo.scenario import demo_model_dirs
+from crosspool.pools_config import Layout
 
 READY_TIMEOUT_S = 60.0
 

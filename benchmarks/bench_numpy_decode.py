@@ -20,8 +20,9 @@ import numpy as np
 from benchmarks.judges.transformers_judge import TransformersModel
 from benchmarks.ranks.engine_drive import Job, run_jobs, running_engine
 from benchmarks.report import Report
-from crosspool.config import Layout, SchedulingConfig
+from crosspool.config import SchedulingConfig
 from crosspool.models.directory import read_model_dir
+from crosspool.pools_config import Layout
 from crosspool.server.garbage import settle_memory
 
 SEED = 11

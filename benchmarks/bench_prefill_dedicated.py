@@ -24,12 +24,13 @@ import numpy as np
 from benchmarks.bench_prefill import PRODUCT_TFLOPS, gaps_ms, prompt_flops
 from benchmarks.full_models import full_spec, write_model_dir
 from benchmarks.report import RESULTS, Report
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
+from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.request import GenerationRequest
 from crosspool.launch import prepare_models, start_engine
 from crosspool.models.tensors import weight_bytes
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import GiB
 
 BUS_GB_PER_S = 55.0

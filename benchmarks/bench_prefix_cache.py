@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.ranks.engine_drive import engine_of, greedy_outputs
 from benchmarks.report import Report
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
+from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.core import Request, SamplingParams
 from crosspool.engine.admission import PageBudget
 from crosspool.engine.async_engine import AsyncEngine
@@ -32,6 +32,7 @@ from crosspool.kv_pool.block_table import BlockTable
 from crosspool.kv_pool.pool import KVPool
 from crosspool.launch import DEMO_MODELS, demo_models
 from crosspool.models.directory import read_model_dir
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
 
 SEED = 5

@@ -31,10 +31,11 @@ from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.rank_cluster import RankCluster
 from crosspool.cluster.start import start_cluster
 from crosspool.cluster.supervisor import RankState
-from crosspool.config import PREFILL_TOKENS, DeploymentConfig, ModelConfig, PoolsConfig, Prefill, SchedulingConfig
+from crosspool.config import PREFILL_TOKENS, DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.engine import Engine
 from crosspool.launch import cluster_config, engine_config, load_models, prepare_models
+from crosspool.pools_config import PoolsConfig, Prefill
 from crosspool.units import GiB
 
 PROMPTS = "20,700,30,3000,28,1500"

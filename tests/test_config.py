@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig, ServerConfig, parse_size
+from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig, ServerConfig
 from crosspool.engine.config import EngineConfig
-from crosspool.units import GiB, KiB, MiB
+from crosspool.pools_config import PoolsConfig
+from crosspool.units import GiB, KiB, MiB, parse_size
 
 
 @pytest.mark.parametrize(

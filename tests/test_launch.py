@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
+from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.errors import CrossPoolError
 from crosspool.launch import cluster_config, engine_config, prepare_models
+from crosspool.pools_config import PoolsConfig
 from tests.support.tiny_models import write_tiny_model
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from crosspool import preflight
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig
+from crosspool.config import DeploymentConfig, ModelConfig
 from crosspool.errors import CheckpointError, CrossPoolError
 from crosspool.launch import cluster_config, prepare_models, start_engine
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import GiB
 from tests.support.tiny_models import write_tiny_model
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import httpx2
 import pytest
 
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig, ServerConfig
+from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig, ServerConfig
 from crosspool.errors import CrossPoolError
 from crosspool.launch import (
     cluster_config,
@@ -18,6 +18,7 @@ from crosspool.launch import (
     whole_models,
 )
 from crosspool.models.whole_size import whole_bytes
+from crosspool.pools_config import PoolsConfig
 from crosspool.prefill_room import prefill_summary, with_prefill_room
 from crosspool.ranks import (
     hosts,

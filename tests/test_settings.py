@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from crosspool.config import DeploymentConfig, ModelConfig
-from crosspool.settings import Settings, deployment_schema, load_deployment
+from crosspool.deployment import load_deployment
+from crosspool.settings import Settings, deployment_schema
 from crosspool.units import MiB
 
 SCHEMA = Path(__file__).parent.parent / "docs" / "deployment.schema.json"

@@ -7,12 +7,13 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosspool.config import DeploymentConfig, Layout, ModelConfig, PoolsConfig, SchedulingConfig
+from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.launch import load_models, prepare_models, start_engine
+from crosspool.pools_config import Layout, PoolsConfig
 from crosspool.units import KiB, MiB
 
 

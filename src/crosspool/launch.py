@@ -14,7 +14,7 @@ from crosspool.cluster.apart import ApartCluster, own_rank
 from crosspool.cluster.base import Cluster
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.start import start_cluster
-from crosspool.config import Backend, DeploymentConfig, KVSplit, ModelConfig
+from crosspool.config import DeploymentConfig, ModelConfig
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.engine import Engine
@@ -25,6 +25,7 @@ from crosspool.model_source import model_directory
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import DType, ModelSpec
 from crosspool.models.whole_size import whole_bytes
+from crosspool.pools_config import Backend, KVSplit
 from crosspool.prefill_room import with_prefill_room
 from crosspool.preflight import check_gpus, check_machine, check_slices, check_whole_models, host_bytes_for_models
 from crosspool.ranks import (

@@ -8,9 +8,9 @@ from importlib.util import find_spec
 from crosspool.backends.cuda.device.gpu_count import count_gpus
 from crosspool.cluster.checks import check_devices
 from crosspool.cluster.config import ClusterConfig
-from crosspool.config import PoolsConfig
 from crosspool.errors import CrossPoolError
 from crosspool.models.spec import DenseFFNSpec, ModelSpec
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import GiB, format_bytes
 from crosspool.weights_pool.placement import intermediate_slices
 

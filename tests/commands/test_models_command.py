@@ -16,8 +16,9 @@ from typer.testing import CliRunner, Result
 
 from crosspool import cli
 from crosspool.commands import models
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, ServerConfig
+from crosspool.config import DeploymentConfig, ModelConfig, ServerConfig
 from crosspool.errors import CrossPoolError
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.tiny_models import write_tiny_model

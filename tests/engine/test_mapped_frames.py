@@ -11,8 +11,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from crosspool.config import DeploymentConfig, KVBacking, ModelConfig, PoolsConfig, SchedulingConfig
+from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.engine.limit_change import LimitChange
+from crosspool.pools_config import KVBacking, PoolsConfig
 from crosspool.units import KiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.tiny_models import write_tiny_model

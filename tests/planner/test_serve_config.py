@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from crosspool.commands.serve import deployment
+from crosspool.deployment import load_deployment
 from crosspool.engine.scheduler_core import EngineCore
 from crosspool.errors import CrossPoolError
 from crosspool.launch import engine_config, prepare_model
@@ -14,7 +15,6 @@ from crosspool.planner.deployment import parse_plan_input
 from crosspool.planner.plan import Plan
 from crosspool.planner.planner import plan_deployment
 from crosspool.planner.serve_config import serve_settings, write_serve_configs
-from crosspool.settings import load_deployment
 from tests.support.tiny_models import write_tiny_model
 
 

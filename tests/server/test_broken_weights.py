@@ -8,7 +8,8 @@ import httpx2
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig
+from crosspool.config import DeploymentConfig, ModelConfig
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import live_deployment
 from tests.support.server_fixtures import events

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig
+from crosspool.config import DeploymentConfig, ModelConfig
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.server_fixtures import events

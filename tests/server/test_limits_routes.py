@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from crosspool import cli
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, ServerConfig
+from crosspool.config import DeploymentConfig, ModelConfig, ServerConfig
 from crosspool.errors import CrossPoolError
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_deployment import LiveDeployment, live_deployment

@@ -9,7 +9,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, ServerConfig
+from crosspool.config import DeploymentConfig, ModelConfig, ServerConfig
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.tiny_models import write_tiny_model

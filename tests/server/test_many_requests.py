@@ -10,7 +10,8 @@ from typing import Any
 import httpx2
 import psutil
 
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
+from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import live_deployment
 from tests.support.server_fixtures import events

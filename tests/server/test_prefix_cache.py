@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from crosspool.commands.ps import models_table
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig, ServerConfig
+from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig, ServerConfig
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.tiny_models import write_tiny_model

@@ -11,7 +11,8 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig
+from crosspool.config import DeploymentConfig, ModelConfig
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import live_deployment
 from tests.support.tiny_models import write_tiny_model

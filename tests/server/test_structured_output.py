@@ -12,7 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig
+from crosspool.config import DeploymentConfig, ModelConfig
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.server_fixtures import events

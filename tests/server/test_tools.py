@@ -11,7 +11,8 @@ import httpx2
 import pytest
 from openai import OpenAI
 
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig
+from crosspool.config import DeploymentConfig, ModelConfig
+from crosspool.pools_config import PoolsConfig
 from crosspool.server.app import create_app
 from crosspool.server.catalogue import Catalogue
 from crosspool.units import KiB, MiB

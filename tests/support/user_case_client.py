@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx2
 
-from crosspool.config import DeploymentConfig, ModelConfig, PoolsConfig, SchedulingConfig
+from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
 from tests.support.live_deployment import LiveDeployment
 from tests.support.server_fixtures import events

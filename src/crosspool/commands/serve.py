@@ -9,6 +9,7 @@ from rich.console import Console
 
 from crosspool.commands.loading import shown_while_loading
 from crosspool.config import DeploymentConfig, LogFormat
+from crosspool.deployment import load_deployment
 from crosspool.errors import CrossPoolError
 from crosspool.launch import (
     catalogue,
@@ -24,7 +25,6 @@ from crosspool.prefill_room import prefill_summary, with_prefill_room
 from crosspool.server.app import create_app
 from crosspool.server.json_logs import json_formatter
 from crosspool.server.run import check_tls, listen, run_loop, serve
-from crosspool.settings import load_deployment
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

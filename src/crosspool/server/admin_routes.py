@@ -9,9 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 from starlette.responses import JSONResponse
 
-from crosspool.config import KVSplit, ModelConfig
+from crosspool.config import ModelConfig
 from crosspool.engine.served_model import ServedModel
 from crosspool.errors import CheckpointError, CrossPoolError, UnsupportedModelError
+from crosspool.pools_config import KVSplit
 from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.errors import APIError, ErrorBody, bad_request
 from crosspool.server.health import judge_model

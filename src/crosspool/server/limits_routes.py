@@ -7,11 +7,11 @@ from fastapi import APIRouter, Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 
-from crosspool.config import parse_size
 from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.stats import EngineStats, ModelInfo, PoolStats
 from crosspool.server.admin_routes import ERRORS
 from crosspool.server.errors import ErrorBody, bad_request
+from crosspool.units import parse_size
 
 router = APIRouter(tags=["admin"])
 

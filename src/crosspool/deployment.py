@@ -1,0 +1,193 @@
+"""The deployment that settings describe; they come from flags > environment > YAML file > plan > defaults."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from crosspool.config import (
+    DECODE_LANES,
+    PREFILL_TOKENS,
+    SPLIT_PREFILL_TOKENS,
+    DeploymentConfig,
+    ModelConfig,
+    SchedulingConfig,
+    ServerConfig,
+)
+from crosspool.model_source import is_hub_id
+from crosspool.pools_config import PoolsConfig
+from crosspool.settings import ENV_PREFIX, Settings
+from crosspool.units import parse_size
+
+
+def load_deployment(
+    flags: Mapping[str, Any],
+    *,
+    config_file: Path | None = None,
+    planned: Mapping[str, Any] | None = None,
+    default_models: tuple[ModelConfig, ...] = (),
+) -> DeploymentConfig:
+    """The deployment of `flags` (only those given), the environment, `config_file`, `planned` and the defaults.
+
+    `planned` are settings that a plan gives. `default_models` are served where no source names a model. Raises
+    ValueError with one line per wrong value.
+    """
+    from_file = read_yaml(config_file) if config_file is not None else {}
+    below = {**_planned(planned or {}, {*from_file, *flags}), **from_file}
+    for key in [key for key in below if _env_has(key)]:
+        del below[key]
+    try:
+        settings = Settings(**{**below, **flags})
+    except ValidationError as error:
+        raise ValueError("; ".join(_describe(item) for item in error.errors(include_url=False))) from None
+    return _deployment(settings, default_models)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ValueError naming the file, and the line where YAML is broken."""
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} holds a {type(loaded).__name__}; it must be a mapping such as `port: 8000`")
+    return {str(key).replace("-", "_"): value for key, value in loaded.items()}
+
+
+def _planned(planned: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
+    """Settings of a plan; its lanes and the limits of its models only where nothing given stands against them."""
+    if "pipeline" in given or _env_has("pipeline"):
+        planned = {key: value for key, value in planned.items() if key != "decode_lanes"}
+    if "max_model_len" not in given and not _env_has("max_model_len"):
+        return dict(planned)
+    models = [
+        {key: value for key, value in entry.items() if key != "max_model_len"} for entry in planned.get("models", [])
+    ]
+    return {**planned, "models": models} if models else dict(planned)
+
+
+def _env_has(key: str) -> bool:
+    return (ENV_PREFIX + key).upper() in {name.upper() for name in os.environ}
+
+
+def _describe(item: Mapping[str, Any]) -> str:
+    where = ".".join(str(part) for part in item["loc"]) or "configuration"
+    if item["type"] == "extra_forbidden":
+        return f"{where} is not a setting; `crosspool serve --help` lists them"
+    if item["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where} is {str(item['input'])[:80]!r}: {item['msg'].removeprefix('Value error, ')}"
+
+
+def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> DeploymentConfig:
+    models = tuple(
+        ModelConfig(
+            source=model.path,
+            name=model.name or (model.path if is_hub_id(model.path) else None),
+            aliases=tuple(model.aliases),
+            revision=model.revision,
+            max_model_len=model.max_model_len,
+            chat_template=model.chat_template,
+            page_tokens=model.page_tokens,
+            kv_split=model.kv_split,
+            kv_floor_bytes=parse_size(model.kv_floor),
+            kv_ceiling_bytes=None if model.kv_ceiling is None else parse_size(model.kv_ceiling),
+        )
+        for model in settings.models
+    )
+    return DeploymentConfig(
+        models=tuple(_with_common(model, settings) for model in models or default_models),
+        pools=PoolsConfig(
+            backend=settings.backend,
+            weights=settings.weights,
+            control=settings.control,
+            steps_ahead=settings.steps_ahead,
+            order=settings.order,
+            route=settings.route,
+            layout=settings.layout,
+            baseline=settings.baseline,
+            kv_pool_bytes=parse_size(settings.kv_pool_bytes),
+            host_pool_bytes=parse_size(settings.host_pool_bytes),
+            frame_bytes=parse_size(settings.frame_bytes),
+            num_kv_ranks=settings.kv_ranks,
+            kv_backing=settings.kv_backing,
+            kv_split=settings.kv_split,
+            num_weights_ranks=settings.weights_ranks,
+            weights_shares=tuple(settings.weights_shares),
+            prefill=settings.prefill,
+            num_prefill_ranks=settings.prefill_ranks,
+            prefill_gpus=tuple(settings.prefill_gpus),
+            prefill_pool_bytes=None if settings.prefill_pool_bytes is None else parse_size(settings.prefill_pool_bytes),
+            num_gpus=settings.gpus,
+            transport=settings.transport,
+        ),
+        scheduling=SchedulingConfig(
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens or _prefill_tokens(settings),
+            max_queue=settings.max_queue,
+            max_queue_per_key=settings.max_queue_per_key,
+            num_decode_lanes=_decode_lanes(settings),
+            num_prefill_lanes=settings.prefill_lanes,
+            decode_steps=settings.decode_steps,
+            admission=settings.admission,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            batch_invariant=settings.batch_invariant,
+            prefill_share=settings.prefill_share,
+            queue_timeout_s=settings.queue_timeout,
+            recovery_timeout_s=settings.recovery_timeout,
+            seed=settings.seed,
+        ),
+        server=ServerConfig(
+            host=settings.host,
+            port=settings.port,
+            api_keys=tuple(settings.api_key),
+            admin_api_keys=tuple(settings.admin_api_key),
+            allowed_origins=tuple(settings.allowed_origins),
+            root_path=settings.root_path,
+            log_level=settings.log_level,
+            quiet_paths=tuple(settings.disable_access_log_for_endpoints),
+            shutdown_timeout_s=settings.shutdown_timeout,
+            max_body_bytes=parse_size(settings.max_body_bytes),
+            max_header_bytes=parse_size(settings.max_header_bytes),
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            log_format=settings.log_format,
+            otlp_traces_endpoint=settings.otlp_traces_endpoint,
+            metrics_compat=settings.metrics_compat,
+            sse_keep_alive_s=settings.sse_keep_alive_interval,
+        ),
+        dtype=settings.dtype,
+        download_dir=settings.download_dir,
+    )
+
+
+def _prefill_tokens(settings: Settings) -> int:
+    is_split = settings.backend == "cuda" and settings.kv_ranks > 1 and settings.baseline is None
+    return SPLIT_PREFILL_TOKENS if is_split else PREFILL_TOKENS[settings.backend]
+
+
+def _decode_lanes(settings: Settings) -> int:
+    if settings.pipeline == "off":
+        if settings.decode_lanes not in (None, 1):
+            raise ValueError(
+                f"decode_lanes is {settings.decode_lanes} with pipeline off, which has one; leave one of them out"
+            )
+        return 1
+    return DECODE_LANES if settings.decode_lanes is None else settings.decode_lanes
+
+
+def _with_common(model: ModelConfig, settings: Settings) -> ModelConfig:
+    """`model` with the settings of all models where it has none of its own."""
+    return replace(
+        model,
+        max_model_len=settings.max_model_len if model.max_model_len is None else model.max_model_len,
+        chat_template=settings.chat_template if model.chat_template is None else model.chat_template,
+    )
