@@ -134,6 +134,7 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         kv_backing=config.pools.kv_backing,
         weights_ranks=weights_ranks(config),
         prefill_ranks=prefill_ranks(config),
+        prefill_lanes=tuple(engine.prefill_rank_of.items()),
         prefill_pool_bytes=config.pools.prefill_pool_bytes or 0,
         hosts=() if are_apart(config) else hosts(config),
         order=order(config),

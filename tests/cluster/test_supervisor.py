@@ -218,6 +218,26 @@ class TestChannelBook:
         wide = placement("b", prefill_ranks=("p0",), kv_row_width=200, context_tokens=5)
         assert book.missing([narrow, wide], lambda rank: rank != "w0") == [Link(0, "kv0", "p0", 2000)]
 
+    def test_links_with_a_prefill_rank_are_those_of_its_own_lane(self):
+        config = ClusterConfig(
+            num_frames=2,
+            frame_bytes=4096,
+            max_tokens_per_step=10,
+            num_lanes=4,
+            prefill_ranks=("p0", "p1"),
+            prefill_lanes=((2, "p0"), (3, "p1")),
+        )
+        book = ChannelBook(config.num_lanes, 10, may_use=config.may_use)
+        model = placement("a", prefill_ranks=("p0", "p1"), kv_row_width=6, context_tokens=100)
+        links = {(link.lane, link.peer) for link in book.missing([model], lambda rank: True)}
+        assert links == {(0, "w0"), (1, "w0"), (2, "w0"), (3, "w0"), (2, "p0"), (3, "p1")}
+        book.rank_lost("p1")
+        assert [(link.lane, link.peer) for link in book.missing([model], lambda rank: True)] == [(3, "p1")]
+        with pytest.raises(
+            ValueError, match=r"^prefill_lanes gives lane 4 rank 'p0'; lanes are 0 to 3, prefill ranks p0, p1"
+        ):
+            replace(config, prefill_lanes=((4, "p0"),))
+
     def test_a_lost_rank_needs_its_links_anew_and_an_unused_pair_is_closed(self):
         parts = ChannelBook(num_lanes=1, max_tokens_per_step=10, hands_in_parts=True)
         links = parts.missing(

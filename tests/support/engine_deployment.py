@@ -68,6 +68,7 @@ class Deployment:
                 kv_ranks=self.config.kv_ranks,
                 weights_ranks=WEIGHTS_RANKS,
                 prefill_ranks=self.config.prefill_ranks,
+                prefill_lanes=tuple(self.config.prefill_rank_of.items()),
                 num_frames=self.config.num_frames,
                 num_host_frames=self.config.num_host_frames,
                 frame_bytes=FRAME_BYTES,

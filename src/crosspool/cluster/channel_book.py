@@ -22,8 +22,19 @@ class Link:
 class ChannelBook:
     """Open links. Sizes follow the models that are placed now: a wider model, or a further lane, opens new ones."""
 
-    def __init__(self, num_lanes: int, max_tokens_per_step: int, *, hands_in_parts: bool = False) -> None:
-        """hands_in_parts: earlier KV crosses to a prefill rank in parts that fit the channel; else at once."""
+    def __init__(
+        self,
+        num_lanes: int,
+        max_tokens_per_step: int,
+        *,
+        hands_in_parts: bool = False,
+        may_use: Callable[[int, str], bool] = lambda lane, peer: True,
+    ) -> None:
+        """hands_in_parts: earlier KV crosses to a prefill rank in parts that fit the channel; else at once.
+
+        may_use: whether steps of a lane may need a peer.
+        """
+        self._may_use = may_use
         self._num_lanes, self._hands_in_parts = num_lanes, hands_in_parts
         self._max_tokens = max_tokens_per_step
         self._open: dict[tuple[int, str, str], int] = {}
@@ -35,14 +46,15 @@ class ChannelBook:
         return is_new
 
     def missing(self, placements: Iterable[ModelPlacement], is_up: Callable[[str], bool]) -> list[Link]:
-        """Links to open so that every pair of ranks that shares a model, and is up, has them wide enough; now open."""
+        """Links to open so that every pair of ranks that shares a model, and is up, has them wide enough in every lane
+        that may use them; now open."""
         links = []
         for (rank, peer), capacity in self._capacities(placements).items():
             if not (is_up(rank) and is_up(peer)):
                 continue
             for lane in range(self._num_lanes):
                 key = (lane, rank, peer)
-                if self._open.get(key, 0) < capacity:
+                if self._may_use(lane, peer) and self._open.get(key, 0) < capacity:
                     self._open[key] = capacity
                     links.append(Link(*key, capacity))
         return links

@@ -28,6 +28,7 @@ class ClusterConfig:
     kv_ranks: tuple[str, ...] = ("kv0",)
     weights_ranks: tuple[str, ...] = ("w0",)
     prefill_ranks: tuple[str, ...] = ()  # each computes chunks of prompts, one model at a time
+    prefill_lanes: tuple[tuple[int, str], ...] = ()  # (lane, its prefill rank); none: any lane may use any
     prefill_pool_bytes: int = 0  # of each prefill rank's GPU, for whole models that are in place at once
     hosts: tuple[tuple[str, ...], ...] = ()  # ranks that share a thread or process; those not named get one each
     backend: str = "numpy"  # or `cuda`, or a module (`worker.make_worker`)
@@ -83,6 +84,12 @@ class ClusterConfig:
     def ranks(self) -> tuple[str, ...]:
         return self.kv_ranks + self.weights_ranks + self.prefill_ranks
 
+    def may_use(self, lane: int, rank: str) -> bool:
+        """Whether steps of the lane may need the rank: a prefill lane has one prefill rank, others have none."""
+        if rank not in self.prefill_ranks or not self.prefill_lanes:
+            return True
+        return (lane, rank) in self.prefill_lanes
+
     @property
     def device_of(self) -> dict[str, int]:
         """Every rank's GPU, for backends that have any."""
@@ -117,5 +124,12 @@ class ClusterConfig:
                 raise ValueError(f"hosts names rank {rank!r}, which is none of {', '.join(self.ranks)}")
             if grouped.count(rank) > 1:
                 raise ValueError(f"rank {rank} appears {grouped.count(rank)} times in hosts; it can live in one only")
+        for lane, rank in self.prefill_lanes:
+            if rank not in self.prefill_ranks or not 0 <= lane < self.num_lanes:
+                ranks = ", ".join(self.prefill_ranks) or "none"
+                raise ValueError(
+                    f"prefill_lanes gives lane {lane} rank {rank!r}; lanes are 0 to {self.num_lanes - 1}, prefill "
+                    f"ranks {ranks}"
+                )
         if any(not host for host in self.hosts):
             raise ValueError("hosts holds an empty group; name its ranks or leave it out")

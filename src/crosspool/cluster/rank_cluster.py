@@ -84,7 +84,10 @@ class RankCluster:
         )
         self._roster = Roster()
         self._channels = ChannelBook(
-            config.num_lanes, config.max_tokens_per_step, hands_in_parts=config.backend == "cuda"
+            config.num_lanes,
+            config.max_tokens_per_step,
+            hands_in_parts=config.backend == "cuda",
+            may_use=config.may_use,
         )
         self._memory: dict[str, dict[str, int]] = {rank: {} for rank in config.ranks}
         self._backings: dict[str, BackingCounts] = {}

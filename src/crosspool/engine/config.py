@@ -98,3 +98,10 @@ class EngineConfig:
     @property
     def num_lanes(self) -> int:
         return self.num_decode_lanes + self.num_prefill_lanes
+
+    @property
+    def prefill_rank_of(self) -> dict[int, str]:
+        """The prefill rank of each prefill lane, by the lane's number; empty where there are none."""
+        if not self.prefill_ranks:
+            return {}
+        return {self.num_decode_lanes + number: self.prefill_ranks[number] for number in range(self.num_prefill_lanes)}

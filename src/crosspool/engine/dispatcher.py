@@ -33,7 +33,7 @@ class Dispatcher:
             Lane(index, "decode" if index < config.num_decode_lanes else "prefill") for index in range(config.num_lanes)
         ]
         self.parked_steps = ParkedSteps(self.lanes, loads, ranks)
-        self.prefill_ranks = PrefillRanks(config.prefill_ranks, ranks, config.prefill_pool_bytes)
+        self.prefill_ranks = PrefillRanks(config, ranks)
         self._loads = loads
         self._turns: dict[Phase, Turns] = {"decode": Turns(), "prefill": Turns()}
         starter = StepStart(self._turns, kv)

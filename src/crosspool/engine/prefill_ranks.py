@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
 from crosspool.engine.batcher import Chunk
+from crosspool.engine.config import EngineConfig
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.ranks import RankHealth
 from crosspool.models.whole_size import whole_bytes
@@ -16,18 +17,15 @@ class PrefillRanks:
     A rank that is away costs time alone: its lane's prompts run in the pools until it is back.
     """
 
-    def __init__(self, names: Items[str], ranks: RankHealth, room_bytes: int = 0) -> None:
-        """room_bytes: of each rank, for models that are in place at once; 0: one at a time."""
-        self._names, self._ranks = tuple(names), ranks
-        self._residencies = {name: Residency(room_bytes=room_bytes) for name in names}
+    def __init__(self, config: EngineConfig, ranks: RankHealth) -> None:
+        self._rank_of, self._ranks = config.prefill_rank_of, ranks
+        self._residencies = {name: Residency(room_bytes=config.prefill_pool_bytes) for name in config.prefill_ranks}
         self._sizes: dict[str, int] = {}  # by model: what it takes there
 
-    def of_lane(self, number: int) -> str | None:
-        """The rank of the prefill lane of this number, if it is up."""
-        if not self._names:
-            return None
-        name = self._names[number % len(self._names)]
-        return name if self._ranks.are_up((name,)) else None
+    def of_lane(self, lane: int) -> str | None:
+        """The rank of a prefill lane, if it is up."""
+        name = self._rank_of.get(lane)
+        return name if name is not None and self._ranks.are_up((name,)) else None
 
     def computes(self, rank: str | None, load: ModelLoad) -> bool:
         """Whether the rank can hand over the model's KV: a page lies whole on the home."""

@@ -31,7 +31,6 @@ class PrefillSteps:
         prefill_ranks: PrefillRanks,
         starter: StepStart,
     ) -> None:
-        self._num_decode_lanes = config.num_decode_lanes
         self._rerun_tokens = config.rerun_tokens
         self._rule = PrefillRule(
             max_tokens=config.max_num_batched_tokens,
@@ -52,7 +51,7 @@ class PrefillSteps:
         names = {name for name, load in self._loads.items() if load.prefilling}
         if not names:
             return None
-        rank = self._prefill_ranks.of_lane(lane.index - self._num_decode_lanes)
+        rank = self._prefill_ranks.of_lane(lane.index)
         turns = self._turns.ready(names)
         if rank is not None:
             own = [self._loads[name] for name in turns if self._prefill_ranks.computes(rank, self._loads[name])]
