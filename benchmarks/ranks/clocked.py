@@ -17,7 +17,7 @@ from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.decode_run import places, push_run, read_end, read_run
 from crosspool.backends.cuda.steps.lane import LaneIdle
 from crosspool.backends.cuda.steps.lane_memory import DONE, LaneMemory, RunPlace, WaitRule
-from crosspool.backends.numpy.sequences import Sequence
+from crosspool.backends.sequences.sequence import Sequence
 from crosspool.cluster import messages
 from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.control import ControlSocket

@@ -28,7 +28,7 @@ def chat(
 ) -> None:
     """Talk to a model of a running server."""
     from crosspool.commands.chat import run
-    from crosspool.commands.http import ServerClient
+    from crosspool.server_client import ServerClient
 
     options = {"max_tokens": max_tokens, "temperature": temperature}
     run(ServerClient(base_url, api_key), model, quick=quick, system=system, options=options)
@@ -43,8 +43,8 @@ def ps(
     """List the models of a running server and what they hold."""
     from rich.console import Console
 
-    from crosspool.commands.http import ServerClient
     from crosspool.commands.ps import run
+    from crosspool.server_client import ServerClient
 
     run(ServerClient(base_url, api_key), as_json=as_json, console=Console())
 
@@ -60,8 +60,8 @@ def top(
     """Watch both pools, the lanes and the queues of a running server."""
     from rich.console import Console
 
-    from crosspool.commands.http import ServerClient
     from crosspool.commands.top import run
+    from crosspool.server_client import ServerClient
 
     client = ServerClient(base_url, api_key)
     run(client, interval_s=interval, once=once, as_json=as_json, console=Console())
@@ -80,8 +80,8 @@ def limits(
     """Show what models may hold in the KV pool of a running server, or change it. Live requests are not touched."""
     from rich.console import Console
 
-    from crosspool.commands.http import ServerClient
     from crosspool.commands.limits import run
+    from crosspool.server_client import ServerClient
 
     client = ServerClient(base_url, api_key)
     run(client, model, floor=floor, ceiling=ceiling, budget=budget, as_json=as_json, console=Console())
@@ -102,7 +102,7 @@ def load(
     from rich.console import Console
 
     from crosspool.commands import models
-    from crosspool.commands.http import ServerClient
+    from crosspool.server_client import ServerClient
 
     fields = {
         "aliases": alias,
@@ -125,6 +125,6 @@ def unload(
     from rich.console import Console
 
     from crosspool.commands import models
-    from crosspool.commands.http import ServerClient
+    from crosspool.server_client import ServerClient
 
     models.unload(ServerClient(base_url, api_key), model, drains=drain, waits=wait, console=Console())

@@ -3,7 +3,7 @@
 import numpy as np
 
 from crosspool.backends.numpy.kv_cache import LayerCache, StepSlots, new_arena
-from crosspool.backends.numpy.spans import RowSlots
+from crosspool.backends.sequences.row_slots import RowSlots
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec
 

@@ -10,8 +10,8 @@ from crosspool.bench.client import LoadSettings, run_load
 from crosspool.bench.server_times import QueueTimes, read_queue_times
 from crosspool.bench.target import Target
 from crosspool.bench.traffic import PlannedRequest
-from crosspool.commands.http import ServerClient
 from crosspool.errors import CrossPoolError
+from crosspool.server_client import ServerClient
 
 METRICS_TIMEOUT_S = 10.0
 

@@ -3,8 +3,8 @@
 import sys
 from typing import Any
 
-from crosspool.commands.http import ServerClient
 from crosspool.errors import CrossPoolError
+from crosspool.server_client import ServerClient
 
 
 def run(

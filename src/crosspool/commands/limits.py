@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from crosspool.commands.http import ServerClient
 from crosspool.errors import CrossPoolError
+from crosspool.server_client import ServerClient
 from crosspool.units import format_bytes
 
 PATH = "/admin/limits"

@@ -7,9 +7,9 @@ from urllib.parse import quote
 
 from rich.console import Console
 
-from crosspool.commands.http import ServerClient
 from crosspool.errors import CrossPoolError
 from crosspool.model_source import is_hub_id, named_source
+from crosspool.server_client import ServerClient
 from crosspool.units import format_bytes
 
 LIST = "/admin/models"

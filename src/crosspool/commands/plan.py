@@ -12,7 +12,7 @@ from crosspool.planner.explain import explain
 from crosspool.planner.plan import Plan
 from crosspool.planner.plot import check_matplotlib, write_plots
 from crosspool.planner.serve_config import write_serve_configs
-from crosspool.planner.simulated import plan_as_told
+from crosspool.simulator.simulated_plan import plan_as_told
 from crosspool.units import format_bytes
 
 TABLE_WIDTH = 110

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from crosspool.commands.http import ServerClient
+from crosspool.server_client import ServerClient
 from crosspool.units import format_bytes
 
 NARROW, STOWED = 80, 10  # columns: of a terminal, and of what lies in host memory

@@ -9,9 +9,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from crosspool.commands.http import ServerClient
 from crosspool.commands.ps import models_table
 from crosspool.errors import CrossPoolError
+from crosspool.server_client import ServerClient
 from crosspool.units import format_bytes
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")

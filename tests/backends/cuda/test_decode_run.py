@@ -12,7 +12,7 @@ from crosspool.backends.cuda.steps.batch import Batch  # noqa: E402
 from crosspool.backends.cuda.steps.decode_run import places, push_run, read_end, read_run  # noqa: E402
 from crosspool.backends.cuda.steps.lane_memory import DONE, LaneMemory, WaitRule  # noqa: E402
 from crosspool.backends.cuda.steps.passes import PASS_TOKENS  # noqa: E402
-from crosspool.backends.numpy.sequences import Sequence  # noqa: E402
+from crosspool.backends.sequences.sequence import Sequence  # noqa: E402
 from crosspool.core import SampledToken, SamplingParams  # noqa: E402
 from crosspool.scheduler.step import (  # noqa: E402
     NewSequence,

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 from crosspool.backends.cuda.kv_rank.kv_ahead import KVAhead, draws_all  # noqa: E402
 from crosspool.backends.cuda.kv_rank.kv_pass import KVPass  # noqa: E402
 from crosspool.backends.cuda.steps.batch import Batch  # noqa: E402
-from crosspool.backends.numpy.sequences import Sequence  # noqa: E402
+from crosspool.backends.sequences.sequence import Sequence  # noqa: E402
 from crosspool.core import SampledToken, SamplingParams  # noqa: E402
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow  # noqa: E402
 

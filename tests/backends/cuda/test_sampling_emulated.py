@@ -8,8 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from crosspool.backends.cuda.kernels.sampling import Sampler, fill_sampling, needs_host, sampling_records  # noqa: E402
-from crosspool.backends.numpy.philox import UniformStream  # noqa: E402
-from crosspool.backends.numpy.sampler import SamplingRow, sample  # noqa: E402
+from crosspool.backends.sequences.philox import UniformStream  # noqa: E402
+from crosspool.backends.sequences.sampler import SamplingRow, sample  # noqa: E402
 from crosspool.core import SamplingParams  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
 

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crosspool.backends.numpy.spans import MAX_GATHERED, MAX_PADDING, RowSlots, Span, blocks
+from crosspool.backends.numpy.spans import MAX_GATHERED, MAX_PADDING, Span, blocks
+from crosspool.backends.sequences.row_slots import RowSlots
 
 
 def spans_of(lengths, window, page_tokens):

@@ -8,7 +8,8 @@ import numpy as np
 
 from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.kv_cache import LayerCache, StepSlots
-from crosspool.backends.numpy.spans import Block, RowSlots, Span
+from crosspool.backends.numpy.spans import Block, Span
+from crosspool.backends.sequences.row_slots import RowSlots
 
 MAX_SCORES = 1 << 21
 """Scores of a chunk held at once; longer chunks are cut into blocks of queries."""

@@ -13,7 +13,7 @@ from crosspool.backends.numpy.kv_cache import LayerCache, StepSlots
 from crosspool.backends.numpy.matrices import panels, product, transposed
 from crosspool.backends.numpy.norms import RMSNorm
 from crosspool.backends.numpy.rotary import ComplexArray, pair_order, rotate
-from crosspool.backends.numpy.spans import RowSlots
+from crosspool.backends.sequences.row_slots import RowSlots
 from crosspool.models.spec import MLASpec
 
 

@@ -8,10 +8,10 @@ from typing import Protocol
 from crosspool.backends.base import FloatArray, HalfStep, LaneLinks
 from crosspool.backends.numpy.attention_half import AttentionHalf
 from crosspool.backends.numpy.layer_router import KVRouters
-from crosspool.backends.numpy.page_reader import PageReader
-from crosspool.backends.numpy.sampler import sample
-from crosspool.backends.numpy.sequences import Sequence
 from crosspool.backends.numpy.step_rows import StepRows
+from crosspool.backends.sequences.page_reader import PageReader
+from crosspool.backends.sequences.sampler import sample
+from crosspool.backends.sequences.sequence import Sequence
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor
 

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from crosspool.backends.base import FloatArray
-from crosspool.backends.numpy.spans import Block, RowSlots, Span, blocks
+from crosspool.backends.numpy.spans import Block, Span, blocks
+from crosspool.backends.sequences.row_slots import RowSlots
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 

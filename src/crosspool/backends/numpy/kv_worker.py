@@ -11,10 +11,10 @@ from crosspool.backends.numpy.handed_chunk import handed_chunk
 from crosspool.backends.numpy.host_frames import HostFrames
 from crosspool.backends.numpy.host_vmm import arena_at
 from crosspool.backends.numpy.kv_cache import new_arena
-from crosspool.backends.numpy.page_reader import PageReader
 from crosspool.backends.numpy.placed_model import Share, Site, placed_model
-from crosspool.backends.numpy.sequences import Sequence
 from crosspool.backends.numpy.step_rows import StepRows
+from crosspool.backends.sequences.page_reader import PageReader
+from crosspool.backends.sequences.sequence import Sequence
 from crosspool.cluster.base import ModelPlacement
 from crosspool.core import SampledToken
 from crosspool.kv_pool.backing.mapped_frames import MappedFrames

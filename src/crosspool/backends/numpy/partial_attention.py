@@ -14,7 +14,7 @@ import numpy.typing as npt
 from crosspool.backends.base import FloatArray
 from crosspool.backends.numpy.attention import MAX_SCORES
 from crosspool.backends.numpy.kv_cache import LayerCache
-from crosspool.backends.numpy.spans import RowSlots
+from crosspool.backends.sequences.row_slots import RowSlots
 
 IntArray = npt.NDArray[np.int64]
 Partial = tuple[FloatArray, FloatArray]

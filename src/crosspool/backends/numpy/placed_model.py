@@ -11,9 +11,9 @@ from crosspool.backends.numpy.attention_step import AttentionStep, Exchange, Mod
 from crosspool.backends.numpy.kv_cache import Arena
 from crosspool.backends.numpy.layer_router import KVRouters
 from crosspool.backends.numpy.matrices import each_released
-from crosspool.backends.numpy.page_reader import PageReader
 from crosspool.backends.numpy.split_heads import HeadExchange, HeadShare, cut_heads
 from crosspool.backends.numpy.split_tokens import TokenExchange, TokenShare
+from crosspool.backends.sequences.page_reader import PageReader
 from crosspool.cluster.base import ModelPlacement
 from crosspool.kv_pool.geometry import PageGeometry, page_geometry
 from crosspool.kv_pool.split import cached_spec, share_of_heads

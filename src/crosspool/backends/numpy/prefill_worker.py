@@ -15,7 +15,7 @@ from crosspool.backends.numpy.attention_half import AttentionHalf
 from crosspool.backends.numpy.ffn_worker import FFNHalf
 from crosspool.backends.numpy.kv_cache import LayerCache, StepSlots, new_arena
 from crosspool.backends.numpy.matrices import each_released
-from crosspool.backends.numpy.spans import RowSlots
+from crosspool.backends.sequences.row_slots import RowSlots
 from crosspool.cluster.base import ModelPlacement
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.directory import read_model_dir

@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crosspool.backends.base import FloatArray
+from crosspool.backends.sequences.row_slots import RowSlots
 
 IntArray = npt.NDArray[np.int64]
 
@@ -15,29 +16,6 @@ MAX_PADDING = 1.5
 
 MAX_GATHERED = 2048
 """Slots that are gathered at once at most, so that they stay in the second cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowSlots:
-    """Where one row of a step lies: tokens [start, stop) of the batch, at positions from `first_position` on.
-
-    frames: the row's block table, (frames_per_page, num_pages):
-    `frames[layer // layers_per_frame][position // page_tokens]`.
-    """
-
-    start: int
-    stop: int
-    first_position: int
-    frames: IntArray
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def num_slots(self) -> int:
-        """Slots this row's last token sees: those cached before and the step's own."""
-        return self.first_position + self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from crosspool.backends.numpy.kv_cache import StepSlots
-from crosspool.backends.numpy.sequences import Sequence, row_slots
+from crosspool.backends.sequences.row_slots import row_slots
+from crosspool.backends.sequences.sequence import Sequence
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepRow
 

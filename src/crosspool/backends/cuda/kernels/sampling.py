@@ -12,7 +12,7 @@ from crosspool.backends.cuda.channels.transport_params import ArgmaxParams, Samp
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.kernels.params import address, check
 from crosspool.backends.cuda.steps.lane_memory import SAMPLING, SAMPLING_WORDS
-from crosspool.backends.numpy.sampler import SamplingRow
+from crosspool.backends.sequences.sampler import SamplingRow
 from crosspool.units import ceil_div
 
 _ARGMAX_VALUES = 2048

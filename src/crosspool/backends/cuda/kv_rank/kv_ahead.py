@@ -9,7 +9,7 @@ from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.decode_run import runs_on_device
 from crosspool.backends.cuda.steps.lanes import WorkerLanes
 from crosspool.backends.cuda.steps.passes import PASS_TOKENS, bucket_of
-from crosspool.backends.numpy.sequences import Sequence
+from crosspool.backends.sequences.sequence import Sequence
 from crosspool.scheduler.step import StepDescriptor
 
 

@@ -13,7 +13,7 @@ from crosspool.backends.cuda.kv_rank.kv_router import Routers
 from crosspool.backends.cuda.kv_rank.kv_share import KVShare
 from crosspool.backends.cuda.loading.weights import AttentionWeights
 from crosspool.backends.cuda.steps.lane import finish
-from crosspool.backends.numpy.page_reader import PageReader
+from crosspool.backends.sequences.page_reader import PageReader
 from crosspool.cluster.base import ModelPlacement
 from crosspool.kv_pool.geometry import PageGeometry, page_geometry
 from crosspool.kv_pool.split import KVSplit, cached_spec

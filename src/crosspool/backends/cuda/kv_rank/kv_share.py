@@ -26,8 +26,9 @@ from crosspool.backends.cuda.loading.weights import AttentionWeights
 from crosspool.backends.cuda.steps.lane import LaneIdle, WorkerLane
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
 from crosspool.backends.cuda.steps.passes import passes
-from crosspool.backends.numpy.page_reader import PageReader
-from crosspool.backends.numpy.sequences import Sequence, row_slots
+from crosspool.backends.sequences.page_reader import PageReader
+from crosspool.backends.sequences.row_slots import row_slots
+from crosspool.backends.sequences.sequence import Sequence
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import ModelSpec
 from crosspool.scheduler.step import StepDescriptor

@@ -35,8 +35,8 @@ from crosspool.backends.cuda.steps.given_up import GivenUp
 from crosspool.backends.cuda.steps.lane import LaneIdle, device_inlets, enter, finish
 from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.backends.cuda.steps.lanes import WorkerLanes
-from crosspool.backends.numpy.page_reader import PageReader
-from crosspool.backends.numpy.sequences import Sequence
+from crosspool.backends.sequences.page_reader import PageReader
+from crosspool.backends.sequences.sequence import Sequence
 from crosspool.cluster.base import ModelPlacement
 from crosspool.core import SampledToken
 from crosspool.kv_pool.geometry import PageGeometry

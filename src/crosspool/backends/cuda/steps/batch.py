@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from crosspool.backends.cuda.steps.lane_memory import STOP_IDS
-from crosspool.backends.numpy.sampler import SamplingRow
-from crosspool.backends.numpy.sequences import Sequence, row_slots
+from crosspool.backends.sequences.row_slots import row_slots
+from crosspool.backends.sequences.sampler import SamplingRow
+from crosspool.backends.sequences.sequence import Sequence
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepRow
 

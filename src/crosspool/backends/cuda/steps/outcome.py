@@ -10,7 +10,7 @@ from crosspool.backends.cuda.steps.batch import Batch, SampledRow
 from crosspool.backends.cuda.steps.lane import WorkerLane
 from crosspool.backends.cuda.steps.lane_memory import pinned
 from crosspool.backends.cuda.steps.passes import Pass
-from crosspool.backends.numpy.sampler import sample
+from crosspool.backends.sequences.sampler import sample
 from crosspool.core import SampledToken
 
 

@@ -3,10 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
-from crosspool.backends.numpy.page_reader import PageReader
-from crosspool.backends.numpy.philox import UniformStream
-from crosspool.backends.numpy.sampler import SamplingRow
-from crosspool.backends.numpy.spans import RowSlots
+from crosspool.backends.sequences.page_reader import PageReader
+from crosspool.backends.sequences.philox import UniformStream
+from crosspool.backends.sequences.sampler import SamplingRow
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import NewSequence, StepRow
 
@@ -92,14 +91,3 @@ class Sequence:
         self._table = table
         first = row.num_cached_tokens + row.num_new_tokens + step
         self.token_ids[first : first + len(token_ids)] = token_ids
-
-
-def row_slots(row: StepRow, table: IntArray, start: int, page_tokens: int) -> RowSlots:
-    """Where the row lies, given its block table; `start` is its first token's index in the batch."""
-    end = row.num_cached_tokens + row.num_new_tokens
-    if end > table.shape[1] * page_tokens:
-        raise ValueError(
-            f"sequence {row.sequence_id} needs {end} slots and has {table.shape[1]} pages of {page_tokens}; "
-            "send its new pages with the row"
-        )
-    return RowSlots(start, start + row.num_new_tokens, row.num_cached_tokens, table)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crosspool.backends.numpy.philox import UniformStream, uniforms
-from crosspool.backends.numpy.sampler import LOGPROB_FLOOR, SamplingRow, sample
+from crosspool.backends.sequences.philox import UniformStream, uniforms
+from crosspool.backends.sequences.sampler import LOGPROB_FLOOR, SamplingRow, sample
 from crosspool.core import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)

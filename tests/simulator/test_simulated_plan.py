@@ -7,7 +7,7 @@ import pytest
 from crosspool.errors import CapacityError
 from crosspool.planner.deployment import parse_plan_input
 from crosspool.planner.planner import plan_deployment
-from crosspool.planner.simulated import plan_simulated
+from crosspool.simulator.simulated_plan import plan_simulated
 from crosspool.simulator.simulator import SimulationSettings, simulate
 
 LENGTHS = {"prompt": 300, "output": 60, "prompt_cv": 0.5, "output_cv": 0.3}

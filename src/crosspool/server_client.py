@@ -1,4 +1,4 @@
-"""A small HTTP client of a running server, on the standard library: for the commands that talk to one."""
+"""A small HTTP client of a running server, on the standard library: for commands and load generator."""
 
 import http.client
 import json

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crosspool.backends.base import FloatArray
-from crosspool.backends.numpy.philox import UniformStream
+from crosspool.backends.sequences.philox import UniformStream
 from crosspool.core import SampledToken, SamplingParams, TokenLogprob
 
 Float64Array = npt.NDArray[np.float64]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from crosspool.backends.numpy.page_reader import PageReader
+from crosspool.backends.sequences.page_reader import PageReader
 
 
 def test_with_one_rank_entries_are_the_frames():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from crosspool.backends.numpy.philox import BLOCK, UniformStream, philox4x32, uniforms
+from crosspool.backends.sequences.philox import BLOCK, UniformStream, philox4x32, uniforms
 
 ONES = 0xFFFFFFFF
 PI = ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0))

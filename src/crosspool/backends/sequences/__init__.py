@@ -1,0 +1,1 @@
+"""What a KV worker of any backend remembers of its sequences, and how their next tokens are drawn."""
