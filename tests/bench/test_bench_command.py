@@ -94,10 +94,14 @@ def test_a_result_is_a_trace_again(url, result_file):
 
 def test_reports_hold_every_model_and_picture(result_file):
     page = result_file.with_suffix(".html").read_text()
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == page.count("</svg>") == 4
+    assert page.count("<polyline") == 8, "each picture has both models"
+    assert page.count("<table") == 2
     assert "TBT by model" in page
     markdown = result_file.with_suffix(".md").read_text()
     assert "| paced | TTFT |" in markdown
+    assert "| model | sent/s | served | refused | failed | tokens/s | good % | queued ms p50 | p99 |" in markdown
+    assert "| paced | " in markdown.partition("| model | ms |")[0]
     for line in markdown.splitlines():
         if line.startswith("!["):
             assert (result_file.parent / line.partition("(")[2].rstrip(")")).exists()
@@ -132,6 +136,22 @@ def test_a_run_in_which_nothing_is_served_says_why(url, tmp_path):
     assert "3 not served: HTTP 404" in shown.stdout
     (page,) = tmp_path.glob("*.html")
     assert "3 failed" in page.read_text()
+
+
+def test_a_trace_is_replayed_from_within_and_only_for_models_that_are_served(url, tmp_path):
+    path = tmp_path / "trace.csv"
+    rows = ["0,paced,5,2", "10,other,5,2", "10.1,paced,5,3", "10.2,far,5,2", "10.3,fast,5,2"]
+    path.write_text("\n".join(["arrival_s,model,in,out", *rows]))
+    words = ("--trace", str(path), "--num-warmups", "0", "--json")
+    shown = bench(url, *words)
+    assert "requests of 'other' and 1 more models, not served here" in str(shown.exception)
+    result = json.loads(bench(url, *words, "--trace-skip-unserved", "--trace-start", "10").stdout)
+    assert {name: figures["total_output_tokens"] for name, figures in result["models"].items()} == {
+        "all": 5, "paced": 3, "fast": 2
+    }  # fmt: skip
+    assert result["duration"] < 5
+    shown = bench(url, *words, "--trace-start", "11")
+    assert "trace-start is 11, but the trace lasts 10.3 s" in str(shown.exception)
 
 
 def test_a_ramp_sends_ever_more(url):
@@ -185,6 +205,8 @@ WRONG = {
     "--max-concurrency 0": "max-concurrency is 0",
     "--trace /nowhere.csv": "cannot read /nowhere.csv",
     "--num-prompts 0": "num-prompts is 0; it must be above 0",
+    "--trace-start 5": "trace-start is 5 without --trace or --servegen-client",
+    "--trace-start -1": "trace-start is -1.0; it must be 0 or more seconds",
     "--model nobody --num-prompts 1": "the warm-up request of nobody was not served: HTTP 404",
 }
 

@@ -49,3 +49,11 @@ def test_equal_factors_are_equal_steps_of_a_logarithm():
     points = picture.find(f"{NAMESPACE}polyline").attrib["points"].split()
     low, middle, high = (float(point.split(",")[1]) for point in points)
     assert low - middle == middle - high > 50
+
+
+def test_an_axis_ends_near_its_largest_value():
+    for largest, last in ((15.0, "15"), (660.0, "800"), (10.0, "10"), (0.0, "1")):
+        picture = ElementTree.fromstring(line_chart("", "", "", {"a": [(0.0, 0.0), (largest, 1.0)]}))
+        across = [text for text in picture.iter(f"{NAMESPACE}text") if text.attrib.get("y") == str(HEIGHT - 46 + 17)]
+        assert across[-1].text == last
+        assert len(across) <= 6

@@ -9,7 +9,7 @@ import pytest
 
 from crosspool.bench.by_model import arrivals, by_model, lengths, parse_length, parse_rate
 from crosspool.bench.traffic import ModelTraffic, drawn_requests, realised_rates, traced_requests
-from crosspool.workload.arrivals import GammaBursts, Poisson
+from crosspool.workload.arrivals import GammaBursts, Poisson, RateWindow, WindowedBursts
 from crosspool.workload.lengths import Fixed
 from crosspool.workload.trace import make_trace
 
@@ -76,7 +76,8 @@ def test_a_trace_is_replayed_faster_shorter_and_within_a_context():
         (0.0, "x", 30, 50),
         (0.5, "y", 10, 5),
     ]
-    assert realised_rates(planned) == {"x": 2.0, "y": 2.0}
+    assert realised_rates(planned) == {"x": 0.0, "y": 2.0}, "x comes once, at the start"
+    assert realised_rates(planned, 2.0) == {"x": 0.5, "y": 0.5}
     with pytest.raises(ValueError, match="trace speed is 0; it must be above 0"):
         traced_requests(trace, speed=0)
 
@@ -97,3 +98,27 @@ def test_lengths_of_a_mean_and_a_variation():
     assert prompts.mean() == pytest.approx(300, rel=0.05)
     assert prompts.std() / prompts.mean() == pytest.approx(1.0, rel=0.2)
     assert set(outputs.tolist()) == {40}
+
+
+def test_models_that_end_sooner_are_told_at_their_own_rates():
+    traffic = [
+        ModelTraffic(model=name, arrivals=arrivals(rate, 1.0), lengths=SHORT, num_prompts=400)
+        for name, rate in (("fast", 8.0), ("slow", 1.0))
+    ]
+    rates = realised_rates(drawn_requests(traffic, seed=0))
+    assert rates == {"fast": pytest.approx(8.0, rel=0.15), "slow": pytest.approx(1.0, rel=0.15)}
+
+
+def test_a_run_may_begin_within_rates_by_time_of_day():
+    windows = (RateWindow(start_s=0.0, rate_rps=0.0), RateWindow(start_s=600.0, rate_rps=5.0))
+    bursts = WindowedBursts(windows=windows, window_s=600.0, period_s=1200.0)
+    early, late = (
+        ModelTraffic(model="a", arrivals=bursts, lengths=SHORT, duration_s=20.0, start_s=start)
+        for start in (0.0, 700.0)
+    )
+    assert drawn_requests([early], seed=0) == []
+    due = [request.due_s for request in drawn_requests([late], seed=0)]
+    assert len(due) > 50
+    assert 0 <= min(due) <= max(due) < 20
+    counted = ModelTraffic(model="a", arrivals=bursts, lengths=SHORT, num_prompts=10, start_s=700.0)
+    assert max(request.due_s for request in drawn_requests([counted], seed=0)) < 10

@@ -53,5 +53,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first; None for an answer of one token."""
-        return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+        """Mean time of a token after the first; None for an answer of one token, or one that came in one event."""
+        if self.output_tokens < 2 or len(self.token_times_s) < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)

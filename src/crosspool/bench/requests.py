@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from crosspool.bench.by_model import (
     arrivals,
     by_model,
@@ -47,17 +49,25 @@ def planned_requests(settings: BenchSettings, models: Sequence[str]) -> list[Pla
                 lengths=clients.get(name, pairs[name]),
                 num_prompts=num,
                 duration_s=settings.duration_s,
+                start_s=settings.start_s if name in clients else 0.0,
             )
         )
     planned = drawn_requests(traffic, settings.seed)
     if not planned:
-        raise ValueError("no request arrives in that time; give a longer --duration or a higher --request-rate")
+        elsewhere = ", or --trace-start, since ServeGen's clients are silent for most of a day" if clients else ""
+        raise ValueError(
+            f"no request arrives in that time; give a longer --duration or a higher --request-rate{elsewhere}"
+        )
     return planned
 
 
 def _traced(settings: BenchSettings, models: Sequence[str]) -> list[PlannedRequest]:
     assert settings.trace is not None
     trace = read_trace(settings.trace, settings.trace_format, settings.trace_model)
+    if settings.start_s:
+        if settings.start_s > trace.duration_s:
+            raise ValueError(f"trace-start is {settings.start_s:g}, but the trace lasts {trace.duration_s:g} s")
+        trace = trace.window(settings.start_s, float("inf"))
     names = {}
     for word in settings.trace_names:
         old, found, new = word.partition("=")
@@ -65,10 +75,14 @@ def _traced(settings: BenchSettings, models: Sequence[str]) -> list[PlannedReque
             raise ValueError(f"--trace-name is {word!r}; give OLD=NEW with one of {', '.join(trace.models[:20])}")
         names[old] = new
     trace = trace.renamed(names)
-    if unknown := [name for name in trace.models if name not in models]:
+    unserved = [index for index, name in enumerate(trace.models) if name not in models]
+    if settings.skips_unserved:
+        trace = trace.where(~np.isin(trace.model, unserved))
+    elif unserved:
+        name, more = trace.models[unserved[0]], len(unserved) - 1
         raise ValueError(
-            f"the trace has requests of {unknown[0]!r}, which is not served; "
-            f"map it with --trace-name {unknown[0]}={models[0]}"
+            f"the trace has requests of {name!r}{f' and {more} more models' if more else ''}, not served here; map "
+            f"names with --trace-name {name}={models[0]}, or leave such requests out with --trace-skip-unserved"
         )
     planned = traced_requests(
         trace,

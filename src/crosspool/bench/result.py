@@ -83,10 +83,7 @@ def result_dict(
         for name in names
     }
     result["client"] = _client(run, facts, duration)
-    result["timeline"] = {
-        "output_tokens_per_s": _tokens_by_second(served),
-        "running_requests": _running_by_second(records, duration),
-    }
+    result["timeline"] = _timeline(records, duration)
     result["failures"] = _failures(records)
     if detailed:
         result |= _details(records)
@@ -166,6 +163,7 @@ def _of_model(
         **_measured(served, facts),
         "server_queue": queue_times.as_dict() if queue_times is not None else None,
         "client_queue_ms": {"mean": float(np.mean(waits)), "max": float(np.max(waits))},
+        "timeline": _timeline(records, duration_s),
         "curves": {
             NAMES[theirs]: [float(value) for value in np.percentile(np.concatenate(groups), CURVE_LEVELS)]
             for theirs, groups in _groups(served).items()
@@ -184,6 +182,14 @@ def _client(run: ClientRun, facts: RunFacts, duration_s: float) -> dict[str, Any
         "cpu_us_per_token": 1e6 * run.cpu_s / tokens if tokens else None,
         **{f"late_p{level}_ms": float(np.percentile(late, level)) for level in (50, 99, 100)},
         **{f"loop_lag_p{level}_ms": float(np.percentile(lags, level)) for level in (50, 99, 100)},
+    }
+
+
+def _timeline(records: Sequence[RequestRecord], duration_s: float) -> dict[str, list[int]]:
+    """By the second."""
+    return {
+        "output_tokens_per_s": _tokens_by_second(_served(records)),
+        "running_requests": _running_by_second(records, duration_s),
     }
 
 

@@ -42,7 +42,7 @@ def run(settings: BenchSettings, *, as_json: bool = False, console: Console | No
         command=_command(),
         label=settings.label,
         seed=settings.seed,
-        rates=realised_rates(planned),
+        rates=realised_rates(planned, _span_s(settings, planned)),
         request_rate=_told_rate(settings),
         burstiness=settings.burstiness,
         max_concurrency=settings.max_concurrency,
@@ -126,6 +126,13 @@ def _levels(text: str) -> tuple[float, ...]:
     if any(not 0 <= level <= 100 for level in levels):
         raise ValueError(f"--metric-percentiles is {text!r}; give numbers from 0 to 100, such as 50,95,99")
     return levels
+
+
+def _span_s(settings: BenchSettings, planned: Sequence[PlannedRequest]) -> float | None:
+    """The time that requests were sent in; None: each model's until its own last one."""
+    if settings.trace is not None:
+        return max(request.due_s for request in planned)
+    return settings.duration_s if settings.num_prompts is None else None
 
 
 def _told_rate(settings: BenchSettings) -> float | str:

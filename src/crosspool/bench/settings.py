@@ -29,6 +29,8 @@ class BenchSettings:
     trace_model: str | None = None
     trace_names: tuple[str, ...] = ()
     trace_speed: float = 1.0
+    start_s: float = 0.0  # of the trace, or of ServeGen's rates
+    skips_unserved: bool = False  # requests of a trace's models that are not served
     length_scale: float = 1.0
     servegen_rates: Path | None = None
     servegen_lengths: Path | None = None
@@ -55,6 +57,10 @@ class BenchSettings:
         for name, value in (("num-prompts", self.num_prompts), ("duration", self.duration_s)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; it must be above 0")
+        if not 0 <= self.start_s < float("inf"):
+            raise ValueError(f"trace-start is {self.start_s}; it must be 0 or more seconds")
+        if self.start_s and self.trace is None and not self.servegen_clients:
+            raise ValueError(f"trace-start is {self.start_s:g} without --trace or --servegen-client; leave it out")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max-model-len is {self.max_model_len}; it must be at least 2")
         if self.ramp is not None:

@@ -22,7 +22,7 @@ class _Axis:
 
     @classmethod
     def over(cls, values: Sequence[float], *, is_log: bool) -> "_Axis":
-        return cls(_log_ticks(min(values), max(values)) if is_log else _ticks(_round_up(max(values))), is_log)
+        return cls(_log_ticks(min(values), max(values)) if is_log else _ticks(max(values)), is_log)
 
     def share(self, value: float) -> float:
         """Where a value lies between the ends, 0 to 1."""
@@ -105,7 +105,9 @@ def _round_up(value: float) -> float:
 
 
 def _ticks(top: float) -> list[float]:
-    return [top * tick / TICKS for tick in range(TICKS + 1)]
+    """From 0 in even steps to the first that is not below `top`; at most TICKS steps."""
+    step = _round_up(top / TICKS)
+    return [step * tick for tick in range(max(1, ceil(top / step - 1e-6)) + 1)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

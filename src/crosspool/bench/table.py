@@ -7,9 +7,13 @@ from rich.console import Console
 from rich.table import Table
 
 from crosspool.bench.compare import FEWEST_REQUESTS, Difference
+from crosspool.bench.counts import counts_table
+from crosspool.bench.numbers import cell, number
 
 SHOWN = (("ttft_ms", "TTFT"), ("tbt_ms", "TBT"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
 SLOW_CLIENT_MS = 5.0
+TOGETHER = 1.02
+"""Tokens an event, above which it is said that they come together."""
 WIDE_COLUMNS = 120
 
 
@@ -17,6 +21,8 @@ def show_result(result: Mapping[str, Any], console: Console) -> None:
     """Milliseconds; where the terminal is wide enough, the interval of each percentile behind it."""
     for line in headline(result):
         console.print(line, highlight=False, soft_wrap=True)
+    _show(counts_table(result), console)
+    console.print()
     levels = percentile_names(result)
     is_wide = console.width >= WIDE_COLUMNS
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -30,9 +36,20 @@ def show_result(result: Mapping[str, Any], console: Console) -> None:
                 row = (shown, title, number(figures[metric]["mean"]), *cells, number(figures[metric]["max"]))
                 table.add_row(*row)
                 shown = ""
-    console.print(table)
+    if levels:
+        console.print(table)
     for line in remarks(result):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _show(found: tuple[Sequence[str], Sequence[Sequence[str]]], console: Console) -> None:
+    header, rows = found
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, column in enumerate(header):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def show_differences(found: Sequence[Difference], console: Console) -> None:
@@ -51,10 +68,9 @@ def show_differences(found: Sequence[Difference], console: Console) -> None:
 
 def headline(result: Mapping[str, Any]) -> list[str]:
     """What was run and how much of it was served."""
-    rates = ", ".join(f"{name} {rate:.2f}/s" for name, rate in result["realised_rates"].items() if rate)
     lines = [
         f"{result['completed']} of {result['num_prompts']} requests served in {result['duration']:.1f} s, "
-        f"{result['refused']} refused, {result['failed']} failed" + (f"; sent: {rates}" if rates else ""),
+        f"{result['refused']} refused, {result['failed']} failed",
         f"{result['output_throughput']:.1f} output tokens/s, {result['total_token_throughput']:.1f} with prompts, "
         f"at most {result['max_concurrent_requests']} requests at once",
     ]
@@ -66,7 +82,7 @@ def headline(result: Mapping[str, Any]) -> list[str]:
 
 
 def remarks(result: Mapping[str, Any]) -> list[str]:
-    """What the client added, queueing in the server, and failures."""
+    """What the client added, what TBT means where tokens come together, and failures."""
     client = result["client"]
     lag, late = client["loop_lag_p99_ms"], client["late_p99_ms"]
     lines = [
@@ -78,15 +94,13 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
             f"warning: the client itself was more than {SLOW_CLIENT_MS:g} ms late; "
             "use more --client-processes or a quieter machine"
         )
-    for name, figures in result["models"].items():
-        if queue := figures["server_queue"]:
-            lines.append(
-                f"{name} waited in the server's queue {queue['mean_ms']:.1f} ms on average; by its histogram about "
-                f"{queue['p50_ms']:.1f} P50, {queue['p99_ms']:.1f} P99"
-            )
-        per_event = figures["tokens_per_event"]
-        if name != "all" and per_event is not None and per_event > 1.02:
-            lines.append(f"{name} sends {per_event:.2f} tokens an event: TBT is the time between events")
+    together = [
+        f"{name} {per_event:.2f}"
+        for name, figures in result["models"].items()
+        if name != "all" and (per_event := figures["tokens_per_event"] or 0.0) > TOGETHER
+    ]
+    if together:
+        lines.append(f"tokens come together ({', '.join(together)} an event): TBT is the time between events")
     lines += [f"{count} not served: {text}" for text, count in result["failures"].items()]
     return lines
 
@@ -95,15 +109,3 @@ def percentile_names(result: Mapping[str, Any]) -> list[str]:
     figures = result["models"]["all"]
     first: dict[str, Any] = next((figures[metric] for metric, _ in SHOWN if metric in figures), {})
     return [key for key, value in first.items() if isinstance(value, dict)]
-
-
-def cell(estimate: Mapping[str, float], *, with_interval: bool = True) -> str:
-    if not with_interval:
-        return number(estimate["value"])
-    return f"{number(estimate['value'])} ({number(estimate['low'])}-{number(estimate['high'])})"
-
-
-def number(value: float) -> str:
-    if value == int(value) and abs(value) < 1e6:
-        return str(int(value))
-    return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"

@@ -26,7 +26,8 @@ class PlannedRequest:
 class ModelTraffic:
     """Requests of one model: `num_prompts` of them, or all that arrive in `duration_s`.
 
-    arrivals None: all are due at once, which together with a bound on concurrency is a closed loop.
+    arrivals None: all are due at once, which together with a bound on concurrency is a closed loop. start_s: on the
+    clock of the arrivals, the moment at which the run begins.
     """
 
     model: str
@@ -34,6 +35,7 @@ class ModelTraffic:
     lengths: Lengths
     num_prompts: int | None = None
     duration_s: float | None = None
+    start_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_prompts is None and (self.duration_s is None or self.arrivals is None):
@@ -82,26 +84,27 @@ def traced_requests(
     return _in_order(rows)
 
 
-def realised_rates(requests: Sequence[PlannedRequest]) -> Mapping[str, float]:
-    """Requests per second of each model over the whole list; 0 where all are due at once."""
-    span = max(request.due_s for request in requests)
-    names = dict.fromkeys(sorted(request.model for request in requests))
-    return {name: sum(r.model == name for r in requests) / span if span > 0 else 0.0 for name in names}
+def realised_rates(requests: Sequence[PlannedRequest], duration_s: float | None = None) -> Mapping[str, float]:
+    """Requests per second of each model over `duration_s`, else to its own last one; 0 where all are due at once."""
+    due: dict[str, list[float]] = {name: [] for name in sorted({request.model for request in requests})}
+    for request in requests:
+        due[request.model].append(request.due_s)
+    return {name: len(times) / span if (span := duration_s or max(times)) else 0.0 for name, times in due.items()}
 
 
 def _times(own: ModelTraffic, rng: np.random.Generator) -> FloatColumn:
     if own.arrivals is None:
         return np.zeros(own.num_prompts or 0)
     if own.num_prompts is None:
-        return own.arrivals.draw(rng, 0.0, own.duration_s or 0.0)
+        return own.arrivals.draw(rng, own.start_s, own.start_s + (own.duration_s or 0.0)) - own.start_s
     rate = own.arrivals.rate_rps
     if rate <= 0:
         raise ValueError(f"the rate of {own.model} is {rate}; it must be above 0 to send {own.num_prompts} requests")
-    times, horizon = np.empty(0), 0.0
+    times, horizon = np.empty(0), own.start_s
     while len(times) < own.num_prompts:  # stretch by stretch, so that what is drawn does not depend on its number
         stop = horizon + own.num_prompts / rate
         times, horizon = np.concatenate((times, own.arrivals.draw(rng, horizon, stop))), stop
-    times = times[: own.num_prompts]
+    times = times[: own.num_prompts] - own.start_s
     return times if own.duration_s is None else times[times < own.duration_s]
 
 

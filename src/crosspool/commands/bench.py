@@ -56,6 +56,10 @@ def bench(
     trace_model: Annotated[str | None, typer.Option(help="model of a trace that names none")] = None,
     trace_name: Annotated[Words, typer.Option(help="OLD=NEW: a model's name in the trace, and the served one")] = None,
     trace_speed: Annotated[float, typer.Option(help="2: arrivals twice as fast")] = 1.0,
+    trace_start: Annotated[float, typer.Option(help="seconds into the trace, or into ServeGen's rates")] = 0.0,
+    trace_skip_unserved: Annotated[
+        bool, typer.Option("--trace-skip-unserved", help="leave out the trace's requests of other models")
+    ] = False,
     length_scale: Annotated[float, typer.Option(help="the trace's token counts times this")] = 1.0,
     servegen_rates: Annotated[Path | None, typer.Option(help="rates of ServeGen clients")] = None,
     servegen_lengths: Annotated[Path | None, typer.Option(help="lengths of ServeGen clients")] = None,
@@ -108,6 +112,8 @@ def bench(
             trace_model=trace_model,
             trace_names=tuple(trace_name or ()),
             trace_speed=trace_speed,
+            start_s=trace_start,
+            skips_unserved=trace_skip_unserved,
             length_scale=length_scale,
             servegen_rates=servegen_rates,
             servegen_lengths=servegen_lengths,

@@ -1,0 +1,27 @@
+"""What became of each model's requests, as a table of a few columns: for terminals and for reports."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from crosspool.bench.numbers import number
+
+
+def counts_table(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows, `all` first. Goodput and queueing are left out where nothing is known of them."""
+    has_goodput = result["goodput_share"] is not None
+    has_queues = any(figures["server_queue"] for figures in result["models"].values())
+    header = ["model", "sent/s", "served", "refused", "failed", "tokens/s"]
+    header += ["good %"] if has_goodput else []
+    header += ["queued ms p50", "p99"] if has_queues else []
+    rates = result["realised_rates"]
+    rows = []
+    for name, figures in result["models"].items():
+        rate = sum(rates.values()) if name == "all" else rates.get(name, 0.0)
+        row = [name, f"{rate:.2f}" if rate else "", str(figures["completed"])]
+        row += [str(figures["refused"]), str(figures["failed"]), number(figures["output_throughput"])]
+        row += [f"{100 * figures['goodput_share']:.1f}"] if has_goodput else []
+        if has_queues:
+            queue = figures["server_queue"]
+            row += [number(queue[f"{level}_ms"]) for level in ("p50", "p99")] if queue else ["", ""]
+        rows.append(row)
+    return header, rows
