@@ -29,7 +29,7 @@ class BackingCounts:
     absent_frames: those whose memory was given back to the driver.
     decode_waits: steps of decode that waited for the driver although unmapped frames were there: 0 if all goes well.
     full_waits: the same where every frame was mapped already, so that one had to be unmapped first.
-    prefill_waits: steps of prefill that waited. wait_s: longest of all waits.
+    prefill_waits: steps of prefill that waited. longest_wait_s: of all waits.
     """
 
     maps: int = 0

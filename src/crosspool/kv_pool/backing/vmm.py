@@ -1,18 +1,19 @@
 """VmmBacking: frames as physical memory of their own, mapped into a contiguous range of addresses for each model.
 
 Physical memory is created at start; frames that are withdrawn give theirs back. A page's frames lie side by side in its
-model's range, which is what kernels that know no frames need. All driver calls but those of `add_model` are made by a
-thread of this object, so that steps wait only for a page that nobody expected. `mapper.py` decides what is done next.
+model's range, which is what kernels that know no frames need. `mapper.py` decides what is done next and
+`driver_memory.py` does it, but for `add_model` in a thread of this object, so that steps wait only for a page that
+nobody expected.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Any
 
 from crosspool.kv_pool.backing.base import BackingCounts, FrameRange
-from crosspool.kv_pool.backing.driver import DriverError, VmmDriver, call
+from crosspool.kv_pool.backing.driver import DriverError, VmmDriver
+from crosspool.kv_pool.backing.driver_memory import DriverMemory
 from crosspool.kv_pool.backing.mapped_page import MappedPage
 from crosspool.kv_pool.backing.mapper import Mapper
 from crosspool.kv_pool.backing.operations import CreateFrame, FreeRange, MapPage, Operation, ReleaseFrame, UnmapPage
@@ -39,61 +40,25 @@ class VmmBacking:
         first_frame: int = 0,
     ) -> None:
         """first_frame: number of the pool's frame 0. Raises DriverError if the memory cannot be created."""
-        self._driver = driver
         self._num_frames = num_frames
         self._frame_bytes = frame_bytes
-        self._first_frame = first_frame
         self._clock = clock
         self._timeout_s = timeout_s
+        self._memory = DriverMemory(driver, num_frames, frame_bytes, first_frame)
         self._mapper = Mapper()
         self._changed = threading.Condition()
         self._decode_waits = self._full_waits = self._prefill_waits = 0
         self._longest_wait_s = 0.0
         self._is_closed = False
-        self._access = driver.access_descriptors()
-        self._ranges: dict[int, int] = {}  # base -> bytes, of every range not yet freed
-        self._aliases: set[int] = set()  # bases at which frame 0 is mapped
-        self._broken: set[int] = set()  # bases of ranges that no model got, and that are to be freed
-        self._leftovers: dict[int, int] = {}  # address -> bytes, mapped and in nobody's place
-        self._handles: list[Any] = []  # by frame; None: without memory
-        self._properties = driver.allocation_properties()
-        self._create()
         self._thread: threading.Thread | None = None
         if has_thread:
             self._thread = threading.Thread(target=self._run, name="crosspool-mapper", daemon=True)
             self._thread.start()
 
-    def _create(self) -> None:
-        try:
-            for _ in range(self._num_frames):
-                self._handles.append(self._memory_of_a_frame())
-        except DriverError as error:
-            created = len(self._handles)
-            for handle in self._handles:
-                call(self._driver, "cuMemRelease", handle)
-            raise DriverError(
-                f"{error} after {created} of {self._num_frames} frames of {self._frame_bytes} bytes; "
-                "lower kv_pool_bytes"
-            ) from None
-
-    def _memory_of_a_frame(self) -> Any:
-        return call(self._driver, "cuMemCreate", self._frame_bytes, self._properties, 0)
-
     def add_model(self, model: str, frames_per_page: int) -> FrameRange:
-        for broken in list(self._broken):
-            self._quietly(self._free_range, broken)
         num_places = (self._num_frames - 1) // frames_per_page
         num_frames = 1 + num_places * frames_per_page
-        num_bytes = num_frames * self._frame_bytes
-        base = int(call(self._driver, "cuMemAddressReserve", num_bytes, 0, 0, 0))
-        self._ranges[base] = num_bytes
-        try:
-            self._map_frames(base, [self._handles[0]])
-        except DriverError:
-            self._broken.add(base)
-            self._quietly(self._free_range, base)
-            raise
-        self._aliases.add(base)
+        base = self._memory.reserve_range(num_frames)
         with self._changed:
             self._mapper.add_model(model, base, frames_per_page, num_places)
         return FrameRange(base=base, num_frames=num_frames, frame_bytes=self._frame_bytes)
@@ -194,15 +159,7 @@ class VmmBacking:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
-        for page in self._mapper.mapped():
-            num_bytes = len(page.page) * self._frame_bytes
-            self._quietly(call, self._driver, "cuMemUnmap", self._address(page), num_bytes)
-        for base in list(self._ranges):
-            self._quietly(self._free_range, base)
-        while self._handles:
-            handle = self._handles.pop()
-            if handle is not None:
-                self._quietly(call, self._driver, "cuMemRelease", handle)
+        self._memory.close((self._address(page), len(page.page)) for page in self._mapper.mapped())
 
     def drain(self) -> None:
         """Do everything that can be done now. For a backing without a thread."""
@@ -240,62 +197,22 @@ class VmmBacking:
         try:
             match operation:
                 case MapPage(page):
-                    self._map_frames(self._address(page), [self._handles[f - self._first_frame] for f in page.page])
+                    self._memory.map_frames(self._address(page), page.page)
                 case UnmapPage(page):
-                    call(self._driver, "cuMemUnmap", self._address(page), len(page.page) * self._frame_bytes)
+                    self._memory.unmap_frames(self._address(page), len(page.page))
                 case FreeRange(model_range):
-                    self._free_range(model_range.base)
+                    self._memory.free_range(model_range.base)
                 case CreateFrame(frame):
-                    self._handles[frame - self._first_frame] = self._memory_of_a_frame()
+                    self._memory.create_frame(frame)
                 case ReleaseFrame(frame):
-                    call(self._driver, "cuMemRelease", self._handles[frame - self._first_frame])
-                    self._handles[frame - self._first_frame] = None
+                    self._memory.release_frame(frame)
         except DriverError as error:
             logger.warning("%s: %s", _described(operation), error)
             return str(error)
         return None
 
-    def _map_frames(self, base: int, handles: list[Any]) -> None:
-        """Map frames side by side and let the device use them; all or none. Raises DriverError."""
-        if base in self._leftovers:  # a failed attempt that could not be undone
-            call(self._driver, "cuMemUnmap", base, self._leftovers[base])
-            del self._leftovers[base]
-        num_mapped = 0
-        try:
-            for handle in handles:
-                address = base + num_mapped * self._frame_bytes
-                call(self._driver, "cuMemMap", address, self._frame_bytes, 0, handle, 0)
-                num_mapped += 1
-            num_bytes = len(handles) * self._frame_bytes
-            call(self._driver, "cuMemSetAccess", base, num_bytes, self._access, len(self._access))
-        except DriverError:
-            if num_mapped:
-                self._leftovers[base] = num_mapped * self._frame_bytes
-                call(self._driver, "cuMemUnmap", base, num_mapped * self._frame_bytes)
-                del self._leftovers[base]
-            raise
-
-    def _free_range(self, base: int) -> None:
-        """Give a range's addresses back. Raises DriverError; called again, it goes on from where it failed."""
-        num_bytes = self._ranges[base]
-        for address in [found for found in list(self._leftovers) if base <= found < base + num_bytes]:
-            call(self._driver, "cuMemUnmap", address, self._leftovers[address])
-            del self._leftovers[address]
-        if base in self._aliases:
-            call(self._driver, "cuMemUnmap", base, self._frame_bytes)
-            self._aliases.discard(base)
-        call(self._driver, "cuMemAddressFree", base, num_bytes)
-        del self._ranges[base]
-        self._broken.discard(base)
-
     def _address(self, page: MappedPage) -> int:
         return page.model_range.base + page.model_range.first_frame(page.place) * self._frame_bytes
-
-    def _quietly(self, free: Callable[..., Any], *arguments: Any) -> None:
-        try:
-            free(*arguments)
-        except DriverError as error:  # the process lets go of it at its end
-            logger.warning("not freed: %s", error)
 
 
 def _described(operation: Operation) -> str:
