@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from crosspool.backends.cuda.chunks.chunk_support import is_supported
 from crosspool.backends.cuda.steps.passes import PASS_TOKENS, max_passes
 from crosspool.cluster.apart import ApartCluster, own_rank
 from crosspool.cluster.base import Cluster
@@ -26,7 +25,7 @@ from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import DType, ModelSpec
 from crosspool.models.whole_size import whole_bytes
 from crosspool.pools_config import Backend, KVSplit
-from crosspool.prefill_room import with_prefill_room
+from crosspool.prefill_room import has_prompt_kernels, with_prefill_room
 from crosspool.preflight import check_gpus, check_machine, check_slices, check_whole_models, host_bytes_for_models
 from crosspool.ranks import (
     are_apart,
@@ -266,7 +265,7 @@ def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel
         if config.pools.backend == "cuda" and config.pools.baseline is None and served.kv_split != "one":
             _check_prefill(served, config.scheduling.max_num_batched_tokens)
         check_slices(served.spec, len(served.weights_ranks), config.pools.weights_shares)
-        if served.kv_split != "one" or (config.pools.backend == "cuda" and not is_supported(served.spec)):
+        if served.kv_split != "one" or (config.pools.backend == "cuda" and not has_prompt_kernels(served.spec)):
             served = replace(served, prefill_ranks=())  # its prompts run in the pools
         served = replace(
             served,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from crosspool.backends.cuda.chunks.chunk_support import is_supported
 from crosspool.config import DeploymentConfig
 from crosspool.models.spec import ModelSpec
 from crosspool.models.whole_size import whole_bytes
@@ -17,8 +18,19 @@ def with_prefill_room(config: DeploymentConfig, models: Sequence[ModelSpec]) -> 
     pools = config.pools
     if pools.backend != "cuda" or pools.prefill != "dedicated" or pools.prefill_pool_bytes is not None or not models:
         return config
-    room = align_up(2 * max(map(whole_bytes, models)), GiB)
-    return replace(config, pools=replace(pools, prefill_pool_bytes=room))
+    return replace(
+        config, pools=replace(pools, prefill_pool_bytes=default_room([whole_bytes(spec) for spec in models]))
+    )
+
+
+def default_room(sizes: Sequence[int]) -> int:
+    """sizes: of each model whole. For two of the largest."""
+    return align_up(2 * max(sizes), GiB)
+
+
+def has_prompt_kernels(spec: ModelSpec) -> bool:
+    """Whether the kernels for prompts on GPUs take the model's heads and experts."""
+    return is_supported(spec)
 
 
 def prefill_summary(config: DeploymentConfig, models: Sequence[ModelSpec]) -> str | None:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from crosspool.errors import CrossPoolError
 from crosspool.planner.deployment import read_plan_input
-from crosspool.planner.explain import explain
+from crosspool.planner.explain import explain, prefill_line
 from crosspool.planner.plan import Plan
 from crosspool.planner.plot import check_matplotlib, write_plots
 from crosspool.planner.serve_config import write_serve_configs
@@ -57,8 +57,10 @@ def show(plan: Plan, console: Console) -> None:
     """The plan in short: one table a group, not squeezed into a narrow terminal."""
     wide = Console(file=console.file, width=max(TABLE_WIDTH, console.width))
     for group in plan.groups:
+        prefill = f" + {len(group.prefill.ranks)} prefill" if group.prefill is not None else ""
         title = (
-            f"{group.name}: {len(group.kv_ranks)} KV + {len(group.weights_ranks)} weights x {plan.gpu_kind}; "
+            f"{group.name}: {len(group.kv_ranks)} KV + {len(group.weights_ranks)} weights"
+            f"{prefill} x {plan.gpu_kind}; "
             f"budget {format_bytes(group.budget_bytes)}, P{plan.quantile * 100:g} needs "
             f"{format_bytes(group.required_bytes)}, enough for {group.coverage:.2%} of moments"
         )
@@ -78,6 +80,8 @@ def show(plan: Plan, console: Console) -> None:
                 model.kv_parallelism,
             )
         wide.print(table)
+        if group.prefill is not None:
+            console.print(f"- {prefill_line(group.prefill)}", highlight=False, soft_wrap=True)
     if len(plan.groups) > 1:
         console.print(
             f"- grouped by {plan.placement.method}; proven within {plan.placement.gap:.1%} of the best", highlight=False

@@ -50,6 +50,13 @@ class GPUs(_Section):
     memory: Bytes | None = Field(None, description="bytes of each GPU; default: the kind's own")
     used: Bytes = Field(0, description="bytes of each GPU that others hold already")
     kv: int | Literal["auto"] = Field("auto", description="KV GPUs of each group; auto: searched")
+    prefill: int = Field(0, ge=0, description="GPUs of each group for prompts alone, where whole models take turns")
+    prefill_pool: Bytes | None = Field(
+        None, description="bytes of each of them for whole models; default: two of the largest, or what there is"
+    )
+    host_memory: Bytes | None = Field(
+        None, description="bytes of the host of a group, where prefill ranks keep whole models; default: not asked"
+    )
 
     @field_validator("kind")
     @classmethod
@@ -60,11 +67,23 @@ class GPUs(_Section):
     def _whole_groups(self) -> "GPUs":
         if self.count % self.group_size:
             raise ValueError(f"{self.count} GPUs are no whole number of groups of {self.group_size}; set per_group")
+        if self.prefill >= self.group_size:
+            raise ValueError(
+                f"prefill is {self.prefill} of {self.group_size} GPUs a group; the pools need at least one of them"
+            )
+        for name in ("prefill_pool", "host_memory"):
+            if not self.prefill and (given := getattr(self, name)) is not None:
+                raise ValueError(f"{name} is {given} without GPUs for prefill; set prefill, or leave it out")
         return self
 
     @property
     def group_size(self) -> int:
         return self.per_group or min(self.count, 8)
+
+    @property
+    def pool_size(self) -> int:
+        """GPUs of a group that hold the two pools."""
+        return self.group_size - self.prefill
 
     @property
     def memory_bytes(self) -> int:
@@ -194,8 +213,9 @@ class PlanInput(_Section):
             max_num_seqs=self.engine.max_num_seqs,
             max_num_batched_tokens=self.engine.chunk_tokens,
             num_decode_lanes=self.engine.decode_lanes,
-            num_prefill_lanes=self.engine.prefill_lanes,
+            num_prefill_lanes=self.gpus.prefill or self.engine.prefill_lanes,
             frame_bytes=self.engine.frame_bytes,
+            num_prefill_ranks=self.gpus.prefill,
         )
 
     @property
@@ -208,8 +228,8 @@ class PlanInput(_Section):
 
     @property
     def gpu_set(self) -> GPUSet:
-        """The GPUs of one group."""
-        return GPUSet(num_gpus=self.gpus.group_size, memory_bytes=self.gpus.memory_bytes, used_bytes=self.gpus.used)
+        """The GPUs of one group's pools."""
+        return GPUSet(num_gpus=self.gpus.pool_size, memory_bytes=self.gpus.memory_bytes, used_bytes=self.gpus.used)
 
     @property
     def num_groups(self) -> int:
@@ -217,14 +237,15 @@ class PlanInput(_Section):
 
     def kv_choices(self) -> Sequence[int]:
         """Numbers of KV GPUs of a group to try. Raises ValueError where the asked one leaves no weights GPU."""
-        wanted, num_gpus = self.gpus.kv, self.gpus.group_size
+        wanted, num_gpus = self.gpus.kv, self.gpus.pool_size
         if num_gpus == 1:
             return (1,)
         if wanted == "auto":
             return range(1, num_gpus)
         if not 1 <= wanted < num_gpus:
+            beside = " for the pools" if self.gpus.prefill else ""
             raise ValueError(
-                f"gpus.kv is {wanted} of {num_gpus} GPUs a group; it must lie between 1 and {num_gpus - 1}"
+                f"gpus.kv is {wanted} of {num_gpus} GPUs a group{beside}; it must lie between 1 and {num_gpus - 1}"
             )
         return (wanted,)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from crosspool.planner.plan import GroupPlan, ModelPlan, Plan
+from crosspool.planner.plan import GroupPlan, ModelPlan, Plan, PrefillPlan
 from crosspool.units import format_bytes
 
 PARALLELISM_REASONS = {
@@ -33,7 +33,8 @@ def explain(plan: Plan) -> Iterator[str]:
 
 def _group(plan: Plan, group: GroupPlan) -> Iterator[str]:
     frame = format_bytes(plan.frame_bytes)
-    yield f"## {group.name}: {len(group.kv_ranks)} KV, {len(group.weights_ranks)} weights"
+    prefill = f", {len(group.prefill.ranks)} prefill" if group.prefill is not None else ""
+    yield f"## {group.name}: {len(group.kv_ranks)} KV, {len(group.weights_ranks)} weights{prefill}"
     yield ""
     yield (
         f"Of all splits that hold the weights, the demand and the guaranteed contexts, this one has the shortest step: "
@@ -46,15 +47,38 @@ def _group(plan: Plan, group: GroupPlan) -> Iterator[str]:
         f"{format_bytes(group.budget_bytes_per_rank)}, in frames of {frame}, one of them kept back on each rank."
     )
     yield ""
-    yield "| part | " + " | ".join(gpu.rank for gpu in group.gpus) + " |"
-    yield "| --- |" + " ---: |" * len(group.gpus)
-    for part in dict.fromkeys(part for gpu in group.gpus for part in gpu.parts):
-        sizes = (format_bytes(gpu.parts.get(part, 0)) for gpu in group.gpus)
+    gpus = [*group.gpus, *(group.prefill.gpus if group.prefill is not None else ())]
+    yield "| part | " + " | ".join(gpu.rank for gpu in gpus) + " |"
+    yield "| --- |" + " ---: |" * len(gpus)
+    for part in dict.fromkeys(part for gpu in gpus for part in gpu.parts):
+        sizes = (format_bytes(gpu.parts.get(part, 0)) for gpu in gpus)
         yield f"| {part} | " + " | ".join(sizes) + " |"
-    yield "| sum | " + " | ".join(format_bytes(sum(gpu.parts.values())) for gpu in group.gpus) + " |"
+    yield "| sum | " + " | ".join(format_bytes(sum(gpu.parts.values())) for gpu in gpus) + " |"
     yield ""
+    if group.prefill is not None:
+        yield from _prefill(group.prefill)
     for model in group.models:
         yield from _model(plan, group, model)
+
+
+def prefill_line(prefill: PrefillPlan) -> str:
+    """What prefill ranks hold where, in one sentence."""
+    slowest = max(prefill.models, key=lambda model: model.switch_s)
+    return (
+        f"prompts run on {', '.join(prefill.ranks)}: {format_bytes(prefill.host_bytes)} of models in host memory for "
+        f"each, {format_bytes(prefill.room_bytes)} of its GPU for those in place, {prefill.num_in_place} of the "
+        f"largest at once; bringing one in takes up to {slowest.switch_s:.2f} s ({slowest.name})"
+    )
+
+
+def _prefill(prefill: PrefillPlan) -> Iterator[str]:
+    yield f"**Prefill**: {prefill_line(prefill)}."
+    yield ""
+    yield "| whole model | bytes | brought in |"
+    yield "| --- | ---: | ---: |"
+    for model in prefill.models:
+        yield f"| {model.name} | {format_bytes(model.whole_bytes)} | {model.switch_s:.2f} s |"
+    yield ""
 
 
 def _demand(plan: Plan, group: GroupPlan) -> Iterator[str]:

@@ -26,7 +26,7 @@ def group_models(
     found: list[tuple[list[list[str]], Placement]] = []
     refusals: list[Exception] = []
     for num_kv in _powers_of_two(plan_input.kv_choices()):
-        num_weights = max(1, plan_input.gpus.group_size - num_kv)
+        num_weights = max(1, plan_input.gpus.pool_size - num_kv)
         try:
             candidates = [_candidate(model, plan_input, rule, num_kv, num_weights) for model in models]
             room = _room(models, plan_input, num_kv, num_weights)

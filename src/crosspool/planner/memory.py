@@ -42,6 +42,7 @@ class StepBounds:
     num_decode_lanes: int = 2
     num_prefill_lanes: int = 1
     frame_bytes: int = 2 * MiB
+    num_prefill_ranks: int = 0  # with a lane each, in place of the prefill lanes' number
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "num_decode_lanes", "num_prefill_lanes"):
@@ -120,10 +121,32 @@ def kv_rank_parts(
         "attention_weights": sum(model.kv_pool_weight_bytes for model in models),
         "activations": max(_attention_activation_bytes(model, bounds) for model in models),
         "logits": max(model.spec.vocab_size for model in models) * bounds.max_num_seqs * LOGIT_BYTES,
-        "transfer": NUM_SLOTS * bounds.tokens_in_flight * widest * PARTIAL_SUM_BYTES * num_weights_ranks,
+        "transfer": NUM_SLOTS * bounds.tokens_in_flight * widest * PARTIAL_SUM_BYTES * num_weights_ranks
+        + _handed_bytes(models, bounds) * bounds.num_prefill_ranks,
         "graphs": figures.graph_bytes * bounds.num_decode_lanes * len(models),
         "runtime": figures.runtime_bytes,
     }
+
+
+def prefill_rank_parts(
+    models: Sequence[ModelFacts], cache_bytes: int, bounds: StepBounds, figures: MemoryFigures, num_kv_ranks: int
+) -> dict[str, int]:
+    """Everything on a prefill rank's GPU but whole models and reserve. cache_bytes: of one layer of a context."""
+    return {
+        "kv_cache": cache_bytes,
+        "activations": max(
+            _attention_activation_bytes(model, bounds) + _ffn_activation_bytes(model, bounds) for model in models
+        ),
+        "transfer": _handed_bytes(models, bounds) * num_kv_ranks,
+        "graphs": figures.graph_bytes * len(models),
+        "runtime": figures.runtime_bytes,
+    }
+
+
+def _handed_bytes(models: Sequence[ModelFacts], bounds: StepBounds) -> int:
+    """A channel between a home and a prefill rank: a chunk's rows, or its KV of a layer, whichever is wider."""
+    widest = max(max(model.spec.hidden_size, model.spec.kv_elements_per_token_layer) for model in models)
+    return NUM_SLOTS * bounds.max_tokens * widest * PARTIAL_SUM_BYTES
 
 
 def weights_rank_parts(

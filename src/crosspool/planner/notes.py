@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from crosspool.planner.deployment import PlanInput
 from crosspool.planner.gpus import gpu_kind
-from crosspool.planner.plan import GroupPlan
+from crosspool.planner.plan import GroupPlan, PrefillPlan
 from crosspool.planner.traffic import PlannedModel, stand_ins
 from crosspool.units import format_bytes
 
@@ -27,6 +27,8 @@ def plan_notes(
                 f"{group.name}: models whose caches are cut over {len(group.kv_ranks)} KV ranks take prompts in passes "
                 "of 32 tokens on GPUs, so that first tokens come late; `gpus: {kv: 1}` plans without"
             )
+        if group.prefill is not None:
+            notes += _prefill_notes(group, group.prefill)
     notes += [
         f"{name}: the figures are those of {entry}, which stands in for it" for name, entry in stand_ins(models).items()
     ]
@@ -41,6 +43,21 @@ def plan_notes(
             )
     notes += _assumptions(given, models, has_own_cost)
     return tuple(notes)
+
+
+def _prefill_notes(group: GroupPlan, prefill: PrefillPlan) -> list[str]:
+    notes = []
+    if prefill.in_pools:
+        notes.append(
+            f"{group.name}: prompts of {', '.join(prefill.in_pools)} run in the pools: their KV is cut over KV ranks, "
+            "or no kernel for prompts takes their heads"
+        )
+    if len(group.gpus) == 1:
+        notes.append(f"{group.name}: both pools share a GPU; serve with --gpus {group.num_gpus}")
+    notes.append(
+        f"{group.name}: service times count prompts as if they ran in the pools; on prefill ranks decode waits for none"
+    )
+    return notes
 
 
 def _assumptions(given: PlanInput, models: Sequence[PlannedModel], has_own_cost: bool) -> list[str]:

@@ -57,6 +57,32 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WholeModel:
+    """A model on prefill ranks. whole_bytes: in host memory, and in place. switch_s: to bring it in from there."""
+
+    name: str
+    whole_bytes: int
+    switch_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillPlan:
+    """GPUs of a group for prompts alone.
+
+    room_bytes: of each, for whole models in place, of which num_in_place of the largest fit at once. host_bytes: what
+    each rank keeps in the host's memory. in_pools: models whose prompts run in the pools all the same.
+    """
+
+    ranks: tuple[str, ...]
+    gpus: tuple[GPUMemory, ...]
+    room_bytes: int
+    host_bytes: int
+    num_in_place: int
+    models: tuple[WholeModel, ...]
+    in_pools: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlan:
     """One group of GPUs with its two pools.
 
@@ -82,6 +108,12 @@ class GroupPlan:
     pooling_gain: float
     step_s: float
     models: tuple[ModelPlan, ...]
+    prefill: PrefillPlan | None = None  # none: prompts run in the pools
+
+    @property
+    def num_gpus(self) -> int:
+        """Those of its prefill ranks among them."""
+        return len(self.gpus) + (len(self.prefill.gpus) if self.prefill is not None else 0)
 
     def model(self, name: str) -> ModelPlan:
         for model in self.models:
@@ -137,7 +169,7 @@ class Plan:
 
     @property
     def num_gpus(self) -> int:
-        return sum(len(group.gpus) for group in self.groups)
+        return sum(group.num_gpus for group in self.groups)
 
     def group_of(self, model: str) -> GroupPlan:
         """Raises ValueError listing the planned models for an unknown one."""

@@ -1,7 +1,7 @@
 """The planner: groups, pools, demand, and the plan that comes out of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 from crosspool.errors import CapacityError
@@ -15,6 +15,7 @@ from crosspool.planner.notes import plan_notes
 from crosspool.planner.placement import NORMAL_P99
 from crosspool.planner.plan import PLAN_VERSION, GroupPlan, LayoutResult, Placement, Plan
 from crosspool.planner.pool_demand import PoolDemand, estimate_pool
+from crosspool.planner.prefill import plan_prefill
 from crosspool.planner.speeds import CostFactory, SpeedRule
 from crosspool.planner.traffic import PlannedModel, planned_models
 from crosspool.units import format_bytes
@@ -103,6 +104,7 @@ def _plan_group(models: Sequence[PlannedModel], plan_input: PlanInput, rule: Spe
     splits: list[Split] = []
     refusals: list[Exception] = []
     needed = 0
+    no_prefill: CapacityError | None = None
     for num_kv in plan_input.kv_choices():
         try:
             splits.append(split_group(facts, gpus, num_kv, bounds, figures, prefix))
@@ -115,6 +117,10 @@ def _plan_group(models: Sequence[PlannedModel], plan_input: PlanInput, rule: Spe
         except _TooSmallError as error:
             refusals.insert(0, error)
             needed = max(needed, error.needed_bytes)
+        except CapacityError as error:  # of prefill ranks; with fewer KV ranks they may do
+            no_prefill = no_prefill or error
+    if no_prefill is not None:
+        raise no_prefill
     found = smallest_set(facts, gpus, bounds, figures, needed)
     remedy = "no number of these GPUs can hold it: use larger ones, or fewer models"
     if found is not None:
@@ -131,6 +137,10 @@ def _try_split(
     loads = tuple(load for model in models if (load := model.load(plan_input.admission, speeds.get(model.name))))
     demand = _demand(loads, split, plan_input) if loads else None
     plan = build_group(models, split, loads, demand, step_s)
+    facts = {model.name: model.facts for model in models}
+    prefix = f"{plan.name}." if "." in split.kv_ranks[0] else ""
+    prefill = plan_prefill(plan.models, facts, plan_input.gpus, plan_input.bounds, plan_input.figures, prefix)
+    plan = replace(plan, prefill=prefill)
     return PlannedGroup(models=tuple(models), split=split, loads=loads, demand=demand, plan=plan)
 
 
@@ -174,7 +184,7 @@ def _layouts(group: PlannedGroup, plan_input: PlanInput) -> tuple[LayoutResult, 
     parts = group.split.gpus[0].parts
     beside = ("activations", "logits", "graphs", "runtime", "in_use_by_others", "reserve")
     room = Room(
-        num_gpus=len(group.split.gpus),
+        num_gpus=group.plan.num_gpus,
         bytes_per_gpu=plan_input.gpus.memory_bytes - sum(parts[name] for name in beside),
     )
     ours = LayoutResult(
@@ -182,7 +192,7 @@ def _layouts(group: PlannedGroup, plan_input: PlanInput) -> tuple[LayoutResult, 
         fits=True,
         note="",
         kv_bytes=group.split.budget_bytes,
-        gpus=tuple(gpu.rank for gpu in group.split.gpus),
+        gpus=(*(gpu.rank for gpu in group.split.gpus), *(group.plan.prefill.ranks if group.plan.prefill else ())),
         seen_tokens={model.name: model.seen_tokens for model in group.plan.models},
     )
     demand = {model.name: model.quantile_bytes for model in group.plan.models if model.quantile_bytes}

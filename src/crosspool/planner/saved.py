@@ -33,10 +33,15 @@ def _check_gpus(plan: Plan, plan_input: PlanInput) -> None:
     if len(plan.groups) > plan_input.num_groups:
         raise ValueError(f"the plan has {len(plan.groups)} groups, the input {plan_input.num_groups}; plan again")
     for group in plan.groups:
-        if len(group.gpus) != gpus.group_size:
+        if group.num_gpus != gpus.group_size:
             raise ValueError(
-                f"{group.name} of the plan has {len(group.gpus)} GPUs, a group of the input {gpus.group_size}; "
+                f"{group.name} of the plan has {group.num_gpus} GPUs, a group of the input {gpus.group_size}; "
                 "plan again"
+            )
+        prefill = len(group.prefill.ranks) if group.prefill is not None else 0
+        if prefill != gpus.prefill:
+            raise ValueError(
+                f"{group.name} of the plan has {prefill} GPUs for prefill, the input {gpus.prefill}; plan again"
             )
         if gpus.kv not in ("auto", len(group.kv_ranks)):
             raise ValueError(

@@ -6,7 +6,8 @@ from typing import Any
 import yaml
 
 from crosspool.planner.catalogue import hub_id
-from crosspool.planner.plan import GroupPlan, ModelPlan, Plan
+from crosspool.planner.plan import GroupPlan, ModelPlan, Plan, PrefillPlan
+from crosspool.prefill_room import default_room
 from crosspool.units import ceil_div
 
 
@@ -37,7 +38,15 @@ def serve_settings(plan: Plan, group: GroupPlan) -> dict[str, Any]:
         "decode_lanes": plan.num_decode_lanes,
         "prefill_lanes": plan.num_prefill_lanes,
         "admission": plan.admission,
+        **(_prefill(group.prefill) if group.prefill is not None else {}),
     }
+
+
+def _prefill(prefill: PrefillPlan) -> dict[str, Any]:
+    """The room is named where serve would not take it by itself: it means something on GPUs alone."""
+    own = default_room([model.whole_bytes for model in prefill.models])
+    room = {"prefill_pool_bytes": prefill.room_bytes} if prefill.room_bytes != own else {}
+    return {"prefill": "dedicated", "prefill_ranks": len(prefill.ranks), **room}
 
 
 def _ceiling_bytes(plan: Plan, group: GroupPlan, model: ModelPlan) -> int:

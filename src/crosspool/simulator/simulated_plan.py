@@ -51,7 +51,7 @@ def plan_simulated(plan_input: PlanInput) -> Planned:
     measured = read_measured(plan_input.service.measured) if plan_input.service.measured else None
     tried: list[SimulatedSplit] = []
     for num_kv in plan_input.kv_choices():
-        gpus = plan_input.gpus.model_copy(update={"kv": num_kv if plan_input.gpus.group_size > 1 else "auto"})
+        gpus = plan_input.gpus.model_copy(update={"kv": num_kv if plan_input.gpus.pool_size > 1 else "auto"})
         try:
             tried.append(_agreed(plan_input.model_copy(update={"gpus": gpus}), num_kv, measured))
         except CapacityError:
