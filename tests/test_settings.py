@@ -177,3 +177,17 @@ def test_on_cpus_the_host_drives_and_nothing_else_is_taken(control: str) -> None
     cuda = {"backend": "cuda"}
     assert load_deployment(cuda, default_models=models).pools.driven_by == "graphs"
     assert load_deployment({**cuda, "control": control}, default_models=models).pools.driven_by == control
+
+
+@pytest.mark.parametrize("name", ["static", "elastic"])
+def test_a_layout_may_name_a_baseline(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(f"layout: {name}\n")
+    flags = {"kv_ranks": 1, "weights_ranks": 1}
+    by_flag = load_deployment({**flags, "baseline": name})
+    assert by_flag.pools.baseline == name
+    assert by_flag == load_deployment({**flags, "layout": name}) == load_deployment(flags, config_file=path)
+    assert load_deployment({**flags, "layout": "crosspool"}) == load_deployment(flags)
+    other = "elastic" if name == "static" else "static"
+    with pytest.raises(ValueError, match=f"layout is '{name}' and baseline '{other}'; give one of them"):
+        load_deployment({**flags, "layout": name, "baseline": other})

@@ -112,7 +112,10 @@ def serve(
         str | None, typer.Option(help="of lanes' ready segments: none, ticket or priority  [priority]")
     ] = None,
     route: Annotated[str | None, typer.Option(help="the pool that chooses experts: ffn or kv  [ffn]")] = None,
-    layout: Annotated[str | None, typer.Option(help="processes (one a rank) or inprocess  [processes]")] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="processes (one a rank), inprocess, or a baseline: static, elastic  [processes]"),
+    ] = None,
     baseline: Annotated[
         str | None, typer.Option(help="static or elastic: whole models without pools, to measure against")
     ] = None,

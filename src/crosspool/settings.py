@@ -6,9 +6,9 @@ and what a deployment makes of the values, is in `deployment.py`.
 """
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from crosspool.config import (
@@ -115,7 +115,11 @@ class Settings(BaseSettings):
     route: Route = Field(
         "ffn", description="the pool that chooses experts: ffn, beside them, or kv: choices cross with the rows"
     )
-    layout: Layout = Field("processes", description="a process for each rank, or all in this one")
+    layout: Layout = Field(
+        "processes",
+        description="a process for each rank, or all in this one; static or elastic: the baseline",
+        json_schema_extra={"enum": ["inprocess", "processes", "crosspool", *get_args(Baseline)]},
+    )
     baseline: Baseline | None = Field(
         None, description="serve without pools, to measure against: whole models with KV of their own, or KV shared"
     )
@@ -182,6 +186,19 @@ class Settings(BaseSettings):
     chat_template: str | None = Field(None, description="template file of every model that sets none itself")
     dtype: DTypeChoice = Field("auto", description="dtype of weights in memory; auto: the backend's own")
     download_dir: str | None = Field(None, description="where Hugging Face ids are stored; default: the hub's cache")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_baseline(cls, values: Any) -> Any:
+        """`layout` may name a baseline, or the two pools, as `crosspool simulate` has it: in processes."""
+        layout = values.get("layout") if isinstance(values, dict) else None
+        if layout not in ("crosspool", *get_args(Baseline)):
+            return values
+        named = None if layout == "crosspool" else layout
+        given = values.get("baseline", named)
+        if given != named:
+            raise ValueError(f"layout is {layout!r} and baseline {given!r}; give one of them")
+        return {**values, "layout": "processes", "baseline": named}
 
     @field_validator(
         "allowed_origins", "weights_shares", "prefill_gpus", "disable_access_log_for_endpoints", mode="before"
