@@ -76,8 +76,9 @@ def test_help_of_serve_has_every_option_once_and_its_default() -> None:
     assert {name for names in GROUPS.values() for name in names.split()} <= set(inspect.signature(cli.serve).parameters)
 
 
-def test_version() -> None:
-    assert CliRunner().invoke(cli.app, ["version"]).stdout.strip() == __version__
+@pytest.mark.parametrize("asked", ["version", "--version"])
+def test_version(asked: str) -> None:
+    assert CliRunner().invoke(cli.app, [asked]).stdout.strip() == __version__
 
 
 @pytest.mark.parametrize(

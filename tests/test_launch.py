@@ -77,3 +77,13 @@ def test_generated_tokens_run_again_by_decodes_kernels_where_a_prompts_have_othe
     assert not engine_config(config).batch_invariant
     apart = SchedulingConfig(batch_invariant=True, enable_prefix_caching=False)
     assert engine_config(replace(config, scheduling=apart)).batch_invariant
+
+
+def test_a_context_above_the_models_own_is_told(tmp_path, caplog):
+    path = write_tiny_model(tmp_path / "tiny", "qwen3_moe", max_position_embeddings=128)
+    config = deployment(path, "numpy")
+    for limit, told in ((128, False), (129, True)):
+        caplog.clear()
+        (model,) = prepare_models(replace(config, models=(replace(config.models[0], max_model_len=limit),)))
+        assert model.served.model_limit == 128
+        assert ("max_model_len is 129 for tiny, whose own limit is 128 tokens" in caplog.text) == told

@@ -119,6 +119,9 @@ def test_a_hub_id_keeps_its_whole_name() -> None:
         ("layout: cluster", "layout is 'cluster'"),
         ("- a", "must be a mapping"),
         ("a: [", "not valid YAML"),
+        ("models: []", "models is empty"),
+        ("port: 1\nport: 2", "line 2, column 1: 'port' stands there a second time"),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", "max_num_seqs twice"),
     ],
 )
 def test_a_wrong_file_is_told_in_one_line(tmp_path: Path, text: str, message: str) -> None:
@@ -127,6 +130,20 @@ def test_a_wrong_file_is_told_in_one_line(tmp_path: Path, text: str, message: st
     with pytest.raises(ValueError, match=message.replace("[", r"\[")) as error:
         load_deployment({}, config_file=path)
     assert "\n" not in str(error.value)
+
+
+def test_a_wrong_value_is_told_behind_the_file_it_is_from_and_no_other(
+    yaml_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"^port is 'many'"):
+        load_deployment({"port": "many"}, config_file=yaml_file)
+    monkeypatch.setenv("CROSSPOOL_HOST", "0.0.0.0")
+    monkeypatch.setenv("CROSSPOOL_MAX_NUM_SEQS", "few")
+    with pytest.raises(ValueError, match=r"^max_num_seqs is 'few'"):
+        load_deployment({}, config_file=yaml_file)
+    yaml_file.write_text("models: [{path: /a, nam: x}]\nport: many\n")
+    with pytest.raises(ValueError, match=rf"^{yaml_file}: port is 'many'"):
+        load_deployment({"models": ["/b"], "max_num_seqs": 1}, config_file=yaml_file)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

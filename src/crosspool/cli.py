@@ -14,7 +14,6 @@ from crosspool.errors import CrossPoolError
 app = typer.Typer(
     name="crosspool",
     cls=Commands,
-    help="Serve many Mixture-of-Experts models from two memory pools: one for weights, one for KV cache.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -37,6 +36,21 @@ def main() -> None:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def crosspool(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve many Mixture-of-Experts models from two memory pools: one for weights, one for KV cache."""
 
 
 @app.command(cls=ServeCommand)

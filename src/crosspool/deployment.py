@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from crosspool.config import (
@@ -22,6 +21,7 @@ from crosspool.model_source import is_hub_id
 from crosspool.pools_config import PoolsConfig
 from crosspool.settings import ENV_PREFIX, Settings
 from crosspool.units import parse_size
+from crosspool.yaml_file import read_mapping
 
 
 def load_deployment(
@@ -40,26 +40,25 @@ def load_deployment(
     below = {**_planned(planned or {}, {*from_file, *flags}), **from_file}
     for key in [key for key in below if _env_has(key)]:
         del below[key]
+    told_by = {key: f"{config_file}: " for key in from_file if key in below and key not in flags}
     try:
         settings = Settings(**{**below, **flags})
     except ValidationError as error:
-        raise ValueError("; ".join(_describe(item) for item in error.errors(include_url=False))) from None
+        raise ValueError("; ".join(_describe(item, told_by) for item in error.errors(include_url=False))) from None
+    if "models" in settings.model_fields_set and not settings.models:
+        raise ValueError(f"{told_by.get('models', '')}models is empty; list one, or leave it out for the demo models")
     return _deployment(settings, default_models)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ValueError naming the file, and the line where YAML is broken."""
-    try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{path} holds a {type(loaded).__name__}; it must be a mapping such as `port: 8000`")
-    return {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    """The settings in a YAML file. Raises ValueError naming the file, and the line where YAML is broken."""
+    found: dict[str, Any] = {}
+    for key, value in read_mapping(path, "such as `port: 8000`").items():
+        name = str(key).replace("-", "_")
+        if name in found:
+            raise ValueError(f"{path} sets {name} twice, with - and with _; leave one of them out")
+        found[name] = value
+    return found
 
 
 def _planned(planned: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
@@ -78,8 +77,10 @@ def _env_has(key: str) -> bool:
     return (ENV_PREFIX + key).upper() in {name.upper() for name in os.environ}
 
 
-def _describe(item: Mapping[str, Any]) -> str:
+def _describe(item: Mapping[str, Any], told_by: Mapping[str, str]) -> str:
+    """One wrong value, behind the file that it comes from."""
     where = ".".join(str(part) for part in item["loc"]) or "configuration"
+    where = f"{told_by.get(str(item['loc'][0]), '') if item['loc'] else ''}{where}"
     if item["type"] == "extra_forbidden":
         return f"{where} is not a setting; `crosspool serve --help` lists them"
     if item["type"] == "missing":

@@ -3,6 +3,7 @@
 This is the one place that knows engine, cluster and server front ends at once.
 """
 
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +48,9 @@ from crosspool.server.chat import load_chat_template
 from crosspool.server.tokenizer import TextTokenizer
 
 DEMO_MODELS = Path(__file__).parent / "demo_models"
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +264,14 @@ def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel
     try:
         directory = model_directory(model.source, revision=model.revision, download_dir=config.download_dir)
         served = _served_model(model, config, directory, split)
+        own_limit = served.spec.max_position_embeddings
+        if model.max_model_len is not None and model.max_model_len > own_limit:
+            logger.warning(
+                "max_model_len is %d for %s, whose own limit is %d tokens; its own holds",
+                model.max_model_len,
+                name,
+                own_limit,
+            )
         if config.pools.baseline == "elastic" and split == "auto" and served.kv_split == "tokens":
             served = _served_model(model, config, directory, "one")  # replicas: engines without pools do no other
         if config.pools.backend == "cuda" and config.pools.baseline is None and served.kv_split != "one":

@@ -329,6 +329,9 @@ async def test_a_failing_engine_thread_leaves_nobody_waiting():
         assert isinstance(outputs[-1].error, WorkerLostError)
         with pytest.raises(WorkerLostError, match="the engine failed"):
             rig.face.generate(a_request("next"))
+        async with asyncio.timeout(5):
+            with pytest.raises(WorkerLostError, match="the engine failed"):
+                await rig.face.remove_model("p")
 
 
 async def test_outputs_of_the_step_in_which_the_engine_fails_are_still_told():

@@ -108,6 +108,20 @@ async def test_when_one_prompt_is_refused_the_others_are_aborted(http: httpx2.As
     assert not engine.running
 
 
+@pytest.mark.parametrize(("prompt", "n", "param"), [("a", 7, "n"), (["a", "b"], 4, "prompt")])
+async def test_a_call_that_could_never_be_accepted_is_told_so_and_not_to_come_again(
+    http: httpx2.AsyncClient, engine: FakeEngine, prompt: object, n: int, param: str
+) -> None:
+    engine.max_sequences = 6
+    response = await http.post("/v1/completions", json={**PROMPT, "prompt": prompt, "n": n})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "too_many_choices", param)
+    assert "takes at most 6 at a time" in error["message"]
+    assert not engine.requests
+    engine.max_sequences = 8
+    assert (await http.post("/v1/completions", json={**PROMPT, "prompt": prompt, "n": n})).status_code == 200
+
+
 async def test_a_failure_before_the_first_token_is_a_plain_status(http: httpx2.AsyncClient, engine: FakeEngine) -> None:
     engine.scripts["tiny"] = Script(fail_after=0, error=WorkerLostError("w0 is gone"))
     for stream in (False, True):

@@ -50,6 +50,7 @@ async def test_embeddings_are_a_clear_501(http: httpx2.AsyncClient) -> None:
     response = await http.post("/v1/embeddings", json={"model": "tiny", "input": "a"})
     assert response.status_code == 501
     assert response.json()["error"]["code"] == "not_offered"
+    assert response.headers["x-should-retry"] == "false"  # OpenAI's clients would ask three times
 
 
 async def test_a_deadline_reaches_the_engine_from_body_or_header(http: httpx2.AsyncClient, engine: FakeEngine) -> None:

@@ -52,6 +52,7 @@ class FakeEngine:
         self.states: dict[str, ModelState] = {name: "ready" for name in models}
         self.context_limit = context_limit
         self.max_queue = max_queue
+        self.max_sequences: int | None = None
         self.requests: list[GenerationRequest] = []
         self.running: dict[str, FakeStream] = {}
         self.aborted: list[str] = []
@@ -121,6 +122,7 @@ class FakeEngine:
             kv_rank="kv0",
             weights_ranks=("w0",),
             kv_bytes_per_token=128,
+            max_sequences=self.max_sequences,
             loaded_bytes=300,
             total_bytes=300,
             bytes_by_rank={"kv0": 100, "w0": 200},

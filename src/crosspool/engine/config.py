@@ -81,6 +81,12 @@ class EngineConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
 
     @property
+    def max_sequences(self) -> int:
+        """Sequences of one model and one API key that can be accepted at a time: those admitted and those queued."""
+        waiting = self.max_queue if self.max_queue_per_key is None else min(self.max_queue, self.max_queue_per_key)
+        return self.max_num_seqs + waiting
+
+    @property
     def num_frames(self) -> int:
         """Frames of one KV rank, the reserved frame 0 included: the size of a worker's arena."""
         return self.kv_budget_bytes // self.frame_bytes

@@ -73,7 +73,7 @@ class Engine:
         self._cluster = cluster
         self._clock = clock
         self._core = EngineCore(config)
-        self._models = Models(self._core, cluster)
+        self._models = Models(self._core, cluster, config.max_sequences)
         self._running: dict[int, _Running] = {}
         self._by_request: dict[str, list[int]] = {}
         self._lock = threading.Lock()
@@ -131,9 +131,11 @@ class Engine:
     def remove_model(self, name: str, *, drain: bool = True) -> Future[None]:
         """Refuse new requests to a model and free it once the accepted ones have ended.
 
-        Without `drain` they end now, with ShuttingDownError. Raises UnknownModelError; ValueError while it loads.
+        Without `drain` they end now, with ShuttingDownError. Raises UnknownModelError; ValueError while it loads;
+        WorkerLostError or ShuttingDownError where nobody would come to remove it.
         """
         with self._lock:
+            self._check_open()
             removed = self._models.retire(name)
             if not drain:
                 error = ShuttingDownError(f"model {name} was removed while this request was running")

@@ -22,8 +22,8 @@ class Models:
     thread's.
     """
 
-    def __init__(self, core: EngineCore, cluster: Cluster) -> None:
-        self.registry = ModelRegistry()
+    def __init__(self, core: EngineCore, cluster: Cluster, max_sequences: int) -> None:
+        self.registry = ModelRegistry(max_sequences)
         self._core = core
         self._cluster = cluster
         self._lost_ranks: set[str] = set()

@@ -26,7 +26,8 @@ class RegisteredModel:
 class ModelRegistry:
     """Models by name, in the order they were added. Guarded by the engine's lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_sequences: int) -> None:
+        self._max_sequences = max_sequences
         self._models: dict[str, RegisteredModel] = {}
         self._loaded_by_rank: dict[str, dict[str, tuple[int, int]]] = {}
 
@@ -59,6 +60,7 @@ class ModelRegistry:
             state="loading",
             context_limit=context_limit,
             created_s=time.time(),
+            max_sequences=self._max_sequences,
             kv_rank=model.kv_rank,
             kv_peers=model.kv_peers,
             kv_split=model.kv_split,

@@ -16,6 +16,7 @@ class ModelInfo:
     """One model as users see it.
 
     context_limit: prompt plus output tokens of one sequence; never above what the KV pool can hold for one.
+    max_sequences: the most that one caller can have accepted at a time, running and waiting; None: no bound is known.
     loaded_bytes, total_bytes: loading progress over all ranks. created_s: Unix time of `add_model`.
     """
 
@@ -26,6 +27,7 @@ class ModelInfo:
     kv_rank: str
     weights_ranks: tuple[str, ...]
     kv_bytes_per_token: int
+    max_sequences: int | None = None
     loaded_bytes: int = 0
     total_bytes: int = 0
     bytes_by_rank: dict[str, int] = field(default_factory=dict)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from crosspool.config import PREFILL_TOKENS
@@ -16,6 +15,7 @@ from crosspool.planner.group import GPUSet
 from crosspool.planner.memory import MemoryFigures, StepBounds
 from crosspool.planner.parallelism import Wanted
 from crosspool.units import GiB, MiB, parse_size
+from crosspool.yaml_file import read_mapping
 
 Rate = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -259,15 +259,7 @@ class PlanInput(_Section):
 
 def read_plan_input(path: Path) -> PlanInput:
     """The checked file; paths in it count from its folder. Raises ValueError, in one line, naming key and value."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}; it must be a mapping with gpus: and models:")
-    return parse_plan_input(values, path.parent, str(path))
+    return parse_plan_input(read_mapping(path, "with gpus: and models:"), path.parent, str(path))
 
 
 def parse_plan_input(values: dict[str, Any], folder: Path = Path(), source: str = "plan input") -> PlanInput:

@@ -89,8 +89,19 @@ async def open_group(
 ) -> OutputGroup:
     """Hand every request to the engine, or none: where one is refused, those before it are aborted.
 
-    Raises APIError with the engine's refusal.
+    Raises APIError with the engine's refusal, or for more choices than could ever be accepted at once.
     """
+    name = requests[0].model
+    num_choices, most = sum(request.n for request in requests), engine.model(name).max_sequences
+    if most is not None and num_choices > most:
+        refusal = bad_request(
+            f"{num_choices} choices are asked for in one call (prompts x n); {name} takes at most {most} at a time, "
+            "running and waiting; ask for fewer a call, or have the server started with a larger --max-queue",
+            param="prompt" if len(requests) > 1 else "n",
+            code="too_many_choices",
+        )
+        metrics.refused(name, refusal.code)
+        raise refusal
     streams: list[OutputStream] = []
     key = current("key")
     try:
@@ -100,9 +111,9 @@ async def open_group(
         for stream in streams:
             await stream.aclose()
         refusal = from_engine(error) if isinstance(error, CrossPoolError) else bad_request(str(error))
-        metrics.refused(requests[0].model, refusal.code)
+        metrics.refused(name, refusal.code)
         raise refusal from error
-    return OutputGroup(streams, requests[0].n, metrics.observer(requests[0].model))
+    return OutputGroup(streams, requests[0].n, metrics.observer(name))
 
 
 def _failure(output: RequestOutput) -> APIError:

@@ -115,4 +115,4 @@ async def detokenize(body: DetokenizeBody, request: Request) -> Text:
 )
 async def embeddings() -> Response:
     error = APIError(501, "this server has no embedding models; ask one that does", code="not_offered")
-    return JSONResponse(error.body(), error.status)
+    return JSONResponse(error.body(), error.status, {"X-Should-Retry": "false"})  # OpenAI's clients try a 5xx again

@@ -58,6 +58,10 @@ async def test_a18_the_waiting_line_has_an_end(directories: dict[str, Path]) -> 
             for answer in rejected:
                 assert int(answer.headers["retry-after"]) >= 1
                 assert answer.json()["error"]["code"] == "queue_full"
+            await until_idle(live)
+            for n, status in ((12, 200), (13, 400)):  # 4 run and 8 wait: more can never be accepted, so nobody retries
+                answer = await http.post("/v1/completions", json={**body, "model": "P", "n": n, "max_tokens": 2})
+                assert answer.status_code == status, answer.text
             blocked = [asyncio.create_task(timed("P")) for _ in range(12)]
             await asyncio.sleep(0.02)
             _, seconds = await timed("P")
