@@ -102,6 +102,12 @@ async def test_unloading_waits_for_what_runs(admin: httpx2.AsyncClient, engine: 
     assert (await running).json()["choices"][0]["finish_reason"] == "length"
 
 
+async def test_an_unload_that_comes_as_another_ends_is_a_404(admin: httpx2.AsyncClient, engine: FakeEngine) -> None:
+    del engine.scripts["tiny"]  # the engine has let it go, and the catalogue does not know yet
+    answer = await admin.post("/admin/models/tiny/unload")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
 async def test_what_cannot_be_loaded_leaves_nothing(admin: httpx2.AsyncClient, engine: FakeEngine) -> None:
     missing = await admin.post("/admin/models/new/load", json={"path": "missing"})
     assert (missing.status_code, missing.json()["error"]["param"]) == (400, "path")

@@ -93,6 +93,8 @@ class FakeEngine:
         return self.model(model.name)
 
     async def remove_model(self, name: str, *, drain: bool = True) -> None:
+        if name not in self.scripts:
+            raise UnknownModelError(f"no model {name}")
         if self.states[name] == "loading":
             raise ValueError(f"model {name} is still loading")
         self.states[name] = "draining"

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 
 from crosspool.config import ModelConfig
 from crosspool.engine.served_model import ServedModel
-from crosspool.errors import CheckpointError, CrossPoolError, UnsupportedModelError
+from crosspool.errors import CheckpointError, CrossPoolError, UnknownModelError, UnsupportedModelError
 from crosspool.pools_config import KVSplit
 from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.errors import APIError, ErrorBody, bad_request
@@ -132,6 +132,8 @@ async def _unload(state: State, name: str, *, drain: bool) -> None:
         await state.engine.remove_model(name, drain=drain)
     except ValueError as error:
         raise APIError(409, str(error), code="model_loading", param="name") from None
+    except UnknownModelError as error:  # another unload has just ended, and has not yet said so to the catalogue
+        raise APIError(404, str(error), code="model_not_found", param="name") from None
     state.catalogue.remove(name)
 
 
