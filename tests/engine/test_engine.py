@@ -59,7 +59,7 @@ class Rig:
 
     def is_empty(self) -> bool:
         stats = self.engine.stats()
-        return all(pool.frames_used == 0 for pool in stats.pools) and not self.engine._running
+        return all(pool.frames_used == 0 for pool in stats.pools) and not self.engine._callers
 
     async def until_empty(self, within_s: float = 2.0) -> None:
         deadline = time.monotonic() + within_s
@@ -358,7 +358,7 @@ async def test_a_tokenizer_that_raises_ends_only_its_own_request():
         def broken(token_id: int):
             raise ValueError("Invalid prefix encountered")
 
-        [running] = [running for running in rig.engine._running.values() if running.request_id == "bad"]
+        [running] = [running for running in rig.engine._callers._by_sequence.values() if running.request_id == "bad"]
         running.builder._detokenizer.feed = broken
         outputs = await collect(bad)
         assert outputs[-1].finish_reason is FinishReason.ERROR

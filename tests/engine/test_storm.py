@@ -89,7 +89,7 @@ async def test_two_hundred_requests_at_once_with_disconnects(directories, layout
         assert left > 20
         assert len(running) > 100
         assert len(asyncio.all_tasks()) == 1
-        assert not deployment.engine.engine._running
+        assert not deployment.engine.engine._callers
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Engine: one thread that drives the pure core and a cluster, and the thread-safe calls around it.
 
 Callers' threads only accept and refuse (`submit`) and leave notes (`abort`, `add_model`, ...); every call to the
-cluster but `wake` is made by the engine thread.
+cluster but `wake` is made by the engine thread. A turn of it is `_step`: what has happened is taken in, steps are
+handed out, and callers get their outputs.
 """
 
 import logging
@@ -12,19 +13,15 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from crosspool.cluster.base import (
-    Cluster,
-    Event,
-    RankFailed,
-)
+from crosspool.cluster.base import Cluster, Event, RankFailed
 from crosspool.core import FinishReason, Request
+from crosspool.engine.callers import Callers, Delivery, Flush, Sink, deliver
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.expand import check_ids, detokenizer, sequences
 from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.models import Models
-from crosspool.engine.output import RequestOutput
 from crosspool.engine.output_builder import OutputBuilder
 from crosspool.engine.request import MAX_SEED, GenerationRequest
 from crosspool.engine.scheduler_core import EngineCore
@@ -32,37 +29,13 @@ from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import EngineStats, ModelInfo
 from crosspool.engine.step_log import StepSpan
-from crosspool.errors import (
-    CrossPoolError,
-    ShuttingDownError,
-    StepError,
-    WorkerLostError,
-)
+from crosspool.errors import CrossPoolError, ShuttingDownError, WorkerLostError
 from crosspool.scheduler.step import StepDescriptor
 
 logger = logging.getLogger(__name__)
 
 IDLE_POLL_S = 60.0
 """Longest sleep of an idle engine; events and calls wake it sooner."""
-
-Sink = Callable[[RequestOutput], None]
-"""Takes a request's outputs on the engine thread: it must return at once and not raise."""
-
-Flush = Callable[[], None]
-"""Called on the engine thread once after a step's outputs, however many of its callers' sinks took one."""
-
-
-@dataclass(slots=True)
-class _Running:
-    """One sequence's way back to its caller."""
-
-    request_id: str
-    sink: Sink
-    flush: Flush | None
-    builder: OutputBuilder
-
-
-_Delivery = tuple[_Running, RequestOutput]
 
 
 class Engine:
@@ -74,8 +47,7 @@ class Engine:
         self._clock = clock
         self._core = EngineCore(config)
         self._models = Models(self._core, cluster, config.max_sequences)
-        self._running: dict[int, _Running] = {}
-        self._by_request: dict[str, list[int]] = {}
+        self._callers = Callers(self._core.end_sequence)
         self._lock = threading.Lock()
         self._calls: deque[Callable[[float], list[SequenceUpdate]]] = deque()  # run on the engine thread
         self._closing = False
@@ -97,20 +69,18 @@ class Engine:
         with self._lock:
             self._check_open()
             model = self._models.ready_model(request.model)
-            if request.request_id in self._by_request:
+            if request.request_id in self._callers:
                 raise ValueError(f"a request with id {request.request_id!r} is already running; give each its own id")
             check_ids(request, model.spec.vocab_size)
             now = self._clock()
             builders = [OutputBuilder(request, index, detokenizer(request, model), now) for index in range(request.n)]
             ids = self._core.add_requests(self._expand(request, model, now), now)
-            self._by_request[request.request_id] = ids
-            for sequence_id, builder in zip(ids, builders, strict=True):
-                self._running[sequence_id] = _Running(request.request_id, sink, flush, builder)
+            self._callers.add(request.request_id, ids, builders, sink, flush)
         self._cluster.wake()
 
     def abort(self, request_id: str) -> bool:
         """End every sequence of the request with ABORT, from any thread; False if it is not running."""
-        if request_id not in self._by_request:
+        if request_id not in self._callers:
             return False
         self._calls.append(lambda now: self._end_request(request_id, now))
         self._cluster.wake()
@@ -198,7 +168,7 @@ class Engine:
         """Refuse new requests, wait `drain_s` for the accepted ones, end the rest with an error, stop the workers."""
         with self._lock:
             self._closing = True
-            self._ended.wait_for(lambda: not self._running or self._failure is not None, timeout=drain_s)
+            self._ended.wait_for(lambda: not self._callers or self._failure is not None, timeout=drain_s)
             if self._stopped:
                 return
             self._stopped = True
@@ -239,25 +209,22 @@ class Engine:
 
         Callers are told even if handing out fails.
         """
-        outputs: list[_Delivery] = []
+        outputs: list[Delivery] = []
         try:
             with self._lock:
                 now = self._clock()
                 updates = self._take_in(events, now)
-                watched: list[SequenceUpdate] = []
-                late: list[SequenceUpdate] = []
-                for update in updates:
-                    watches = self._running[update.sequence_id].builder.watches_stop_strings
-                    (watched if watches else late).append(update)
-                self._make_outputs(watched, outputs, now)  # a stop string ends its sequence before the next step
+                first = [update for update in updates if self._callers.watches_stop_strings(update)]
+                later = [update for update in updates if not self._callers.watches_stop_strings(update)]
+                self._callers.make_outputs(first, outputs, now)  # a stop string ends its sequence before the next step
                 try:
                     self._hand_out(now)
                 finally:
-                    self._make_outputs(late, outputs, now)
-                if not self._running:
+                    self._callers.make_outputs(later, outputs, now)
+                if not self._callers:
                     self._ended.notify_all()
         finally:
-            self._deliver(outputs)
+            deliver(outputs, self.abort)
 
     def _take_in(self, events: list[Event], now: float) -> list[SequenceUpdate]:
         updates: list[SequenceUpdate] = []
@@ -284,67 +251,18 @@ class Engine:
         for step in steps:
             self._cluster.submit(step)
 
-    def _make_outputs(self, updates: list[SequenceUpdate], outputs: list[_Delivery], now: float) -> None:
-        """Append what the updates give. A sequence that ends in one of them is forgotten with it."""
-        for update in updates:
-            running = self._running.get(update.sequence_id)
-            if running is None:
-                continue  # its last token completed a stop string, and something else ended it at the same moment
-            try:
-                output = running.builder.on_update(update)
-            except Exception as cause:  # of the tokenizer, on this sequence's ids: the others go on
-                logger.exception("the text of request %s cannot be made", running.request_id)
-                self._core.end_sequence(update.sequence_id, FinishReason.ERROR, now)
-                output = running.builder.fail(StepError(f"the output cannot be made into text: {cause}"))
-            if output is not None:
-                outputs.append((running, output))
-                if output.finish_reason is not None:
-                    if update.finish_reason is None:  # a stop string, which the core does not know of
-                        self._core.end_sequence(update.sequence_id, FinishReason.STOP, now)
-                    self._forget(update.sequence_id)
-
-    def _forget(self, sequence_id: int) -> None:
-        request_id = self._running.pop(sequence_id).request_id
-        ids = self._by_request[request_id]
-        ids.remove(sequence_id)
-        if not ids:
-            del self._by_request[request_id]
-
     def _end_request(self, request_id: str, now: float) -> list[SequenceUpdate]:
-        ids = list(self._by_request.get(request_id, ()))
+        ids = self._callers.sequences_of(request_id)
         updates = [self._core.end_sequence(sequence_id, FinishReason.ABORT, now) for sequence_id in ids]
         return [update for update in updates if update is not None]
 
     def _end_all(self, error: CrossPoolError) -> None:
         """The thread's last act: everybody who waits gets `error`."""
-        outputs: list[_Delivery] = []
         with self._lock:
-            now = self._clock()
-            for sequence_id, running in self._running.items():
-                ended = SequenceUpdate(
-                    sequence_id=sequence_id, time_s=now, scheduled_s=None, finish_reason=FinishReason.ERROR, error=error
-                )
-                output = running.builder.on_update(ended)
-                assert output is not None
-                outputs.append((running, output))
-            self._running.clear()
-            self._by_request.clear()
+            outputs = self._callers.end_all(error, self._clock())
             self._ended.notify_all()
             self._models.give_up(error)
-        self._deliver(outputs)
-
-    def _deliver(self, outputs: list[_Delivery]) -> None:
-        flushes: dict[Flush, None] = {}
-        for running, output in outputs:
-            try:
-                running.sink(output)
-            except Exception:  # one caller's bug is not the others' end
-                logger.exception("the sink of request %s raised; the request is aborted", output.request_id)
-                self.abort(output.request_id)
-            if running.flush is not None:
-                flushes[running.flush] = None
-        for flush in flushes:
-            flush()
+        deliver(outputs, self.abort)
 
     def _expand(self, request: GenerationRequest, model: ServedModel, now: float) -> list[Request]:
         """The request's sequences, with what it leaves open: a seed and a deadline."""
