@@ -123,11 +123,12 @@ class ClockedAttention(ClockedWorker):
         self.batch = batch
         if not is_ahead:
             yield Wait((LaneIdle(self.lane), inlet), OPEN_EPOCH)
+        follows = self.lane.last_epoch if is_ahead else 0
         slots = push_run(self.lane, batch, step.header, LAYERS, 1, PAGE_TOKENS)
         self.lane.go(step.header)
         if is_ahead:
             yield Wait((), OPEN_EPOCH)
-        sampled = yield from read_run(self.lane, batch, step, slots, LAYERS, (inlet,))  # type: ignore[arg-type]
+        sampled = yield from read_run(self.lane, batch, step, slots, LAYERS, (inlet,), follows)  # type: ignore[arg-type]
         self.lane.nears_end = False
         return sampled
 
@@ -139,11 +140,12 @@ class ClockedFFN(ClockedWorker):
             yield Wait((LaneIdle(self.lane), inlet), OPEN_EPOCH)
         over = run_over(header.step_seq, header.num_steps, LAYERS)
         place = RunPlace(over, 0, header.num_steps - 1, may_be_first=is_ahead)
+        follows = self.lane.last_epoch if is_ahead else 0
         self.lane.post(epoch(header.step_seq, 0) - 1, LAYERS, 1 << 40, place, header.num_steps)
         self.lane.go(header)
         if is_ahead:
             yield Wait((), OPEN_EPOCH)
-        yield from read_end(self.lane, header, LAYERS, inlet)  # type: ignore[arg-type]
+        yield from read_end(self.lane, header, LAYERS, inlet, follows)  # type: ignore[arg-type]
         self.lane.nears_end = False
 
 

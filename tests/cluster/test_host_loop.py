@@ -7,7 +7,7 @@ import time
 import pytest
 
 from crosspool.cluster.doorbell import Board, Doorbell, ringer
-from crosspool.cluster.host_loop import BUSY_NAP_S, LONG_NAP_S, HostLoop
+from crosspool.cluster.host_loop import LONG_NAP_S, LONGEST_NAP_S, HostLoop
 from crosspool.cluster.local import ThreadInbox
 from crosspool.cluster.messages import CloseChannels, Stop
 from crosspool.cluster.region import ArrayRegion
@@ -189,7 +189,7 @@ def test_a_nap_is_as_long_as_asked_and_no_longer_than_a_beat_may_take(rig, dozes
     """How late a busy machine comes back to it is not the host's affair."""
     (loop,) = rig.loops
     loop.is_busy = True
-    for loop.nap, nap_s in ((0.0035, 0.0035), (60.0, BUSY_NAP_S)):
+    for loop.nap, nap_s in ((0.0035, 0.0035), (60.0, LONGEST_NAP_S)):
         dozes.clear()
         begun_s = time.monotonic()
         assert rig.host.turn()

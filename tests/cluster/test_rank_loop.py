@@ -237,6 +237,24 @@ def test_a_newer_step_supersedes_a_stale_one_and_late_answers_do_not_count_for_i
     assert rig.loop.has_work()
 
 
+def test_an_older_step_that_its_device_has_ended_ends_as_ever_when_a_newer_one_comes(make_rig):
+    """Nobody had looked for that yet; a step that the newer one comes behind then runs at once."""
+    rig = make_rig(goes_ahead=True)
+    rig.worker.num_layers = 1
+    rig.worker.rest = lambda now_s: 1.0
+    rig.step(0, step_seq=1)
+    rig.loop.advance()
+    rig.step(0, step_seq=2, behind=1)
+    rig.answer(0, 0, step_seq=1)
+    rig.step(0, step_seq=3, behind=2)
+    assert rig.worker.closed == []
+    assert [said.result.step_seq for said in rig.said] == [1]
+    rig.answer(0, 0, step_seq=2)
+    rig.answer(0, 0, step_seq=3)
+    rig.spin()
+    assert [said.result.step_seq for said in rig.said] == [1, 2, 3]
+
+
 def test_a_step_that_is_not_newer_is_refused(make_rig):
     rig = make_rig()
     rig.step(0, step_seq=3)

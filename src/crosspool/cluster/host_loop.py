@@ -16,6 +16,8 @@ LOOK_TURNS = 256
 
 BUSY_NAP_S = 0.05
 """Longest sleep while something is in flight, so that the host's beat goes on and no lost ring costs more."""
+LONGEST_NAP_S = 0.1
+"""The same while all that is in flight goes on by itself, on devices: a look would hardly find anything."""
 BLIND_NAP_S = 0.005
 """The same where descriptors cannot tell of messages meanwhile."""
 
@@ -125,7 +127,7 @@ class HostLoop:
         is_busy = any(loop.is_busy for loop in self._loops.values())
         nap_s = min(loop.nap_s() for loop in self._loops.values())
         if is_busy and nap_s > 0:  # devices go on by themselves: nobody rings, and nothing stands still
-            self._nap(min(nap_s, BUSY_NAP_S))
+            self._nap(min(nap_s, LONGEST_NAP_S))
             return
         if is_busy and self._spin_s > 0 and self._look_around():
             return

@@ -70,6 +70,11 @@ class LaneRun:
         """Whether its last segment ended only to tell something, or to let the step before it end."""
         return self._wait is not None and not self._wait.inlets
 
+    @property
+    def rests(self) -> bool:
+        """Whether what it waits for is what a device does by itself."""
+        return self._wait is not None and self._wait.rest is not None
+
     def segment(self, now_s: float, next_ticket: int, patience_s: float) -> Segment | None:
         """Its next segment if that is ready. One that became ready only now takes `next_ticket`.
 

@@ -184,11 +184,16 @@ class RankLoop:
         """A newer step has come: those before `step_seq` are over for the rank that leads them.
 
         It does not wait for a share that has no part in a step. Such a rank may be late, and then begins one step after
-        another, since each tells it of sequences and pages.
+        another, since each tells it of sequences and pages. One that its device has ended, which nobody has looked for
+        yet, ends as ever.
         """
         while (run := self._runs.get(lane)) is not None and run.header.step_seq != step_seq:
-            self._drop(lane)
-            self._begin_behind(lane)
+            now_s = self._around.clock()
+            if run.rests and run.becomes_ready(now_s):
+                self._run_segment(run, now_s)
+            if self._runs.get(lane) is run:
+                self._drop(lane)
+                self._begin_behind(lane)
 
     def _begin(self, work: Work) -> None:
         run = self._make(work)

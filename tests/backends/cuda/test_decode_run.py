@@ -161,3 +161,65 @@ def test_a_rank_without_rows_looks_half_way_and_at_the_end():
     assert lane.awaited(second) == STEPS
     lane.ends(STEPS)
     assert next(half, None) is None
+
+
+class FollowingRuns:
+    """A weights rank's runs, one behind another on the device, whose step takes `step_s` on a clock of the test."""
+
+    def __init__(self, monkeypatch, step_s):
+        self.now_s, self.step_s, self.begun_s = 100.0, step_s, 100.0
+        self.memory = LaneMemory(CPU, WaitRule())
+        self.pace = self.memory.pace_of("m", 1)
+        self.pace._clock = lambda: self.now_s
+        self.pace.step_s = step_s
+        monkeypatch.setattr("crosspool.backends.cuda.steps.decode_run.time.monotonic", lambda: self.now_s)
+        self.seq = 0
+
+    def header(self, step_seq):
+        return StepHeader(lane=0, model="m", step_seq=step_seq, phase="decode", num_tokens=1, num_steps=STEPS)
+
+    def post(self):
+        """The next run is handed to the device; the half that waits for it, and what it follows there."""
+        self.seq += 1
+        follows = self.memory.last_epoch
+        self.memory.post(epoch(self.seq, 0) - 1, LAYERS, 1 << 40, num_steps=STEPS)
+        return read_end(self.memory, self.header(self.seq), LAYERS, None, follows)
+
+    def advance(self, seconds):
+        self.now_s += seconds
+        steps = int((self.now_s - self.begun_s) / self.step_s + 1e-9)
+        run, step = divmod(steps, STEPS)
+        self.memory._host[DONE] = epoch(1 + run, step * LAYERS) - 1 if step else epoch(run, STEPS * LAYERS) - 1
+
+
+def test_a_rank_without_rows_looks_once_a_run_where_the_next_one_follows(monkeypatch):
+    """Half-way through a run it finds the end of the one before, and may hand over the next."""
+    runs = FollowingRuns(monkeypatch, 2e-3)
+    half, num_looks = runs.post(), 0
+    wait = next(half)
+    for _ in range(20):
+        while not runs.memory.nears_end:
+            runs.advance(wait.rest(runs.now_s))
+            num_looks += 1
+            if runs.memory.done_epoch >= wait.epoch:
+                wait = next(half)
+        behind = runs.post()
+        runs.advance(wait.rest(runs.now_s))
+        num_looks += 1
+        assert runs.memory.done_epoch > wait.epoch, "the run has ended, and the next one is half-way"
+        assert next(half, None) is None
+        half, runs.memory.nears_end = behind, False
+        wait = next(half)
+    assert num_looks <= 22
+    assert runs.memory.nears_end, "which was seen without another look"
+
+
+def test_a_rank_without_rows_looks_at_the_end_of_a_run_that_none_follows(monkeypatch):
+    runs = FollowingRuns(monkeypatch, 2e-3)
+    half = runs.post()
+    runs.advance(next(half).rest(runs.now_s))
+    wait = next(half)
+    left_s = 100.0 + STEPS * 2e-3 - runs.now_s
+    assert wait.rest(runs.now_s) == pytest.approx(left_s, abs=4e-4)
+    runs.post()
+    assert wait.rest(runs.now_s) > left_s + STEPS * 2e-3 / 2, "one was handed over since"

@@ -78,3 +78,10 @@ def test_passes_of_a_run_are_posted_as_one_by_one(before, may_be_first):
     assert [record[RUN_AT + 2 : RUN_AT + 4].tolist() for record in records] == [[7 - step, step] for step in range(8)]
     over = [int(together.ring.view(torch.int64)[(before + step) % RING_SLOTS, 3]) for step in range(8)]
     assert over == [9999 if step or may_be_first else 0 for step in range(8)]
+
+
+def test_the_end_of_a_run_is_known_of_the_last_one_alone():
+    memory = LaneMemory(torch.device("cpu"), WaitRule())
+    assert memory.end_of(0) is None
+    memory.note_end(2000, 5.5)
+    assert (memory.end_of(2000), memory.end_of(1999)) == (5.5, None)

@@ -105,3 +105,48 @@ def test_steps_are_read_together_for_no_longer_than_a_token_may_be_late(step_s):
     assert max(parts) - min(parts) <= 1
     assert all(count == 1 or (step_s > 0 and count * step_s <= TELL_S) for count in parts)
     assert step_s in (0.0, 9.0e-3, 30e-3) or min(parts) > 1
+
+
+def follow(pace: Pace, step_s: float, num_runs: int, num_steps: int = 21, late_s: float = 1e-4) -> tuple[float, float]:
+    """Runs one behind another on the device, read in parts: looks a run for nothing, and the latest part's lateness."""
+    now, begun, ended_s, idle_looks, latest = 100.0, 100.0, None, 0, 0.0
+    pace._clock = lambda: now
+    for number in range(num_runs):
+        pace.begin(now, ended_s)
+        num_read = 0
+        while num_read < num_steps:
+            wanted = num_read + pace.num_at_once(num_steps - num_read)
+            pace.look_for(wanted, lambda: False)
+            pace.arrived(0)
+            rested = False
+            while now < begun + wanted * step_s:
+                idle_looks += rested and number >= num_runs // 2
+                now += pace.nap_s(now) + late_s
+                pace.arrived(0)
+                rested = True
+            latest = max(latest, now - begun - wanted * step_s) if number >= num_runs // 2 else 0.0
+            num_read = min(num_steps, int((now - begun) / step_s + 1e-9))
+            if num_read < num_steps:
+                pace.goes_on(now, num_read)
+            else:
+                ended_s = pace.ends(now, num_steps)
+        begun += num_steps * step_s
+    return idle_looks / (num_runs - num_runs // 2), latest
+
+
+@pytest.mark.parametrize(("step_s", "most"), [(1.1e-3, 0.3), (2.5e-3, 0.3), (2.6e-3, 0.3), (20e-3, 0.7)])
+def test_runs_that_follow_each_other_are_kept_pace_with(step_s, most):
+    """Where the next run begins without the host, its beginning is not seen; what is thought of it must not drift."""
+    pace = Pace()
+    idle_looks, latest_s = follow(pace, step_s, 400)
+    assert idle_looks < most
+    assert latest_s < max(1.5 * step_s, 4e-3)
+    assert pace.step_s == pytest.approx(step_s, rel=0.01)
+
+
+def test_runs_that_follow_each_other_are_kept_pace_with_when_a_neighbour_comes_and_goes():
+    pace = Pace()
+    for step_s in (2.5e-3, 3.7e-3, 2.5e-3):
+        idle_looks, latest_s = follow(pace, step_s, 60)
+        assert idle_looks < 0.6
+        assert latest_s < 1.5 * step_s

@@ -33,13 +33,14 @@ def run_by_device(
     rows = kind.row_numbers(header.num_tokens)
     set_tables(lane, source, [batch.tables[row] for row in rows], batch.positions[rows])
     has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
+    follows = behind
     try:
         slots = push_run(lane.memory, batch, header, num_layers, kind.bucket, model.geometry.page_tokens)
         lane.run_loop(way.name, way.links, kind)
         if is_ahead:
             yield Wait((), OPEN_EPOCH)
             behind = 0
-        sampled = yield from read_run(lane.memory, batch, step, slots, num_layers, inlets)
+        sampled = yield from read_run(lane.memory, batch, step, slots, num_layers, inlets, follows)
         has_ended = True
     finally:
         if not has_ended:

@@ -16,6 +16,9 @@ from crosspool.backends.cuda.steps.passes import PASS_TOKENS
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepHeader, epoch, run_over
 
+HALF_WAY = 0.5
+"""Part of half a run behind which a rank without rows need not look for the half itself."""
+
 
 def runs_on_device(batch: Batch) -> bool:
     """Whether the device can draw every row's tokens and tell which of them end it."""
@@ -67,8 +70,11 @@ def read_run(
     slots: Sequence[int],
     num_layers: int,
     inlets: Sequence[DeviceInlet],
+    follows: int = 0,
 ) -> HalfStep[tuple[SampledToken, ...]]:
     """Tell and commit the tokens of steps that have ended, several at a look; returns those of the last one.
+
+    follows: the last epoch of the run that this one follows on the device; 0: it begins now.
 
     A run that the device has not begun, since all its sequences had ended, gives tokens that nobody wants. Raises
     ValueError where the device ended the run for lack of pages.
@@ -80,7 +86,7 @@ def read_run(
     ended: set[int] = set()
     told: list[tuple[SampledToken, ...]] = []
     num_read = 0
-    pace.begin(time.monotonic())
+    pace.begin(time.monotonic(), memory.end_of(follows))
     while num_read < num_steps and len(ended) < num_rows:
         wanted = num_read + pace.num_at_once(num_steps - num_read)
         memory.nears_end = wanted == num_steps
@@ -108,7 +114,7 @@ def read_run(
         if num_ended < num_steps:
             pace.goes_on(time.monotonic(), num_ended)
         elif len(ended) < num_rows:
-            pace.ends(time.monotonic(), num_steps)
+            memory.note_end(last_epoch, pace.ends(time.monotonic(), num_steps))
     if num_read < num_steps:
         batch.end_run(num_steps - 1)
     if len(told) > 1:
@@ -116,21 +122,30 @@ def read_run(
     return told[-1]
 
 
-def read_end(memory: LaneMemory, header: StepHeader, num_layers: int, inlet: DeviceInlet) -> HalfStep[None]:
-    """Wait for the end of a run, as a rank without rows does: one look half-way, which keeps its pace."""
+def read_end(
+    memory: LaneMemory, header: StepHeader, num_layers: int, inlet: DeviceInlet, follows: int = 0
+) -> HalfStep[None]:
+    """Wait for the end of a run, as a rank without rows does.
+
+    One look half-way, from which on the next run may be handed over. Where it has been, that one's look half-way finds
+    this run's end too: nobody asks this rank for it. follows: as in `read_run`.
+    """
     num_steps, first_base = header.num_steps, epoch(header.step_seq, 0) - 1
     pace, over = memory.pace_of(header.model, header.num_tokens), run_over(header.step_seq, num_steps, num_layers)
     last_epoch = first_base + num_steps * num_layers
-    pace.begin(time.monotonic())
+    pace.begin(time.monotonic(), memory.end_of(follows))
     memory.nears_end = False
     half = num_steps // 2
     pace.look_for(half, lambda: False)
-    yield Wait((pace, inlet), first_base + half * num_layers, (), pace.nap_s)
+    if memory.done_epoch < first_base + HALF_WAY * half * num_layers:
+        yield Wait((pace, inlet), first_base + half * num_layers, (), pace.nap_s)
+    else:
+        pace.arrived(0)
     num_ended = max(0, (memory.done_epoch - first_base) // num_layers)
     if num_ended < num_steps:
         pace.goes_on(time.monotonic(), num_ended)
     memory.nears_end = True
-    pace.look_for(num_steps, lambda: memory.last_epoch == last_epoch)
+    pace.look_for(num_steps, lambda: memory.last_epoch == last_epoch, half)
     yield Wait((pace, inlet), last_epoch, (), pace.nap_s)
-    if memory.done_epoch < over:
-        pace.ends(time.monotonic(), num_steps)
+    if memory.done_epoch != over:
+        memory.note_end(last_epoch, pace.ends(time.monotonic(), num_steps))

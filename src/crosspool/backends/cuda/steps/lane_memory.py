@@ -128,6 +128,7 @@ class LaneMemory:
         self._step_paces: dict[tuple[str, int], StepPace] = {}
         self._left = (0, 0)  # passes that were left behind others, and go on no more than those
         self.nears_end = False  # what runs is at its last steps: the next step may be handed over
+        self._run_end = (-1, 0.0)
 
     def pace_of(self, model: str, num_rows: int) -> Pace:
         """Of the lane's runs of so many rows of the model."""
@@ -136,6 +137,15 @@ class LaneMemory:
     def step_pace_of(self, model: str, num_rows: int) -> StepPace:
         """Of its single steps."""
         return self._step_paces.setdefault((model, num_rows), StepPace())
+
+    def note_end(self, last_epoch: int, ended_s: float) -> None:
+        """The run with this last epoch has ended, probably at that time (time.monotonic)."""
+        self._run_end = (last_epoch, ended_s)
+
+    def end_of(self, last_epoch: int) -> float | None:
+        """When that run ended; None where it was not the last one to, or did so before its last step."""
+        found, ended_s = self._run_end
+        return ended_s if found == last_epoch else None
 
     @property
     def done_epoch(self) -> int:

@@ -1,5 +1,6 @@
 """Pace: how long the steps of a lane's runs take, learned from what its host found whenever it looked."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,43 +19,61 @@ NAP_S, URGENT_NAP_S = 5e-4, 5e-5
 
 FASTER, SLOWER = 0.98, 1.1
 """Where the first look finds that the run is over already: how much sooner the next one's comes. And how much later at
-most, however long a run took: a host that was kept from its core must not take that for steps."""
+most, however long a run took: one that was held up once says little of the next."""
 
-EASY_FASTER = 0.995
+EASY_FASTER = 0.9995
 """FASTER where the device goes on: a look for nothing costs more there than a late one."""
+
+STEADY_STEPS = 64
+"""Over how many steps at most a small error is spread: what a look tells of them is no finer than a nap."""
 
 
 class Pace:
     """Times are seconds on `clock`. step_s: 0 as long as nothing is known.
 
-    It goes into a wait before its inlets, as one that has always arrived, and so learns of every look.
+    It goes into a wait before its inlets, as one that has always arrived, and so learns of every look. Of two things it
+    is certain: a step that a look finds ended had ended by then, and one that it does not find had not when it began.
+    What was expected is changed no more than these ask for, so a host whose rests are long learns nothing wrong.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.step_s = 0.0
         self._clock = clock
         self._begun_s = self._look_s = 0.0
-        self._num_awaited = 0
+        self._looked_s = self._missed_s = -math.inf  # the last look; the last one that did not find what it was for
+        self._num_awaited = self._num_later = 0
         self._is_urgent: Callable[[], bool] = lambda: False
         self._was_urgent = False
         self._num_looks = 0  # since it was time for the first one
+        self._num_before = 0  # steps between what was last known for certain and the run's beginning
 
     def arrived(self, epoch: int) -> bool:
         """Somebody looks."""
-        self._num_looks += self._clock() >= self._look_s
+        self._missed_s, self._looked_s = self._looked_s, self._clock()
+        self._num_looks += self._looked_s >= self._look_s
         return True
 
     def take(self, layer: int, num_tokens: int, width: int) -> Any:
         raise TypeError("it carries no rows")
 
-    def begin(self, now_s: float) -> None:
-        """A run's first step begins."""
-        self._begun_s = now_s
+    def begin(self, now_s: float, follows_s: float | None = None) -> None:
+        """A run's first step begins: now or, where it follows another run on the device, when that is thought to end.
 
-    def look_for(self, num_ended: int, is_urgent: Callable[[], bool]) -> None:
-        """From now on the end of so many steps of the run is looked for; is_urgent: the device then stands still."""
-        self._num_awaited, self._is_urgent = num_ended, is_urgent
+        follows_s: what `ends` has said of that one.
+        """
+        if follows_s is None:
+            self._begun_s, self._num_before = now_s, 0
+        else:
+            self._begun_s = min(now_s, follows_s)
+
+    def look_for(self, num_ended: int, is_urgent: Callable[[], bool], num_later: int = 0) -> None:
+        """From now on the end of so many steps of the run is looked for; is_urgent: the device then stands still.
+
+        num_later: steps of the next run that may end too before the first look, unless that is urgent.
+        """
+        self._num_awaited, self._num_later, self._is_urgent = num_ended, num_later, is_urgent
         self._num_looks = 0
+        self._missed_s = self._looked_s = -math.inf
         self._set_look()
 
     def nap_s(self, now_s: float) -> float:
@@ -65,8 +84,8 @@ class Pace:
     def _set_look(self) -> None:
         """Until when to rest: the step behind may have been handed over since, and then nothing is urgent."""
         self._was_urgent = self._is_urgent()
-        part = 1 - EARLY if self._was_urgent else 1 + LATE
-        self._look_s = self._begun_s + part * self._num_awaited * self.step_s
+        part, num = (1 - EARLY, 0) if self._was_urgent else (1 + LATE, self._num_later)
+        self._look_s = self._begun_s + part * (self._num_awaited + num) * self.step_s
 
     def num_at_once(self, num_left: int) -> int:
         """How many of the steps left to read together: parts as equal as can be, none longer than TELL_S."""
@@ -74,17 +93,34 @@ class Pace:
         return ceil_div(num_left, ceil_div(num_left, most))
 
     def goes_on(self, now_s: float, num_ended: int) -> None:
-        """So many steps have ended, and the next one has not."""
-        elapsed_s = now_s - self._begun_s
-        self.step_s = max(self.step_s, elapsed_s / (num_ended + 1))
-        if num_ended:
-            self.step_s = min(self.step_s, elapsed_s / num_ended)
+        """So many steps have ended by now, and the run goes on."""
+        self._correct(now_s, num_ended)
 
-    def ends(self, now_s: float, num_steps: int) -> None:
-        """The run is over: since the last look, or for a longer time if this was the first one."""
-        elapsed_s = now_s - self._begun_s
-        longest_s = elapsed_s / num_steps
-        if self._num_looks > 1:
-            self.step_s = min(SLOWER * self.step_s, longest_s) if self.step_s else longest_s
-        else:
-            self.step_s = min((FASTER if self._was_urgent else EASY_FASTER) * self.step_s, longest_s)
+    def ends(self, now_s: float, num_steps: int) -> float:
+        """The run is over, by now. Returns when that is thought to have been."""
+        self._correct(now_s, num_steps)
+        if self._num_looks <= 1:
+            self.step_s *= FASTER if self._was_urgent else EASY_FASTER
+        ended_s = self._begun_s + num_steps * self.step_s
+        self._num_before += num_steps
+        return min(now_s, ended_s)
+
+    def _correct(self, now_s: float, num_ended: int) -> None:
+        """By now so many steps have ended; those looked for had not at the look before the last."""
+        sooner_s = self._begun_s + num_ended * self.step_s - now_s
+        if sooner_s > 0:
+            self._move(-sooner_s, num_ended)
+            return
+        later_s = self._missed_s - self._begun_s - self._num_awaited * self.step_s
+        if self._missed_s > self._begun_s and later_s > 0:
+            self._move(later_s, self._num_awaited)
+
+    def _move(self, seconds: float, num: int) -> None:
+        """The run's step `num` ended so much later than was thought: steps are slower or, in small, began later."""
+        is_small = 2 * abs(seconds) < self.step_s
+        since = max(1, min(self._num_before + num, STEADY_STEPS)) if is_small else num
+        before_s, self.step_s = self.step_s, self.step_s + seconds / since
+        if before_s:
+            self.step_s = min(self.step_s, SLOWER * before_s)
+        self._begun_s += seconds - num * (self.step_s - before_s)
+        self._num_before = -num

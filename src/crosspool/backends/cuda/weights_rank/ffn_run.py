@@ -25,6 +25,7 @@ def run_several(
     num_layers, bucket = model.spec.num_layers, bucket_of(header.num_tokens)
     last_epoch = epoch(header.step_seq, header.num_steps * num_layers - 1)
     has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
+    follows = behind
     try:
         if resident is not None and resident.can_serve(lane):
             over = run_over(header.step_seq, header.num_steps, num_layers)
@@ -57,7 +58,7 @@ def run_several(
         if is_ahead:
             yield Wait((), OPEN_EPOCH)
             behind = 0
-        yield from read_end(lane.memory, header, num_layers, inlet)
+        yield from read_end(lane.memory, header, num_layers, inlet, follows)
         has_ended = True
     finally:
         if not has_ended:
