@@ -16,6 +16,7 @@ from crosspool.backends.cuda.channels.transport import AttentionCrossing, FFNCro
 from crosspool.backends.cuda.device.driver import Driver
 from crosspool.backends.cuda.device.graphs import Capturable, StepGraph, capture
 from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.device.queues import ask_for_queues
 from crosspool.backends.cuda.kv_frames.cache import PagedCache
 from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
 from crosspool.backends.cuda.kv_rank.attention_pass import AttentionPass
@@ -44,6 +45,7 @@ class Gpus:
 
     def __init__(self, count: int, num_physical: int | None = None) -> None:
         """num_physical: GPUs that `count` are spread over, where there are fewer; None: each is one."""
+        ask_for_queues()
         spread = num_physical or count
         self.devices = [torch.device("cuda", idx % spread) for idx in range(count)]
         self.kernels = [DeviceKernels(device) for device in self.devices]

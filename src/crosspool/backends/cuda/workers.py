@@ -1,6 +1,5 @@
 """Makes the CUDA workers of a rank: device, kernels, driver and the way its peers find its memory."""
 
-import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +10,7 @@ from crosspool.backends.cuda.channels.link import Site
 from crosspool.backends.cuda.channels.nvshmem_team import Team
 from crosspool.backends.cuda.device.driver import Driver
 from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.device.queues import ask_for_queues
 from crosspool.backends.cuda.device.sm_partition import SmPartition
 from crosspool.backends.cuda.device.uploads import pin_ahead
 from crosspool.backends.cuda.kv_frames.frames import ArenaFrames, DeviceFrames, make_frames
@@ -23,10 +23,6 @@ from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker
 from crosspool.cluster.checks import check_devices
 from crosspool.cluster.config import Control, Transport
 from crosspool.kv_pool.backing.base import BackingKind
-
-MAX_CONNECTIONS = 32
-"""Queues of the device. With fewer than streams, two lanes share one, and a lane whose kernel waits for its peer there
-holds up the other one, for which that peer may be waiting."""
 
 
 def join_halves(attention: AttentionWorker, ffn: FFNWorker, kv_rank: str, weights_rank: str) -> None:
@@ -61,7 +57,7 @@ class CudaWorkers:
         `ClusterConfig`. prefill_share: of the multiprocessors, for prompts while decode runs beside them; the rest is
         always free for decode's kernels.
         """
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(MAX_CONNECTIONS))  # read when CUDA starts
+        ask_for_queues()
         check_devices(devices, torch.cuda.device_count())
         index = devices[rank]
         device = torch.device("cuda", index)

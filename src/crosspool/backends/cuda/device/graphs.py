@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,18 +43,45 @@ class StepGraph:
         torch.cuda.nvtx.range_pop()
 
 
-def capture(source: Capturable, stream: Any, name: str = "pass") -> StepGraph:
-    """Capture a pass on `stream`, whose device must be current and on which nothing else may be enqueued meanwhile."""
-    begin = time.perf_counter()
+@dataclass
+class CaptureCost:
+    """What captures took: time, and device memory."""
+
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
+@contextmanager
+def capturing(stream: Any) -> Iterator[CaptureCost]:
+    """Nobody else of this process captures meanwhile, and torch's current stream is this one.
+
+    Its device must be current, and nothing else may be enqueued on it. The cost is known afterwards.
+    """
+    begin_s, cost = time.perf_counter(), CaptureCost()
     free_before, _ = torch.cuda.mem_get_info(stream.device)
-    graph = torch.cuda.CUDAGraph()
     with CAPTURING, torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for _layer in source.kernels():
-                pass
-        finally:
-            graph.capture_end()
+        yield cost
     free_after, _ = torch.cuda.mem_get_info(stream.device)
-    seconds = time.perf_counter() - begin
-    return StepGraph(name, graph, source, seconds, max(0, free_before - free_after))
+    cost.seconds, cost.num_bytes = time.perf_counter() - begin_s, max(0, free_before - free_after)
+
+
+def record(source: Capturable, *, is_part: bool = False) -> Any:
+    """A pass's kernels as torch's graph, which owns what was allocated meanwhile; within `capturing`.
+
+    is_part: of another graph, so that this one is not made ready for replays.
+    """
+    graph = torch.cuda.CUDAGraph(keep_graph=is_part)
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        for _layer in source.kernels():
+            pass
+    finally:
+        graph.capture_end()
+    return graph
+
+
+def capture(source: Capturable, stream: Any, name: str = "pass") -> StepGraph:
+    """Capture a pass on `stream`, as `capturing` asks for."""
+    with capturing(stream) as cost:
+        graph = record(source)
+    return StepGraph(name, graph, source, cost.seconds, cost.num_bytes)

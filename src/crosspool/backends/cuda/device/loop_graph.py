@@ -3,25 +3,21 @@
 The host launches such a graph once for a run of steps; until the run is over the device needs it no more (decision 17).
 """
 
-import time
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from crosspool.backends.cuda.device.graphs import CAPTURING
+from crosspool.backends.cuda.device.graphs import Capturable, capturing, record
 from crosspool.backends.cuda.device.launch import CudaError
 
 _RUNS_ONCE_AT_LEAST = 1
 
 
 @runtime_checkable
-class Repeatable(Protocol):
-    """A pass whose `kernels()` enqueues the same kernels each time, and that knows whether it goes on."""
-
-    def kernels(self) -> Iterator[int]: ...
+class Repeatable(Capturable, Protocol):
+    """A pass that knows whether it goes on."""
 
     def advance(self, again: int, *, is_first: bool = False) -> None:
         """Enqueue the kernel that sets the condition `again`: after a step, or before the first."""
@@ -53,16 +49,8 @@ def capture_loop(source: Repeatable, stream: Any, name: str = "pass", *, may_be_
     """
     from cuda.bindings import driver
 
-    begin_s = time.perf_counter()
-    free_before, _ = torch.cuda.mem_get_info(stream.device)
-    body = torch.cuda.CUDAGraph(keep_graph=True)
-    with CAPTURING, torch.cuda.stream(stream):
-        body.capture_begin(capture_error_mode="thread_local")
-        try:
-            for _layer in source.kernels():
-                pass
-        finally:
-            body.capture_end()
+    with capturing(stream) as cost:
+        body = record(source, is_part=True)
         graph = _call("cuGraphCreate", 0)
         context = _call("cuCtxGetCurrent")
         again = _call("cuGraphConditionalHandleCreate", graph, context, _RUNS_ONCE_AT_LEAST, _RUNS_ONCE_AT_LEAST)
@@ -91,9 +79,7 @@ def capture_loop(source: Repeatable, stream: Any, name: str = "pass", *, may_be_
             _call("cuStreamEndCapture", stream.cuda_stream)
         executable = _call("cuGraphInstantiate", graph, 0)
         _call("cuGraphDestroy", graph)
-    free_after, _ = torch.cuda.mem_get_info(stream.device)
-    seconds = time.perf_counter() - begin_s
-    loop = LoopGraph(name, executable, source, body, seconds, max(0, free_before - free_after))
+    loop = LoopGraph(name, executable, source, body, cost.seconds, cost.num_bytes)
     weakref.finalize(loop, driver.cuGraphExecDestroy, executable).atexit = False  # then the context is gone too
     return loop
 

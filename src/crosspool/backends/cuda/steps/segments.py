@@ -13,7 +13,7 @@ import torch
 from crosspool.backends.base import Wait
 from crosspool.backends.cuda.channels.link import DeviceInlet
 from crosspool.backends.cuda.channels.transport_params import Flags, SeeParams
-from crosspool.backends.cuda.device.graphs import CAPTURING, Capturable
+from crosspool.backends.cuda.device.graphs import Capturable, capturing
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
 
@@ -53,7 +53,6 @@ def capture_segments(
     source: Capturable, stream: Any, kernels: Launcher, lane: LaneMemory, flags: Sequence[int], name: str
 ) -> SegmentGraphs:
     """Capture a pass on `stream`, cut where it waits for a crossing. As `graphs.capture` otherwise."""
-    free_before, _ = torch.cuda.mem_get_info(stream.device)
     graphs: list[Any] = []
     pool: Any = None
 
@@ -62,7 +61,7 @@ def capture_segments(
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         graphs.append(graph)
 
-    with CAPTURING, torch.cuda.stream(stream):
+    with capturing(stream) as cost:
         begin()
         try:
             for layer in source.kernels():
@@ -72,5 +71,4 @@ def capture_segments(
                 begin()
         finally:
             graphs[-1].capture_end()
-    free_after, _ = torch.cuda.mem_get_info(stream.device)
-    return SegmentGraphs(name, tuple(graphs), source, max(0, free_before - free_after))
+    return SegmentGraphs(name, tuple(graphs), source, cost.num_bytes)
