@@ -6,6 +6,7 @@ of prompts in `ffn_chunk_run.py`.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -79,10 +80,14 @@ class CudaFFNWorker:
         self._joined.add(kv_rank)
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
-        rank = self._site.rank
-        if rank not in placement.weights_ranks:
-            raise ValueError(f"{placement.name} is placed on {placement.weights_ranks}, not on rank {rank}")
+        if self._site.rank not in placement.weights_ranks:
+            raise ValueError(f"{placement.name} is placed on {placement.weights_ranks}, not on rank {self._site.rank}")
         enter(self._site.device)
+        with nullcontext() if self._resident is None else self._resident.away():
+            self._load(placement, progress)
+
+    def _load(self, placement: ModelPlacement, progress: Progress) -> None:
+        rank = self._site.rank
         directory = read_model_dir(placement.directory)
         index, count = placement.weights_ranks.index(rank), len(placement.weights_ranks)
         shares = placement.weights_shares or None

@@ -1,6 +1,8 @@
 """A weights rank's steps by its resident FFN server: which may go there, and what it needs for each pass."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from crosspool.backends.cuda.channels.link import Site
@@ -18,18 +20,37 @@ class ResidentFFN:
     """The server holds every multiprocessor, so launched kernels and it take turns.
 
     A lane's step is launched while another lane has launched work under way; before a launch the server leaves, once
-    the passes that it has have ended.
+    the passes that it has have ended. It stays away while a model loads, whose kernels and allocations would wait for
+    as long as lanes decode without a pause.
     """
 
     def __init__(self, site: Site, kernels: Launcher) -> None:
         self._site, self._kernels = site, kernels
         self._server = FFNServer(kernels, site.device)
         self._launched: list[WorkerLane] = []
+        self._num_loads, self._lock = 0, threading.Lock()
         self._passes: dict[tuple[str, int, Links, int], ServedPass] = {}
         self._scratch: dict[tuple[str, int], FFNScratch] = {}
 
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """While a model loads, in a thread of its own: steps are launched. The passes that the server has end first.
+
+        Those are what lanes have handed over, two runs each at the most; a step that was about to be posted may follow.
+        """
+        with self._lock:
+            self._num_loads += 1
+        try:
+            self._server.stop()
+            yield
+        finally:
+            with self._lock:
+                self._num_loads -= 1
+
     def can_serve(self, lane: WorkerLane) -> bool:
-        """Whether no other lane has launched work that has not ended."""
+        """Whether no model loads, and no other lane has launched work that has not ended."""
+        if self._num_loads:
+            return False
         self._launched = [other for other in self._launched if not other.memory.is_drained]
         return all(other is lane for other in self._launched)
 
