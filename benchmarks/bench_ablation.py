@@ -1,6 +1,6 @@
 """What do resident control and the layer-wise pipeline bring, each alone and both together?
 
-    python -m benchmarks.bench_ablation                      # three full-size models, random weights, 2 GPUs
+    python -m benchmarks.bench_ablation                      # three full-size models, random weights, 2 GPUs: all modes
     python -m benchmarks.bench_ablation --backend numpy      # the demo models on CPUs: the pipeline alone
 
 One command, one machine: the same requests to the same kernels, once for each mode of MODES. `off`: the host launches
@@ -149,17 +149,28 @@ def add_gains(report: Report) -> None:
 
 
 def modes_of(options: argparse.Namespace) -> list[str]:
+    """Those of the command line that the backend knows. Raises SystemExit for a name that nobody knows."""
     wanted = [mode for mode in options.modes.split(",") if mode]
+    unknown = [mode for mode in wanted if mode.removesuffix(AHEAD) not in MODES]
+    if unknown:
+        raise SystemExit(
+            f"unknown mode {unknown[0]!r}: choose from {', '.join(MODES)}, each also with {AHEAD} behind it"
+        )
     if options.backend == "numpy":
-        return [mode for mode in wanted if MODES[mode][0] == "host"]
+        return [mode for mode in wanted if mode in MODES and MODES[mode][0] == "host"]
     return wanted
+
+
+def left_out(options: argparse.Namespace) -> list[str]:
+    """Modes that were asked for and that the backend does not have."""
+    return [mode for mode in options.modes.split(",") if mode and mode not in modes_of(options)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--backend", choices=("cuda", "numpy"), default="cuda")
     parser.add_argument("--models", default="", help="comma-separated; default: the three full-size or demo models")
-    parser.add_argument("--modes", default="off,resident,pipeline,both")
+    parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--streams", type=int, default=2, help="of each model, at saturation")
     parser.add_argument("--tokens", type=int, default=600, help="of each stream, at saturation")
     parser.add_argument("--alone-tokens", type=int, default=400)
@@ -181,6 +192,8 @@ def main() -> None:
     hardware = "cpu" if options.backend == "numpy" else "h200" if options.one_gpu else "h200-x2"
     origin = {"commit": options.commit} if options.commit else {}
     report = Report(options.name, hardware=hardware, config=shown, seed=options.seed, origin=origin)
+    if names := left_out(options):
+        print(f"left out on NumPy ranks, which their hosts drive: {', '.join(names)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         models, alone = chosen_models(options, Path(folder)), dict[str, list[int]]()
         for mode in modes_of(options):
@@ -205,9 +218,10 @@ def summary(options: argparse.Namespace) -> str:
     what: dict[str, Any] = {mode: MODES[mode.removesuffix(AHEAD)] for mode in modes_of(options)}
     text = f"Control and pipeline by mode: {what}; {options.streams} streams of each model at saturation."
     if options.backend == "numpy":
+        names = ", ".join(left_out(options)) or "nothing"
         text += (
-            " A dry run on CPUs: NumPy ranks are driven by their hosts, so only the pipeline can be switched; "
-            "processes share this machine's cores, and no figure here says anything about GPUs."
+            " A dry run on CPUs: NumPy ranks are driven by their hosts, so only the pipeline can be switched (left "
+            f"out: {names}); processes share this machine's cores, and no figure here says anything about GPUs."
         )
     return text
 

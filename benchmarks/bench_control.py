@@ -1,10 +1,12 @@
 """What does a decode step cost by what drives it: the host, graphs of one step, or runs that the device takes itself?
 
-    python -m benchmarks.bench_control [--gpus 1|2] [--models a,b] [--context 4096] [--tokens 160] [--out DIRECTORY]
+    python -m benchmarks.bench_control [--gpus 1|2] [--models a,b] [--context 4096] [--tokens 160] [--steps 8]
+        [--server-sms 92] [--out DIRECTORY]
 
 Full-size models, random weights, batch 1. Real workers and rank loops of one KV rank and one weights rank in one
 thread, which naps where a host would; no engine and no processes. With one GPU both ranks share it, so that halves take
-turns and crossings stay on it. Greedy tokens of every way are compared with those of the first.
+turns and crossings stay on it; the resident server then has a part of its multiprocessors, and attention the rest: this
+shows what hosts do, and no speed. Greedy tokens of every way are compared with those of the first.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,32 +23,33 @@ from typing import Any
 
 import torch
 
+from benchmarks.crossings.most_of_a_gpu import MostOfAGpu
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.ranks.driven import DrivenRanks
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.device.driver import Driver
 from crosspool.backends.cuda.device.launch import DeviceKernels
 from crosspool.backends.cuda.device.loop_graph import LoopGraph
+from crosspool.backends.cuda.device.queues import MAX_CONNECTIONS, ask_for_queues
 from crosspool.backends.cuda.loading.weights import random_attention_weights, random_ffn_weights
 from crosspool.cluster.config import Control
 from crosspool.units import MiB
 
 SEED = 7
-STEPS = 8
 LANE_TOKENS_PER_S = 400
 CORE_LIMIT = 5.0
-WAYS: dict[str, tuple[Control, int, bool]] = {
-    "graphs": ("graphs", 1, True),
-    "runs": ("graphs", STEPS, True),
-    "runs_apart": ("graphs", STEPS, False),
-    "resident": ("resident", 1, True),
-    "resident_apart": ("resident", 1, False),
-    "resident_runs": ("resident", STEPS, True),
-    "resident_runs_apart": ("resident", STEPS, False),
-    "host": ("host", 1, False),
+WAYS: dict[str, tuple[Control, bool, bool]] = {
+    "graphs": ("graphs", False, True),
+    "runs": ("graphs", True, True),
+    "runs_apart": ("graphs", True, False),
+    "resident": ("resident", False, True),
+    "resident_apart": ("resident", False, False),
+    "resident_runs": ("resident", True, True),
+    "resident_runs_apart": ("resident", True, False),
+    "host": ("host", False, False),
 }
-"""What drives, steps of a run, and whether the device gets what is behind a lane's step before that has ended, as ever
-but in the ways `apart`. The resident server needs a GPU of its own."""
+"""What drives, whether in runs, and whether the device gets what is behind a lane's step before that has ended, as ever
+but in the ways `apart`."""
 
 TARGETS = {"host": {"qwen3-30b-a3b": 7.0}, "resident": {"qwen3-30b-a3b": 2.6}}
 
@@ -77,7 +81,8 @@ class Bench:
     """One model at a time on one or two GPUs; weights and cache are drawn once for all ways."""
 
     def __init__(self, options: argparse.Namespace, report: Report) -> None:
-        self.options, self.report = options, report
+        self.options, self.report, self.steps = options, report, int(options.steps)
+        ask_for_queues()
         self.gpus = (0, 1) if options.gpus == 2 else (0, 0)
         made = {gpu: DeviceKernels(torch.device("cuda", gpu)) for gpu in sorted(set(self.gpus))}
         self.kernels = (made[self.gpus[0]], made[self.gpus[1]])
@@ -101,9 +106,8 @@ class Bench:
         print(f"{name}: drawn after {time.perf_counter() - begin_s:.1f} s", flush=True)
         tokens: list[int] = []
         for way in self.options.ways.split(","):
-            control, steps, goes_ahead = WAYS[way]
-            if control == "resident" and self.options.gpus == 1:
-                continue
+            control, is_run, goes_ahead = WAYS[way]
+            steps = self.steps if is_run else 1
             ranks = self.ranks(control, goes_ahead)
             found = self.one_lane(ranks, name, way, steps)
             tokens = tokens or found
@@ -118,8 +122,12 @@ class Bench:
         self.add_gaps(name)
 
     def ranks(self, control: Control, goes_ahead: bool) -> DrivenRanks:
+        kernels: tuple[Any, Any] = self.kernels
+        if control == "resident" and self.options.gpus == 1:
+            whole, server_sms = self.kernels[0], self.options.server_sms
+            kernels = (MostOfAGpu(whole, whole.num_sms - server_sms), MostOfAGpu(whole, server_sms))
         return DrivenRanks(
-            self.kernels,
+            kernels,
             self.devices,
             self.spec,
             self.attention,
@@ -133,7 +141,8 @@ class Bench:
     def add_gaps(self, name: str) -> None:
         """What a host takes between two descriptors of a lane where the device waits for it."""
         metrics = self.report.metrics
-        for way, (_, steps, _) in WAYS.items():
+        for way, (_, is_run, _) in WAYS.items():
+            steps = self.steps if is_run else 1
             apart, ahead = metrics.get(f"step_ms.{name}.{way}_apart"), metrics.get(f"step_ms.{name}.{way}")
             if apart is not None and ahead is not None:
                 gap_us = 1e3 * steps * (apart - ahead)
@@ -143,13 +152,13 @@ class Bench:
     def one_lane(self, ranks: DrivenRanks, name: str, way: str, steps: int) -> list[int]:
         """Time a token, and processor time of the thread that drives both ranks."""
         count = self.options.tokens
-        ranks.generate([(0, ranks.sequence(self.options.context))], 3 * STEPS, steps)  # captures, warms up
+        ranks.generate([(0, ranks.sequence(self.options.context))], 6 * self.steps, steps)  # captures, warms up
         sequence = ranks.sequence(self.options.context)
         begin_s, used_s = time.perf_counter(), time.thread_time()
         with watched_launches() as launches:
             moments = ranks.generate([(0, sequence)], count, steps)
         used_s, wall_s = time.thread_time() - used_s, time.perf_counter() - begin_s
-        step_ms = 1e3 * (moments[-1] - moments[STEPS]) / (count - 1 - STEPS)
+        step_ms = 1e3 * (moments[-1] - moments[self.steps]) / (count - 1 - self.steps)
         label = f"{name}.{way}"
         self.report.metric(f"step_ms.{label}", step_ms, note=f"asked {TARGETS.get(way, {}).get(name, '-')}")
         self.report.metric(f"launches_per_token.{label}", len(launches) / count, note="of graphs, on both ranks")
@@ -172,33 +181,36 @@ class Bench:
         ranks.submit(ranks.begin(0, sequence))
         while not any(has_ended for _, _, has_ended in ranks.take()):
             ranks.turn()
-        ranks.submit(ranks.decode(0, sequence, STEPS))
+        ranks.submit(ranks.decode(0, sequence, self.steps))
         while not ranks.may_nap:
             ranks.turn()
         step_s = self.report.metrics[f"step_ms.{name}.{way}"] / 1e3
-        time.sleep(1.5 * STEPS * step_s)
+        time.sleep(1.5 * self.steps * step_s)
         woken_s, found = time.perf_counter(), 0
         while time.perf_counter() - woken_s < step_s / 2:
             ranks.turn()
             found += len(ranks.take())
         self.report.metric(
-            f"tokens_while_host_slept.{name}.{way}", found, limit=STEPS, note="of a run, read within half a step's time"
+            f"tokens_while_host_slept.{name}.{way}",
+            found,
+            limit=self.steps,
+            note="of a run, read within half a step's time",
         )
-        print(f"  asleep: {found} of {STEPS} tokens", flush=True)
+        print(f"  asleep: {found} of {self.steps} tokens", flush=True)
 
     def early_end(self, ranks: DrivenRanks, name: str, way: str, tokens: list[int]) -> None:
         """A run whose stop token comes in its middle: it gives the tokens up to that, and the lane goes on at once."""
-        first = next((i for i in range(3, STEPS) if tokens[i] not in tokens[:i]), None)
+        first = next((i for i in range(3, self.steps) if tokens[i] not in tokens[:i]), None)
         if first is None:
             print("  early end: no token of the run is new", flush=True)
             return
         sequence = ranks.sequence(self.options.context, stop_ids=(tokens[first],))
         begin_s = time.perf_counter()
-        ranks.generate([(0, sequence)], 1 + STEPS, STEPS)
+        ranks.generate([(0, sequence)], 1 + self.steps, self.steps)
         ended_s = time.perf_counter()
         again = ranks.sequence(self.options.context)
-        ranks.generate([(0, again)], 1 + STEPS, STEPS)
-        is_right = sequence.tokens == tokens[: first + 1] and again.tokens == tokens[: 1 + STEPS]
+        ranks.generate([(0, again)], 1 + self.steps, self.steps)
+        is_right = sequence.tokens == tokens[: first + 1] and again.tokens == tokens[: 1 + self.steps]
         self.report.metric(f"early_end_is_right.{name}.{way}", int(is_right), limit=1)
         self.report.metric(f"early_end_ms.{name}.{way}", 1e3 * (ended_s - begin_s), note=f"{first + 1} steps of a run")
         print(f"  early end after {first + 1}: {'right' if is_right else sequence.tokens}", flush=True)
@@ -207,10 +219,10 @@ class Bench:
         """Two sequences in two lanes: tokens as alone, and tokens/s of both."""
         count = self.options.tokens // 2
         lanes = [(lane, ranks.sequence(self.options.context, slot=lane)) for lane in range(2)]
-        ranks.generate(lanes, 3 * STEPS, steps)
+        ranks.generate(lanes, 6 * self.steps, steps)
         lanes = [(lane, ranks.sequence(self.options.context, slot=lane)) for lane in range(2)]
-        moments = ranks.generate(lanes, count, steps)
-        rate = (len(moments) - 4 * STEPS) / (moments[-2 * STEPS] - moments[2 * STEPS])
+        moments, edge = ranks.generate(lanes, count, steps), 2 * self.steps
+        rate = (len(moments) - 2 * edge) / (moments[-edge] - moments[edge])
         same = sum(a == b for a, b in zip(tokens, lanes[0][1].tokens, strict=False))
         self.report.metric(f"two_lanes_tokens_per_s.{name}.{way}", rate)
         self.report.metric(f"two_lanes_same_tokens.{name}.{way}", same, limit=count, note="the first lane's, as alone")
@@ -224,14 +236,20 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=8, help="of a run")
+    parser.add_argument("--server-sms", type=int, default=92, help="multiprocessors of the server that shares a GPU")
+    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
+    parser.add_argument("--name", default="control", help="of the result")
     parser.add_argument("--frames", type=int, default=1200, help="of 2 MiB, of the KV pool")
     parser.add_argument("--hang-seconds", type=float, default=120.0, help="give up where nothing ends")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     gc.disable()
     faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
-    config = {"context": options.context, "tokens": options.tokens, "steps_of_a_run": STEPS, "batch": 1}
-    report = Report("control", hardware="h200" if options.gpus == 1 else "h200-x2", config=config, seed=SEED)
+    config = {"context": options.context, "tokens": options.tokens, "steps_of_a_run": options.steps, "batch": 1}
+    config["queues"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", MAX_CONNECTIONS)
+    hardware, origin = "h200" if options.gpus == 1 else "h200-x2", {"commit": options.commit} if options.commit else {}
+    report = Report(options.name, hardware=hardware, config=config, seed=SEED, origin=origin)
     report.summary = "One lane at batch 1 by what drives it; runs are loops on the device, read behind by the host."
     bench = Bench(options, report)
     for name in options.models.split(","):

@@ -4,12 +4,14 @@
         [--backend numpy --prefill dedicated --parent DIRECTORY]
         [--batch-invariant]
         [--requests 18] [--max-tokens 24] [--quiet-s 3] [--minutes 0] [--parent DIRECTORY_WITH_CHECKPOINTS]
+        [--leave 0.2] [--pause-s 0.5]
 
 Engine, cluster and CUDA workers without HTTP; random weights of the models' true shapes, or checkpoints. First every
 request runs undisturbed, greedy, then a third of them again (other batches, no fault: the control), then all of them
-over and over while ranks are lost. A token that differs is a tie if the model, asked undisturbed at that place, gives
-both tokens nearly the same log-probability; kernels of other batch sizes round differently, so ties fall either way.
-With one GPU both pools share it, which shows failures and not speed.
+over and over while ranks are lost: some clients pause before they ask, and some leave in the middle. A token that
+differs is a tie if the model, asked undisturbed at that place, gives both tokens nearly the same log-probability;
+kernels of other batch sizes round differently, so ties fall either way. With one GPU both pools share it, which shows
+failures and not speed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import random
 import signal
 import tempfile
 import time
@@ -66,13 +69,16 @@ async def with_faults(
     cluster: RankCluster, traffic: Traffic, expected: Sequence[Answer], report: Report, options: argparse.Namespace
 ) -> None:
     found: list[tuple[int, Answer]] = []
-    is_over, number = False, 0
+    is_over, number, chance = False, 0, random.Random(7)
 
     async def worker() -> None:
         nonlocal number
         while not is_over:
             index, number = number % len(expected), number + 1
-            found.append((index, (await traffic.ask(expected[index].plan))[0]))
+            await asyncio.sleep(chance.uniform(0, options.pause_s))
+            plan, leaves = expected[index].plan, chance.random() < options.leave
+            leaves_after = chance.randint(1, plan.max_tokens - 1) if leaves else None
+            found.append((index, (await traffic.ask(plan, leaves_after=leaves_after))[0]))
             if found[-1][1].error:
                 await asyncio.sleep(0.2)
 
@@ -94,16 +100,21 @@ async def with_faults(
     for name, seconds_of in times.items():
         worst, note = max(seconds_of), f"the worst of {len(seconds_of)}; the target"
         report.metric(f"recovery_s.{name}", worst, limit=options.target_s, note=note)
-    verdict = await judge(traffic, [(expected[index], answer) for index, answer in found])
+    verdict = await judge(traffic, [(expected[index], answer) for index, answer in found if not answer.has_left])
     tell("faults", verdict, report)
+    left = [(expected[index].token_ids, answer.token_ids) for index, answer in found if answer.has_left]
+    same = sum(tokens == whole[: len(tokens)] for whole, tokens in left)
+    report.metric("faults_left_same_tokens", same, limit=len(left), note="of clients that left, as far as they stayed")
     errors = {answer.error[:160] for _, answer in found if answer.error}
-    print(f"with faults: {verdict}; errors {sorted(errors)[:5]}", flush=True)
+    print(f"with faults: {verdict}; {same} of {len(left)} that left; errors {sorted(errors)[:5]}", flush=True)
     stats = traffic.engine.stats()
-    left = {pool.kv_rank: (pool.frames_used, pool.frames_reserved) for pool in stats.pools}
-    print(f"replays {stats.num_replays}, ranks lost {stats.num_ranks_lost}, frames left {left}", flush=True)
+    frames = {pool.kv_rank: (pool.frames_used, pool.frames_reserved) for pool in stats.pools}
+    print(f"replays {stats.num_replays}, ranks lost {stats.num_ranks_lost}, frames left {frames}", flush=True)
     report.metric("replays", stats.num_replays)
     report.metric("ranks_lost", stats.num_ranks_lost, limit=sum(map(len, times.values())), note="faults made")
-    report.metric("frames_left", sum(sum(each) for each in left.values()), limit=0, note="used or promised at the end")
+    report.metric(
+        "frames_left", sum(sum(each) for each in frames.values()), limit=0, note="used or promised at the end"
+    )
 
 
 def tell(name: str, verdict: Verdict, report: Report) -> None:
@@ -159,8 +170,11 @@ async def run(options: argparse.Namespace) -> None:
         "control": config.pools.driven_by,
         "decode_steps": options.decode_steps,
         "steps_ahead": options.steps_ahead,
+        "leave": options.leave,
+        "pause_s": options.pause_s,
     }
-    report = Report(options.name, hardware=hardware, config=shape, seed=7)
+    origin = {"commit": options.commit} if options.commit else {}
+    report = Report(options.name, hardware=hardware, config=shape, seed=7, origin=origin)
     report.summary = f"Ranks lost under traffic, {layout}; " + (
         "random weights, made anew on the device." if options.parent is None else "checkpoints in the page cache."
     )
@@ -229,6 +243,9 @@ def main() -> None:
     parser.add_argument("--decode-steps", type=int, default=1, help="as of `crosspool serve`")
     parser.add_argument("--steps-ahead", choices=("host", "device"), default="host", help="as of `crosspool serve`")
     parser.add_argument("--name", default="recovery", help="of the result")
+    parser.add_argument("--leave", type=float, default=0.0, help="part of the clients that leave in the middle")
+    parser.add_argument("--pause-s", type=float, default=0.0, help="longest pause of a client between two requests")
+    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--quiet-s", type=float, default=3.0, help="between a recovery and the next fault")
     parser.add_argument("--bound-s", type=float, default=75.0)
     parser.add_argument("--target-s", type=float, default=60.0)

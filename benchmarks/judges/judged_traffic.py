@@ -28,12 +28,13 @@ class Plan:
 
 @dataclass
 class Answer:
-    """Tokens, and when each came (time.perf_counter)."""
+    """Tokens, and when each came (time.perf_counter). has_left: its client was content with these."""
 
     plan: Plan
     token_ids: list[int] = field(default_factory=list)
     moments: list[float] = field(default_factory=list)
     error: str = ""
+    has_left: bool = False
 
 
 class Traffic:
@@ -43,8 +44,13 @@ class Traffic:
         self.engine, self._count = engine, 0
         self.last_token: dict[str, float] = {}
 
-    async def ask(self, plan: Plan, logprobs: int | None = None) -> tuple[Answer, dict[int, float]]:
-        """The answer, and the likeliest tokens' log-probabilities at its first place where asked for."""
+    async def ask(
+        self, plan: Plan, logprobs: int | None = None, leaves_after: int | None = None
+    ) -> tuple[Answer, dict[int, float]]:
+        """The answer, and the likeliest tokens' log-probabilities at its first place where asked for.
+
+        leaves_after: tokens with which the client goes away, if the answer has more.
+        """
         self._count += 1
         answer, likely = Answer(plan), dict[int, float]()
         sampling = SamplingParams(max_tokens=plan.max_tokens, temperature=0.0, ignore_eos=True, num_logprobs=logprobs)
@@ -62,6 +68,9 @@ class Traffic:
                     answer.error = str(output.error)
                 if output.logprobs and not likely:
                     likely = {each.token_id: each.logprob for each in output.logprobs[0].top}
+                if leaves_after is not None and leaves_after <= len(answer.token_ids) < plan.max_tokens:
+                    answer.has_left = True
+                    break
         except Exception as failure:  # a refusal is an outcome here, and is counted
             answer.error = f"{type(failure).__name__}: {failure}"
         return answer, likely
