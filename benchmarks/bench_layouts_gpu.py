@@ -8,6 +8,7 @@
 the folder TRACES (JSON lines: t, model, in, out) from the client of `crosspool bench`, temperature 1. Loads of one
 layout that follow each other share a server. What has been measured is kept in the folder of runs and found again, so
 that several calls, or one that was broken off, make one report; a layout that fails is told, and the others go on.
+With --plan nothing runs: commands, what every GPU would hold, and the requests are printed.
 LAYOUT.VARIANT (see VARIANTS): the same, otherwise set.
 
 Metrics are those of `bench_layouts`, and sent_rps.<layout>.<model>.<rate>; alone_tbt_ms.<layout>.<model>.4k.p50: one
@@ -29,13 +30,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.full_models import write_model_dir
+from benchmarks.layouts.account import plan_lines
 from benchmarks.layouts.memory import held_memory
 from benchmarks.layouts.picture import write_pictures
 from benchmarks.layouts.report import add_outlook, layouts_report, measured_loads
 from benchmarks.layouts.runs import Runs, alone_ms, greedy_words, loaded, warm_up_together
 from benchmarks.layouts.server import GPU_LAYOUTS, VARIANTS, layout_server
 from benchmarks.report import RESULTS
+from crosspool.bench.requests import planned_requests
 from crosspool.bench.settings import BenchSettings
+from crosspool.bench.traffic import realised_rates
 from crosspool.errors import CrossPoolError
 
 MODELS = ("glm-4.7-flash", "qwen3-30b-a3b", "deepseek-v2-lite")
@@ -96,8 +100,7 @@ def measure(
     if not wanted:
         return
     log = args.runs / f"server_{layout}.log"
-    flags = ["--backend", "cuda", "--weights", "random", "--kv-pool-bytes", args.kv_pool_bytes]
-    flags += ["--no-enable-prefix-caching", "--log-level", "warning", *wanted[0].flags]
+    flags = [*served_with(args.kv_pool_bytes), "--log-level", "warning", *wanted[0].flags]
     begin = time.monotonic()
     try:
         with layout_server(layout.partition(".")[0], directories, args.port, flags, log, GPU_LAYOUTS) as url:
@@ -114,6 +117,28 @@ def measure(
                 runs.get(load.name, partial(loaded, settings, label))
     finally:
         print(f"{layout}: the server's last words\n{log.read_text(errors='replace')[-args.log_tail :]}", flush=True)
+
+
+def served_with(kv_pool_bytes: str) -> tuple[str, ...]:
+    """Flags of every layout."""
+    return ("--backend", "cuda", "--weights", "random", "--kv-pool-bytes", kv_pool_bytes, "--no-enable-prefix-caching")
+
+
+def print_plan(args: argparse.Namespace) -> bool:
+    """What would run, and on which GPUs, where nothing is started. Whether it fits and every trace is there."""
+    is_ready = True
+    for layout, group in groupby(args.loads, lambda load: load.layout):
+        loads = list(group)
+        kind = layout.partition(".")[0]
+        flags = (*GPU_LAYOUTS[kind], *served_with(args.kv_pool_bytes), *loads[0].flags)
+        lines, fits = plan_lines(kind, flags, args.models)
+        print("\n".join(lines))
+        for load in loads:
+            sent = planned_requests(load.settings("http://localhost", args.trace_dir, args.models), args.models)
+            rates = ", ".join(f"{name} {rate:.2f}/s" for name, rate in realised_rates(sent).items())
+            print(f"  {load.name}: {len(sent)} requests in {sent[-1].due_s:.0f} s; {rates}")
+        is_ready = is_ready and fits
+    return is_ready
 
 
 def _answers(url: str, name: str) -> dict[str, Any]:
@@ -142,7 +167,14 @@ def main() -> int:
     parser.add_argument("--loads-only", action="store_true", help="no request alone, and no answers to compare")
     parser.add_argument("--measure-only", action="store_true", help="leave the report to a later call without loads")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--plan", action="store_true", help="print commands, GPUs and requests; no GPU is needed")
     args = parser.parse_args()
+    if args.plan:
+        try:
+            return 0 if print_plan(args) else 1
+        except ValueError as error:
+            print(f"error: {error}")
+            return 1
     runs = Runs(args.runs)
     with tempfile.TemporaryDirectory() as folder:
         directories = [write_model_dir(Path(folder), name) for name in args.models]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.layouts.server import num_gpus
 from benchmarks.report import Report
 
 
@@ -26,10 +27,10 @@ def add_layout_ratios(
     report: Report,
     models: Sequence[str],
     rates: Sequence[str],
-    theirs: Sequence[str],
+    theirs: Sequence[str] = ("static-1", "elastic-1", "static-2", "elastic-2", "static-4", "elastic-4"),
     unlike: Callable[[str, str, str], str] = lambda rate, ours, theirs: "",
 ) -> None:
-    """Each of our measured layouts beside the baselines `theirs`.
+    """Each of our measured layouts beside the baselines `theirs` on as many GPUs.
 
     <kind>_over_<ours>.<model>.<rate>: their P99 of TBT over ours (crosspool for crosspool-1+1 and crosspool-1).
     tokens_over_<kind>.<ours>.<rate>, ttft_over_<kind>.<ours>.<rate>: ours over theirs. unlike: given
@@ -41,7 +42,7 @@ def add_layout_ratios(
         short = "crosspool" if ours in ("crosspool-1+1", "crosspool-1") else ours
         for layout in theirs:
             kind = layout.partition("-")[0]
-            if f"served.{layout}.{rate}" not in report.metrics:
+            if f"served.{layout}.{rate}" not in report.metrics or num_gpus(layout) != num_gpus(ours):
                 continue
             told = unlike(rate, ours, layout)
 

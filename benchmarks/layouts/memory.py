@@ -52,4 +52,4 @@ def tokens_in(model: str, num_bytes: int) -> int:
     spec = full_spec(model)
     tokens = choose_page_tokens(spec, FRAME_BYTES, "bfloat16")
     page = page_geometry(spec, page_tokens=tokens, frame_bytes=FRAME_BYTES, kv_dtype="bfloat16", model=model)
-    return (num_bytes // FRAME_BYTES - 1) // page.frames_per_page * tokens
+    return max(0, (num_bytes // FRAME_BYTES - 1) // page.frames_per_page * tokens)

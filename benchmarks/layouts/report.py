@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, cast
 
 from benchmarks.full_models import CONFIGS
+from benchmarks.layouts.account import as_memory, deployment
 from benchmarks.layouts.figures import add_layout_ratios, add_load
 from benchmarks.layouts.memory import kv_room, tokens_in
 from benchmarks.layouts.peers import add_peers
@@ -21,6 +22,12 @@ from crosspool.simulator.result import GroupResult
 from crosspool.units import GiB, MiB
 
 RATES = ("0.8", "2.0")
+OURS = ("crosspool-1+1", "crosspool-1+3", "crosspool-1")
+"""The layout that simulator and answers of others are compared with: the first that was measured."""
+
+UNSERVED = ("crosspool-1+3", "static-4", "elastic-4")
+"""Layouts whose longest requests are computed where no four GPUs were there to serve them."""
+
 VLLM_ALONE_MS = {"qwen3-30b-a3b": 4.49, "glm-4.7-flash": 5.46, "deepseek-v2-lite": 3.40}
 """vLLM 0.24, whole on one such GPU, one request at 4,096 tokens."""
 CUT_BELOW_S = 90.0
@@ -41,13 +48,17 @@ def layouts_report(runs: Runs, models: Sequence[str], config: Mapping[str, Any],
             if layout in loads[rate]:
                 _add_load(report, layout, rate, loads[rate][layout], models)
         _add_lone_figures(report, runs, layout, models)
-    ours = "crosspool-1+1" if gpu_count > 1 else "crosspool-1"
-    theirs = [f"{kind}-{max(1, gpu_count)}" for kind in ("static", "elastic")]
+    if gpu_count > 1 and set(models) <= set(CONFIGS):
+        _add_computed_requests(report, models, str(config.get("kv_pool_bytes", "48GiB")))
+    ours = next((name for name in OURS if loads["0.8"].get(name)), "crosspool-1+1" if gpu_count > 1 else "crosspool-1")
     errors = [abs(report.metrics[name]) for name in report.metrics if _is_error_of(name, ours, "p99")]
     if errors:
         report.metric("sim_error_percent.p99", max(errors), note=f"of {ours}'s TBT, the model that is furthest off")
 
-    add_layout_ratios(report, models, RATES, theirs, lambda rate, *pair: _unlike([loads[rate][name] for name in pair]))
+    def unlike(rate: str, *pair: str) -> str:
+        return _unlike([loads[rate][name] for name in pair])
+
+    add_layout_ratios(report, models, RATES, unlike=unlike)
     for layout in every_layout():
         for model in models if layout != ours else ():
             same = _same_words(runs.find(f"answers_{ours}_{model}"), runs.find(f"answers_{layout}_{model}"))
@@ -121,8 +132,21 @@ def _add_lone_figures(report: Report, runs: Runs, layout: str, models: Sequence[
     if memory is not None:
         for gpu, held in enumerate(memory["gpus"]):
             report.metric(f"gpu_used_gib.{layout}.{gpu}", held["used"] / GiB, limit=held["total"] / GiB)
+        note = "account of the memory that was in use; nobody held so many"
         for model, room in kv_room(memory, layout, models).items():
-            report.metric(f"one_request_tokens.{model}.{layout}", tokens_in(model, room), note="account of memory")
+            report.metric(f"one_request_tokens.{model}.{layout}", tokens_in(model, room), note=note)
+
+
+def _add_computed_requests(report: Report, models: Sequence[str], kv_pool_bytes: str) -> None:
+    """The longest requests of layouts that were not served, on as many GPUs as nobody had."""
+    note = "computed from the models' shapes; NOT measured, no such machine was there"
+    for layout in UNSERVED:
+        flags = (*GPU_LAYOUTS[layout], "--backend", "cuda", "--weights", "random", "--kv-pool-bytes", kv_pool_bytes)
+        memory = as_memory(deployment(flags, models))
+        for model, room in kv_room(memory, layout, models).items():
+            name = f"one_request_tokens.{model}.{layout}"
+            if name not in report.metrics:
+                report.metric(name, tokens_in(model, room), note=note)
 
 
 def add_models_words(report: Report, layout: str, rate: str, result: Mapping[str, Any], models: Sequence[str]) -> None:

@@ -50,6 +50,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "resident": ("--control", "resident"),
     "chunk2k": ("--max-num-batched-tokens", "2048"),
     "3lanes": ("--decode-lanes", "3"),
+    "routekv": ("--route", "kv"),
+    "prompts55": ("--prefill-share", "0.55"),
+    "routekv55": ("--route", "kv", "--prefill-share", "0.55"),
     "2to1": ("--weights-shares", "2,1"),
     "5to3": ("--weights-shares", "5,3"),
 }

@@ -45,10 +45,11 @@ def targets(models: Sequence[str], rates: Sequence[str]) -> list[Target]:
             found += [Target(f"tbt_ms.{layout}.{model}.{rate}.{level}", bound) for level, bound in levels]
     found += [Target(f"ttft_ms.{layout}.all.{rate}.p50", bound) for (layout, rate), bound in TTFT_MS.items()]
     for rate in rates:
-        found += [Target(f"elastic_over_crosspool.{model}.{rate}", BELOW_ELASTIC, True) for model in models]
+        for ours in ("crosspool", "crosspool-1+3"):
+            found += [Target(f"elastic_over_{ours}.{model}.{rate}", BELOW_ELASTIC, True) for model in models]
         found.append(Target(f"tokens_over_static.crosspool-1+1.{rate}", OF_STATICS_TOKENS, True))
         found += [Target(f"static_over_crosspool-1+1s.{model}.{rate}", 1.0, True) for model in models]
-        for layout in ("crosspool-1+1", "crosspool-1+1s"):
+        for layout in ("crosspool-1+1", "crosspool-1+1s", "crosspool-1+3"):
             found += [Target(f"{what}.{layout}.{rate}", 1.0, True) for what in ("served", "k_pool_within")]
     return [*found, Target("sim_error_percent.p99", SIMULATED_PERCENT)]
 

@@ -213,3 +213,25 @@ def test_lanes_of_a_model_that_was_not_measured_are_taken_to_be_as_efficient_as_
     table = stage_times(tmp_path)
     assert table["glm-4.7-flash"].lanes_efficiency == table["qwen3-30b-a3b"].lanes_efficiency == ((4, 0.9),)
     assert stage_times(tmp_path / "nothing") == {}
+
+
+def test_layouts_are_compared_on_as_many_gpus_only(tmp_path):
+    """A folder may hold runs of two and of four GPUs."""
+    models = ("qwen3-30b-a3b",)
+    machine = {"start": "a", "hardware": {"gpus": ["x"] * 4}}
+    for layout in ("crosspool-1+1", "static-2", "crosspool-1+3", "static-4", "elastic-4"):
+        run = {**run_of(models), "machine": machine}
+        run["models"] = {**run["models"], models[0]: json.loads(json.dumps(run["models"][models[0]]))}
+        run["models"][models[0]]["tbt_ms"]["p99"]["value"] = {"static-2": 40.0, "elastic-4": 160.0}.get(layout, 20.0)
+        (tmp_path / f"load_{layout}_0.8.json").write_text(json.dumps(run))
+    report = layouts_report(Runs(tmp_path), models, {"kv_pool_bytes": "48GiB"})
+    assert report.hardware == "h200-x4"
+    metrics = report.metrics
+    assert metrics["static_over_crosspool.qwen3-30b-a3b.0.8"] == 2.0
+    assert metrics["static_over_crosspool-1+3.qwen3-30b-a3b.0.8"] == 1.0
+    assert metrics["elastic_over_crosspool-1+3.qwen3-30b-a3b.0.8"] == 8.0
+    assert report.limits["elastic_over_crosspool-1+3.qwen3-30b-a3b.0.8"] == 8.0
+    assert "elastic_over_crosspool.qwen3-30b-a3b.0.8" not in metrics, "it ran on twice as many GPUs"
+    assert "sim_error_percent.static-4.qwen3-30b-a3b.0.8.p99" in metrics
+    assert "k_pool_within.crosspool-1+3.0.8" in metrics
+    assert "computed from the models' shapes" in report.notes["one_request_tokens.qwen3-30b-a3b.elastic-4"]
