@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 
 from benchmarks.report import Report
-from crosspool.engine.admission import Claim, PageBudget
+from crosspool.engine.admission import PageBudget
+from crosspool.engine.claims import Claim
 from crosspool.kv_pool.backing.vmm import VmmBacking
 from crosspool.kv_pool.pool import KVPool
 from tests.support.fake_vmm import FakeVmmDriver

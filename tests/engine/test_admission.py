@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from crosspool.engine.admission import Claim, PageBudget, can_all_end, check_length, frames_for
+from crosspool.engine.admission import PageBudget
+from crosspool.engine.claims import Claim, can_all_end
 from crosspool.engine.forecast import MIN_LENGTHS, NUM_LENGTHS_KEPT, Forecast, Reserve, output_estimate
+from crosspool.engine.lengths import check_length, frames_for
 from crosspool.errors import CapacityError, ContextLengthError
 from tests.support.core_drive import a_model
 

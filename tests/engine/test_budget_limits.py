@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from crosspool.engine.admission import Claim, PageBudget, can_all_end_within
+from crosspool.engine.admission import PageBudget
+from crosspool.engine.claims import Claim, can_all_end_within
 from crosspool.kv_pool.limits import PoolLimits
 
 NUM_FRAMES = 14

@@ -248,7 +248,7 @@ def recount(drive, num_frames):
         for sequence in live:
             if sequence.sequence_id in pages.budget.claims:
                 alone = sum(len(part) for part in parts[sequence.sequence_id] if holders[part] == 1)
-                aside = pages._aside.get(sequence.sequence_id, 0)
+                aside = pages.aside.of([sequence.sequence_id])
                 assert pages.budget.claims[sequence.sequence_id].held - aside == alone
             else:
                 assert not parts[sequence.sequence_id]

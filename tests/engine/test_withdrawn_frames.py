@@ -2,7 +2,7 @@
 
 import pytest
 
-from crosspool.engine.admission import Claim
+from crosspool.engine.claims import Claim
 from crosspool.engine.forecast import Reserve
 from crosspool.engine.pages import KVRankPages
 from crosspool.kv_pool.limits import PoolLimits

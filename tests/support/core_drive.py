@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from crosspool.core import FinishReason, Request, SamplingParams
-from crosspool.engine.admission import can_all_end
+from crosspool.engine.claims import can_all_end
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.sequence import SequenceUpdate

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from crosspool.engine.admission import Claim, PageBudget
+from crosspool.engine.admission import PageBudget
+from crosspool.engine.claims import Claim
 from crosspool.kv_pool.ahead import AheadOfNeed, MemoryHint
 from crosspool.kv_pool.backing.arena import ArenaBacking
 from crosspool.kv_pool.backing.base import Backing, FrameRange

@@ -1,100 +1,19 @@
-"""Admission against the page budget of one KV rank: admit, queue, or refuse with the true numbers.
+"""Admission against the page budget of one KV rank: admit, or queue.
 
-Both policies keep one invariant: live sequences can all end, in some order, each with the free frames and those of
-the ones before it (Dijkstra's banker, for one resource). A page is granted only if the invariant holds after it, so
-the sequence with least left to grow can always go on: nothing deadlocks and nothing running is preempted. What the
-invariant keeps back from the others is the overflow reserve. Under `reserve` everything a sequence may reach is set
-aside when it is admitted, so every grant holds; under `forecast` only what it is expected to reach.
+Both policies keep one invariant: live sequences can all end, in some order (`claims.py`). A page is granted only if the
+invariant holds after it, so the sequence with least left to grow can always go on: nothing deadlocks and nothing
+running is preempted. What the invariant keeps back from the others is the overflow reserve. Under `reserve` everything
+a sequence may reach is set aside when it is admitted, so every grant holds; under `forecast` only what it is expected
+to reach.
 
 Limits of the pool (`kv_pool/limits.py`) bind both: floors keep frames for a model against the others, ceilings bound
 one, and all may change while sequences live.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
-from crosspool.engine.served_model import ServedModel
-from crosspool.errors import CapacityError, ContextLengthError
+from crosspool.engine.claims import Claim, can_all_end, can_all_end_within
 from crosspool.kv_pool.limits import PoolLimits
-from crosspool.units import ceil_div
-
-
-@dataclass(slots=True)
-class Claim:
-    """Frames of one live sequence of `model`: in its block table, expected at its end, and the most it may reach.
-
-    Frames that several sequences use are in a claim of their own, which `is_shared`: they come back with the last of
-    these sequences. Here they never do, which errs on the safe side and spares the question of who is the last.
-    """
-
-    held: int
-    expected: int
-    most: int
-    model: str = ""
-    is_shared: bool = False
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.held <= self.expected <= self.most, f"{self} does not ascend"
-
-    @property
-    def left(self) -> int:
-        """The most it may still ask for."""
-        return self.most - self.held
-
-    @property
-    def gives_back(self) -> int:
-        """Frames that are free once it ends."""
-        return 0 if self.is_shared else self.held
-
-    def changed(self, num_frames: int) -> "Claim":
-        """The claim with `num_frames` more in its block table, or fewer, and as much left to grow."""
-        changed = (self.held + num_frames, self.expected + num_frames, self.most + num_frames)
-        return Claim(*changed, self.model, self.is_shared)
-
-
-def can_all_end(num_free: int, claims: Iterable[Claim]) -> bool:
-    """Whether the claims can reach their most one after another, each giving its frames back as it ends.
-
-    Trying them by what is left to grow is enough: whoever can end now only adds to what the next ones have.
-    """
-    for claim in sorted(claims, key=lambda claim: claim.left):
-        if claim.left > num_free:
-            return False
-        num_free += claim.gives_back
-    return True
-
-
-def can_all_end_within(limits: PoolLimits, claims: Iterable[Claim]) -> bool:
-    """The same where floors and ceilings bind too: False where what is held breaks the limits already.
-
-    A model has the frames that nobody holds and no floor keeps, those of its own floor, and never more than its
-    ceiling. As before a claim that ends leaves no other one less, so ending whoever can end loses nothing.
-    """
-    waiting: dict[str, list[Claim]] = {}
-    held: dict[str, int] = {}
-    for claim in claims:
-        waiting.setdefault(claim.model, []).append(claim)
-        held[claim.model] = held.get(claim.model, 0) + claim.held
-    common = limits.budget - limits.charge(held)
-    if common < 0 or any(count > limits.ceiling(model) for model, count in held.items()):
-        return False
-    for queue in waiting.values():
-        queue.sort(key=lambda claim: -claim.left)
-    while waiting:
-        num_waiting = sum(map(len, waiting.values()))
-        for model, queue in list(waiting.items()):
-            floor, ceiling = limits.floor(model), limits.ceiling(model)
-            while queue:
-                has = held[model]
-                if queue[-1].left > min(common + max(0, floor - has), ceiling - has):
-                    break
-                held[model] -= queue.pop().gives_back
-                common += max(has, floor) - max(held[model], floor)
-            if not queue:
-                del waiting[model]
-        if sum(map(len, waiting.values())) == num_waiting:
-            return False
-    return True
 
 
 class PageBudget:
@@ -255,50 +174,3 @@ class PageBudget:
         fits = limits.charge(expected) <= limits.budget
         fits = fits and all(count <= limits.ceiling(model) for model, count in expected.items())
         self.is_settling = not (fits and self._is_safe(list(self.claims.values())))
-
-
-def capacity_tokens(model: ServedModel, num_frames: int) -> int:
-    """Tokens one sequence of the model can hold when it has all `num_frames` frames of the pool."""
-    return num_frames // model.frames_per_page * model.page_tokens
-
-
-def context_limit(model: ServedModel, num_frames: int) -> int:
-    """Prompt plus output tokens a request may ask for. Never above what the pool can hold for one.
-
-    Raises CapacityError if the pool cannot hold one page of the model.
-    """
-    capacity = capacity_tokens(model, num_frames)
-    if capacity < 2:
-        raise CapacityError(
-            f"a page of {model.name} takes {model.frames_per_page} frames and KV rank {model.kv_rank} has {num_frames}"
-            f"; set kv_budget_bytes to {(model.frames_per_page + 1) * model.frame_bytes} or more"
-        )
-    return min(model.model_limit, capacity)
-
-
-def check_length(model: ServedModel, num_frames: int, num_prompt_tokens: int, max_tokens: int) -> None:
-    """Raises ContextLengthError or CapacityError, with the true numbers, for what can never fit."""
-    total = num_prompt_tokens + max_tokens
-    asked = f"{num_prompt_tokens} prompt tokens + {max_tokens} output tokens = {total}"
-    if total > model.model_limit:
-        raise ContextLengthError(
-            f"{asked}, but the context limit of {model.name} is {model.model_limit} tokens; "
-            + _remedy(model.model_limit, num_prompt_tokens)
-        )
-    capacity = capacity_tokens(model, num_frames)
-    if total > capacity:
-        raise CapacityError(
-            f"{asked}, but the KV pool holds {capacity} tokens of one sequence of {model.name}; "
-            + _remedy(capacity, num_prompt_tokens)
-        )
-
-
-def _remedy(limit: int, num_prompt_tokens: int) -> str:
-    if num_prompt_tokens < limit:
-        return f"ask for at most {limit - num_prompt_tokens} output tokens or shorten the prompt"
-    return f"shorten the prompt to {limit - 1} tokens or fewer"
-
-
-def frames_for(model: ServedModel, num_tokens: int) -> int:
-    """Frames of the pages that hold `num_tokens` tokens."""
-    return ceil_div(num_tokens, model.page_tokens) * model.frames_per_page

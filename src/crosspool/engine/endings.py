@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from crosspool.core import FinishReason
-from crosspool.engine.admission import check_length
 from crosspool.engine.admitter import Admitter
 from crosspool.engine.forecast import OutputEstimate
+from crosspool.engine.lengths import check_length
 from crosspool.engine.model_loads import ModelLoads
 from crosspool.engine.parked_steps import ParkedSteps
 from crosspool.engine.sequence import Sequence, SequenceState, SequenceUpdate

@@ -1,9 +1,9 @@
 """ModelLoads: the models that are served, the pages of their KV ranks, and how long their sequences may become."""
 
-from crosspool.engine.admission import context_limit
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.forecast import OutputEstimate
 from crosspool.engine.kv_pages import KVPages
+from crosspool.engine.lengths import context_limit
 from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.model_load import ModelLoad
 from crosspool.engine.pages import KVRankPages

@@ -4,9 +4,12 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 
-from crosspool.engine.admission import Claim, PageBudget, frames_for
+from crosspool.engine.admission import PageBudget
+from crosspool.engine.claims import Claim
 from crosspool.engine.forecast import OutputEstimate
+from crosspool.engine.lengths import frames_for
 from crosspool.engine.limit_change import LimitChange, changed_limits, first_limits
+from crosspool.engine.pages_aside import PagesAside
 from crosspool.engine.prefix_pages import PrefixPages
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.served_model import ServedModel
@@ -43,8 +46,8 @@ class KVRankPages:
         self.frame_bytes = frame_bytes
         self.pool = KVPool(num_frames, first_frame)
         self.ahead = AheadOfNeed(self.pool) if maps_frames else None
-        self._aside: dict[int, int] = {}  # by sequence: frames claimed as held that it has not been handed yet
         self.budget = PageBudget(self.pool.budget)
+        self.aside = PagesAside(self.budget, self.allocate)
         self.estimate = estimate
         self.stalled: set[int] = set()  # sequences that wait for a page; nothing is admitted meanwhile
         self._models: dict[str, ServedModel] = {}
@@ -182,6 +185,14 @@ class KVRankPages:
         self.pool.free(sequence.request.model, pages)
         self.stalled.discard(sequence.sequence_id)
 
+    def allocate(self, name: str, num_pages: int) -> tuple[Page, ...]:
+        """Pages that the budget has granted."""
+        if self.prefix is not None:
+            self.prefix.make_room(name, num_pages * self._models[name].frames_per_page)
+        pages = self.pool.allocate(name, num_pages)
+        assert pages is not None, f"the budget of {self.kv_rank} granted pages that its pool does not have"
+        return pages
+
     def room(self, model: str) -> int:
         """Frames that could be promised to new sequences of the model."""
         return self.budget.room(model)
@@ -191,32 +202,6 @@ class KVRankPages:
 
     def room_in_floor(self, model: str) -> int:
         return self.budget.room_in_floor(model)
-
-    def can_set_aside(self, model: str, num_frames: int) -> bool:
-        return self.budget.admits(Claim(num_frames, num_frames, num_frames, model))
-
-    def set_aside(self, sequence_id: int, model: str, num_frames: int, num_had: int = 0) -> None:
-        """Claim, for a sequence that has pages on other ranks too, all it may reach here; it never waits for them.
-
-        num_had: frames of these that it has from the beginning, in cached pages.
-        """
-        self.budget.open(sequence_id, Claim(num_frames, num_frames, num_frames, model))
-        self._aside[sequence_id] = num_frames - num_had
-
-    def hand_out(self, sequence_id: int, model: str, num_pages: int) -> tuple[Page, ...]:
-        """Pages of what was set aside for the sequence."""
-        self._aside[sequence_id] -= num_pages * self._models[model].frames_per_page
-        return self._allocate(model, num_pages)
-
-    def give_up_aside(self, sequence_id: int) -> None:
-        """The sequence asks for no more than it has."""
-        self.budget.give_up(sequence_id, self._aside[sequence_id])
-        self._aside[sequence_id] = 0
-
-    def close(self, sequence_id: int) -> None:
-        """The sequence claims nothing any more; its pages are next to be taken back, or kept for others."""
-        del self._aside[sequence_id]
-        self.budget.close(sequence_id)
 
     def take_back(self, model: str, pages: Items[Page]) -> None:
         """Pages that a sequence was handed. No step in flight may use them."""
@@ -246,14 +231,10 @@ class KVRankPages:
     @property
     def num_held(self) -> int:
         """Frames in block tables, of all models."""
-        return self.budget.num_held - self._num_aside
-
-    @property
-    def _num_aside(self) -> int:
-        return sum(self._aside.values())
+        return self.budget.num_held - self.aside.num_frames
 
     def stats(self) -> PoolStats:
-        used, reserved = self.num_held, self.budget.num_reserved + self._num_aside
+        used, reserved = self.num_held, self.budget.num_reserved + self.aside.num_frames
         unpromised = self.pool.budget - used - reserved
         reusable = 0 if self.prefix is None else min(unpromised, self.prefix.num_reusable)
         return PoolStats(
@@ -274,8 +255,7 @@ class KVRankPages:
     def frames_reserved(self, sequence_ids: list[int]) -> int:
         """Frames promised to these live sequences beyond those they hold."""
         claims = (self.budget.claims[sequence_id] for sequence_id in sequence_ids)
-        aside = sum(self._aside.get(sequence_id, 0) for sequence_id in sequence_ids)
-        return sum(claim.expected - claim.held for claim in claims) + aside
+        return sum(claim.expected - claim.held for claim in claims) + self.aside.of(sequence_ids)
 
     @contextmanager
     def _asked(self, sequence: Sequence) -> Iterator[Claim]:
@@ -307,11 +287,4 @@ class KVRankPages:
         return sequence.num_prompt_tokens + max(expected, num_generated)
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> None:
-        sequence.table.extend(self._allocate(sequence.request.model, sequence.table.num_missing(num_tokens)))
-
-    def _allocate(self, name: str, num_pages: int) -> tuple[Page, ...]:
-        if self.prefix is not None:
-            self.prefix.make_room(name, num_pages * self._models[name].frames_per_page)
-        pages = self.pool.allocate(name, num_pages)
-        assert pages is not None, f"the budget of {self.kv_rank} granted pages that its pool does not have"
-        return pages
+        sequence.table.extend(self.allocate(sequence.request.model, sequence.table.num_missing(num_tokens)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from crosspool.engine.admission import frames_for
+from crosspool.engine.lengths import frames_for
 from crosspool.engine.pages import KVRankPages
 from crosspool.engine.prefix_pages import PrefixPages
 from crosspool.engine.sequence import Sequence
@@ -53,7 +53,7 @@ class SplitPages:
             return False
         with self._prefix.lent(found) if self._prefix is not None else nullcontext():
             places = zip(self._ranks, layout.claims, strict=True)
-            return all(pages.can_set_aside(self._model.name, count) for pages, count in places)
+            return all(pages.aside.admits(self._model.name, count) for pages, count in places)
 
     def is_capped(self, sequence: Sequence) -> bool:
         """Whether its model's ceiling keeps it out, however much is free."""
@@ -74,7 +74,7 @@ class SplitPages:
             self._prefix.take(sequence, found)
             sequence.table.extend(found.tables)
         for pages, count, had in zip(self._ranks, layout.claims, layout.had, strict=True):
-            pages.set_aside(sequence.sequence_id, self._model.name, count, had)
+            pages.aside.open(sequence.sequence_id, self._model.name, count, had)
         self._extend(sequence, sequence.num_tokens)
 
     def started(self, sequence: Sequence) -> None:
@@ -100,13 +100,13 @@ class SplitPages:
     def stop_growing(self, sequence: Sequence) -> None:
         """The sequence has ended while a step in flight uses its pages: only those stay claimed."""
         for pages in self._ranks:
-            pages.give_up_aside(sequence.sequence_id)
+            pages.aside.stop_growing(sequence.sequence_id)
 
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's pages back. No step in flight may use them."""
         parts = self._parts(sequence, sequence.table.clear())
         for pages in self._ranks:
-            pages.close(sequence.sequence_id)
+            pages.aside.close(sequence.sequence_id)
         if self._prefix is None:
             free = [part for page in parts for part in page]
         else:
@@ -149,14 +149,14 @@ class SplitPages:
         missing = sequence.table.num_missing(num_tokens)
         if missing == 0:
             return
-        key, name = sequence.sequence_id, self._model.name
+        key, name, width = sequence.sequence_id, self._model.name, self._model.frames_per_page
         owners = self._layouts[key].owners
         if owners is None:
-            parts = [pages.hand_out(key, name, missing) for pages in self._ranks]
+            parts = [pages.aside.hand_out(key, name, missing, width) for pages in self._ranks]
             sequence.table.extend(tuple(sum(page, ()) for page in zip(*parts, strict=True)))
             return
         first = len(sequence.table.pages)
-        new = [self._ranks[rank].hand_out(key, name, 1)[0] for rank in owners[first : first + missing]]
+        new = [self._ranks[rank].aside.hand_out(key, name, 1, width)[0] for rank in owners[first : first + missing]]
         sequence.table.extend(tuple(new))
 
     def _parts(self, sequence: Sequence, pages: Items[Page]) -> list[list[Part]]:

@@ -7,8 +7,10 @@ the same budgets. Budgets decide by the engine's own rule (`engine/admission.py`
 
 from collections.abc import Sequence as Items
 
-from crosspool.engine.admission import Claim, PageBudget, frames_for
+from crosspool.engine.admission import PageBudget
+from crosspool.engine.claims import Claim
 from crosspool.engine.forecast import OutputEstimate
+from crosspool.engine.lengths import frames_for
 from crosspool.engine.pages import KVRankPages
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.served_model import ServedModel
