@@ -85,7 +85,8 @@ def measure(args: argparse.Namespace, report: Report, directories: Sequence[Path
     add_layout_ratios(report, names, args.rates, ("static-2", "elastic-2"))
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
+    """words: the command line's, if None."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layouts", nargs="+", default=list(DEFAULT_LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--rates", nargs="+", default=["0.8"])
@@ -99,7 +100,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8437)
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     config = {**vars(args), "trace_dir": args.trace_dir.name if args.trace_dir else None, "out": None}
     report = Report("layouts", hardware="cpu", config=config, seed=args.seed)
     with tempfile.TemporaryDirectory() as folder:

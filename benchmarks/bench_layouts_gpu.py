@@ -8,7 +8,8 @@
 the folder TRACES (JSON lines: t, model, in, out) from the client of `crosspool bench`, temperature 1. Loads of one
 layout that follow each other share a server. What has been measured is kept in the folder of runs and found again, so
 that several calls, or one that was broken off, make one report; a layout that fails is told, and the others go on.
-With --plan nothing runs: commands, what every GPU would hold, and the requests are printed.
+With --plan nothing runs: commands, what every GPU would hold, and the requests are printed. Where there is no GPU, the
+NumPy backend serves the demo models in the same layouts (`bench_layouts`), and says so.
 LAYOUT.VARIANT (see VARIANTS): the same, otherwise set.
 
 Metrics are those of `bench_layouts`, and sent_rps.<layout>.<model>.<rate>; alone_tbt_ms.<layout>.<model>.4k.p50: one
@@ -29,13 +30,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks import bench_layouts
 from benchmarks.full_models import write_model_dir
 from benchmarks.layouts.account import plan_lines
 from benchmarks.layouts.memory import held_memory
 from benchmarks.layouts.picture import write_pictures
 from benchmarks.layouts.report import add_outlook, layouts_report, measured_loads
-from benchmarks.layouts.runs import Runs, alone_ms, greedy_words, loaded, warm_up_together
-from benchmarks.layouts.server import GPU_LAYOUTS, VARIANTS, layout_server
+from benchmarks.layouts.runs import Runs, alone_ms, gpu_memory, greedy_words, loaded, warm_up_together
+from benchmarks.layouts.server import GPU_LAYOUTS, LAYOUTS, VARIANTS, layout_server
 from benchmarks.report import RESULTS
 from crosspool.bench.requests import planned_requests
 from crosspool.bench.settings import BenchSettings
@@ -48,6 +50,8 @@ MODELS = ("glm-4.7-flash", "qwen3-30b-a3b", "deepseek-v2-lite")
 PROMPT_TOKENS, ANSWER_TOKENS = 4096, 160
 VOCABULARY = 100_000
 SEED = 2026
+SECONDS_ON_CPUS = 20.0
+"""Of a trace, where the command says none and there is no GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,19 @@ def print_plan(args: argparse.Namespace) -> bool:
     return is_ready
 
 
+def on_cpus(args: argparse.Namespace) -> int:
+    """The same layouts and rates on the NumPy backend, which it says."""
+    layouts = dict.fromkeys(kind for load in args.loads if (kind := load.layout.partition(".")[0]) in LAYOUTS)
+    if not layouts:
+        print("error: there is no GPU here, and none of these layouts runs on CPUs; there are", ", ".join(LAYOUTS))
+        return 1
+    print("there is no GPU here: the NumPy backend serves the demo models in these layouts, without their variants")
+    seconds = max(load.seconds or SECONDS_ON_CPUS for load in args.loads)
+    words = ["--layouts", *layouts, "--rates", *dict.fromkeys(load.rate for load in args.loads)]
+    words += ["--trace-dir", str(args.trace_dir), "--seconds", f"{seconds:g}", "--port", str(args.port)]
+    return bench_layouts.main([*words, "--out", str(args.out)])
+
+
 def _answers(url: str, name: str) -> dict[str, Any]:
     return {"words": greedy_words(url, name)}
 
@@ -175,6 +192,8 @@ def main() -> int:
         except ValueError as error:
             print(f"error: {error}")
             return 1
+    if args.loads and not gpu_memory():
+        return on_cpus(args)
     runs = Runs(args.runs)
     with tempfile.TemporaryDirectory() as folder:
         directories = [write_model_dir(Path(folder), name) for name in args.models]

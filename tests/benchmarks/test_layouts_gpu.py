@@ -54,6 +54,7 @@ def test_a_layout_that_fails_does_not_stop_the_others_and_the_report_may_wait(tm
             raise RuntimeError("the server ended with 1")
 
     monkeypatch.setattr(bench_layouts_gpu, "measure", measure)
+    monkeypatch.setattr(bench_layouts_gpu, "gpu_memory", lambda: [("H200", 0, 1)])
     words = ["bench", "--trace-dir", str(tmp_path), "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     loads = ["elastic-2:0.8", "crosspool-1+1s:0.8:30", "crosspool-1+1s:2.0"]
     monkeypatch.setattr(sys, "argv", [*words, "--measure-only", *loads])
@@ -66,6 +67,22 @@ def test_a_layout_that_fails_does_not_stop_the_others_and_the_report_may_wait(tm
     assert bench_layouts_gpu.main() == 0
     (report,) = (tmp_path / "out").glob("layouts_*.md")
     assert "Cut short.\n\nOne run of each" in report.read_text()
+
+
+def test_without_a_gpu_the_same_layouts_run_on_cpus_and_the_command_says_so(tmp_path, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(bench_layouts_gpu, "gpu_memory", lambda: [])
+    monkeypatch.setattr(bench_layouts_gpu.bench_layouts, "main", lambda words: asked.append(words) or 0)
+    words = ["bench", "--trace-dir", "traces", "--runs", str(tmp_path / "runs"), "--out", "o", "--port", "9"]
+    loads = ["crosspool-1+1:0.8:5", "crosspool-1+1.resident:2.0:7", "crosspool-1:0.8", "static-2:0.8:5"]
+    monkeypatch.setattr(sys, "argv", [*words, *loads])
+    assert bench_layouts_gpu.main() == 0
+    told = ["--layouts", "crosspool-1+1", "static-2", "--rates", "0.8", "2.0", "--trace-dir", "traces"]
+    assert asked == [[*told, "--seconds", "20", "--port", "9", "--out", "o"]]
+    assert "there is no GPU here: the NumPy backend serves the demo models" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*words, "crosspool-1:0.8"])
+    assert bench_layouts_gpu.main() == 1
+    assert "none of these layouts runs on CPUs" in capsys.readouterr().out
 
 
 def test_what_was_measured_is_found_again(tmp_path):
