@@ -1,9 +1,12 @@
 """Prompts in the pools against prompts on a GPU of their own: first tokens, and tokens of neighbours meanwhile.
 
     python -m benchmarks.bench_prefill_dedicated [--arms inline,one-place,two-places] [--parts alone,turns,beside,load]
+        [--gpus 1]
 
-Two GPUs in all arms. inline: KV rank and weights rank have one each, and prompts run in both. In the others both ranks
-are on the first, and a prefill rank has the second, with room for one model or for two: in one place two take turns.
+The same GPUs in all arms. Two: inline, KV rank and weights rank have one each, and prompts run in both; in the others
+both ranks are on the first, and a prefill rank has the second, with room for one model or for two: in one place two
+take turns. One: all ranks share it, so that nothing but the ways of prompts differs between the arms. Three: a GPU for
+each rank.
 Whole models with random weights behind the whole engine, without HTTP. Limits of first tokens are the operations of a
 prompt's products at the measured rate of a large one; of a switch, the model's bytes over the bus.
 """
@@ -29,7 +32,7 @@ from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.request import GenerationRequest
 from crosspool.launch import prepare_models, start_engine
-from crosspool.models.tensors import weight_bytes
+from crosspool.models.whole_size import whole_bytes
 from crosspool.pools_config import PoolsConfig
 from crosspool.units import GiB
 
@@ -39,13 +42,20 @@ BUS_GB_PER_S = 55.0
 ARMS = ("inline", "one-place", "two-places")
 PARTS = ("alone", "turns", "beside", "load")
 
-SUMMARY = (
-    "Two GPUs in all arms, whole models with random weights, no HTTP. inline: KV rank on one GPU, weights rank on the "
-    "other. In the other arms both are on the first GPU, and a prefill rank on the second has room for one model (each "
-    "change of model then brings in the other one from pinned host memory, a layer at a time under the first chunk) or "
-    "for two. Three GPUs (pools keep one each, prompts have one) were not at hand: decode of these arms has one GPU "
-    "in place of two, and its time between tokens is to be compared before and during a prompt, not across arms."
-)
+SUMMARIES = {
+    1: "One GPU in all arms, models with random weights, no HTTP: KV rank, weights rank and prefill rank share it, and "
+    "prompts keep to their share of the multiprocessors beside decode. inline: prompts run in the pools. In the other "
+    "arms a prefill rank on the same GPU has room for one model (each change of model brings in the other one from "
+    "pinned host memory, a layer at a time under the first chunk) or for two. No GPU is won by it: this shows what a "
+    "switch costs, and that with room for both none is left.",
+    2: "Two GPUs in all arms, whole models with random weights, no HTTP. inline: KV rank on one GPU, weights rank on "
+    "the other. In the other arms both are on the first GPU, and a prefill rank on the second has room for one model "
+    "(each change of model then brings in the other one from pinned host memory, a layer at a time under the first "
+    "chunk) or for two. Three GPUs (pools keep one each, prompts have one) were not at hand: decode of these arms has "
+    "one GPU in place of two; compare its time between tokens before and during a prompt, not across arms.",
+    3: "Three GPUs: KV rank, weights rank and, but for inline, a prefill rank have one each; whole models with random "
+    "weights, no HTTP. The prefill rank has room for one model or for two.",
+}
 
 
 class Traffic:
@@ -113,10 +123,11 @@ class Traffic:
 def config_of(arm: str, options: argparse.Namespace, directory: Path) -> DeploymentConfig:
     names = options.models.split(",")
     pools = PoolsConfig(backend="cuda", weights="random", kv_pool_bytes=int(options.kv_gib * GiB))
-    largest = max(weight_bytes(full_spec(name, options.layers)) for name in names)
+    largest = max(whole_bytes(full_spec(name, options.layers)) for name in names)
     if arm != "inline":
-        room = int(1.02 * largest) * ARMS.index(arm)
-        pools = replace(pools, prefill="dedicated", num_gpus=2, prefill_pool_bytes=room)
+        room = largest * ARMS.index(arm)
+        pools = replace(pools, prefill="dedicated", prefill_pool_bytes=room)
+    pools = replace(pools, num_gpus=min(options.gpus, 2 if arm == "inline" else 3))
     return DeploymentConfig(
         models=tuple(
             ModelConfig(source=str(write_model_dir(directory, name, options.layers)), name=name) for name in names
@@ -144,8 +155,8 @@ async def measure(arm: str, options: argparse.Namespace, report: Report, directo
             if "beside" in parts:
                 await _beside(arm, name, neighbour, traffic, options, report)
             report.write(options.out)  # what there is by now
-        if "turns" in parts and arm == "one-place":
-            await _turns(names, traffic, report, options)
+        if "turns" in parts and arm != "inline":
+            await _turns(arm, names, traffic, report, options)
         if "load" in parts:
             await _load(arm, names, traffic, options, report)
         print(f"{arm}: switches {engine.stats().prefill_switches}", flush=True)
@@ -171,16 +182,19 @@ async def _alone(arm: str, name: str, traffic: Traffic, options: argparse.Namesp
         print(f"{arm} {name} {context}: ttft {[round(each, 1) for each in found]}, limit {limit:.0f}", flush=True)
 
 
-async def _turns(names: Sequence[str], traffic: Traffic, report: Report, options: argparse.Namespace) -> None:
-    """First tokens of prompts each of which finds another model in place."""
+async def _turns(arm: str, names: Sequence[str], traffic: Traffic, report: Report, options: argparse.Namespace) -> None:
+    """First tokens of prompts each of which comes after another model's: that is in its place, or beside it."""
     found: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(2):
         for name in names:
             found[name].append(await traffic.first_token(name, 4096))
     for name, times in found.items():
-        limit = weight_bytes(full_spec(name, options.layers)) / BUS_GB_PER_S / 1e6
-        report.metric(f"ttft_ms_after_switch.{name}.4k", min(times), limit=limit, note="its bytes over the bus")
-        print(f"after a switch {name}: ttft {[round(each) for each in times]}, limit {limit:.0f}", flush=True)
+        if arm == "one-place":
+            limit = whole_bytes(full_spec(name, options.layers)) / BUS_GB_PER_S / 1e6
+            report.metric(f"ttft_ms_after_switch.{name}.4k", min(times), limit=limit, note="its bytes over the bus")
+        else:
+            report.metric(f"ttft_ms_after_other.{name}.4k", min(times), note="both models are in place")
+        print(f"{arm} after the other, {name}: ttft {[round(each) for each in times]}", flush=True)
 
 
 async def _beside(
@@ -208,6 +222,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--models", default="qwen3-30b-a3b,deepseek-v2-lite")
+    parser.add_argument("--gpus", type=int, choices=tuple(SUMMARIES), default=2)
     parser.add_argument("--layers", type=int, help="of each model; default: all")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--contexts", default="4096,32768")
@@ -223,10 +238,10 @@ def main() -> None:
     origin = {"commit": options.commit} if options.commit else {}
     report = Report(
         "prefill_dedicated",
-        hardware="h200-x2",
+        hardware="h200" if options.gpus == 1 else f"h200-x{options.gpus}",
         config=config,
         seed=7,
-        summary=SUMMARY,
+        summary=SUMMARIES[options.gpus],
         origin=origin,
     )
     with tempfile.TemporaryDirectory() as directory:

@@ -13,6 +13,7 @@ from crosspool.backends.cuda.steps.passes import PASS_TOKENS, max_passes
 from crosspool.cluster.apart import ApartCluster, own_rank
 from crosspool.cluster.base import Cluster
 from crosspool.cluster.config import ClusterConfig
+from crosspool.cluster.rank_log import WARNINGS, RankLog
 from crosspool.cluster.start import start_cluster
 from crosspool.config import DeploymentConfig, ModelConfig
 from crosspool.engine.async_engine import AsyncEngine
@@ -210,10 +211,12 @@ def _start_cluster(cluster: ClusterConfig, config: DeploymentConfig) -> Cluster:
     return ApartCluster(started, num_slots(config)) if are_apart(config) else started
 
 
-def start_engine(config: DeploymentConfig, models: Sequence[PreparedModel] = ()) -> AsyncEngine:
+def start_engine(
+    config: DeploymentConfig, models: Sequence[PreparedModel] = (), log: RankLog = WARNINGS
+) -> AsyncEngine:
     """The two pools and the engine, running, with no models yet. The caller closes it.
 
-    models: those that will be loaded first, by which what is not set is sized.
+    models: those that will be loaded first, by which what is not set is sized. log: of ranks' processes.
     Raises CrossPoolError for what no machine could serve, then for what this one cannot give.
     """
     specs = whole_models(models)
@@ -223,7 +226,7 @@ def start_engine(config: DeploymentConfig, models: Sequence[PreparedModel] = ())
             "none that the kernels for prompts take; use kv_split one, or prefill inline"
         )
     config = with_prefill_room(config, specs)
-    cluster = cluster_config(config)
+    cluster = replace(cluster_config(config), log=log)
     check_machine(config.pools)
     check_gpus(cluster)
     check_whole_models(

@@ -39,6 +39,7 @@ def test_a_prefill_gpu_holds_two_of_the_largest_and_the_host_all_of_them():
     assert [model.switch_s for model in group.prefill.models] == [size / 55e9 for size in sizes.values()]
     (gpu,) = group.prefill.gpus
     assert gpu.parts["whole_models"] == group.prefill.room_bytes
+    assert gpu.parts["reserve"] == group.gpus[0].parts["reserve"] > 0
     assert sum(gpu.parts.values()) == made.gpu_memory_bytes
     assert plan_from_json(made.to_json()) == made
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from crosspool.cluster.rank_log import WARNINGS, RankLog
 from crosspool.kv_pool.backing.base import BackingKind
 from crosspool.scheduler.order import ORDER_POLICIES
 
@@ -53,6 +54,7 @@ class ClusterConfig:
     token: str = ""  # under which hosts find an arena that they share, or become a team of NVSHMEM
     start_timeout_s: float = 60.0
     max_failed_starts: int = 3  # in a row, before a rank is given up
+    log: RankLog = WARNINGS  # of ranks' processes; threads log as the process does that they are in
 
     def __post_init__(self) -> None:
         if self.layout not in ("inprocess", "processes"):

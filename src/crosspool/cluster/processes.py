@@ -41,11 +41,13 @@ class Spawner:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="crosspool-spawner")
 
-    def start(self, arguments: Sequence[str], fds: Sequence[int], variables: dict[str, str]) -> subprocess.Popen[bytes]:
-        """A child that inherits `fds` and nothing else but the standard streams."""
+    def start(
+        self, arguments: Sequence[str], fds: Sequence[int], variables: dict[str, str], stderr: int | None = None
+    ) -> subprocess.Popen[bytes]:
+        """A child that inherits `fds` and nothing else but the standard streams, or `stderr` in place of that one."""
 
         def popen() -> subprocess.Popen[bytes]:
-            return subprocess.Popen(arguments, pass_fds=fds, env=variables, stdin=subprocess.DEVNULL)
+            return subprocess.Popen(arguments, pass_fds=fds, env=variables, stdin=subprocess.DEVNULL, stderr=stderr)
 
         return self._thread.submit(popen).result()
 
@@ -87,7 +89,7 @@ class ProcessHost:
             fds = [theirs.fileno(), *(fd for doorbell in self._doorbells for fd in doorbell.fds)]
             command = [sys.executable, "-P", "-m", "crosspool.cluster.rank_process", str(theirs.fileno()), *self.ranks]
             try:
-                self._process = self._spawner.start(command, fds, self._variables())
+                self._process = self._spawner.start(command, fds, self._variables(), self._config.log.fd)
             except OSError:
                 ours.close()
                 raise

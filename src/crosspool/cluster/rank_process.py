@@ -18,6 +18,7 @@ from crosspool.cluster.host import make_host_loop
 from crosspool.cluster.loading import LoadThreads, Start, one_line
 from crosspool.cluster.messages import Boot, Ending, FromRank, ToRank
 from crosspool.cluster.processes import STACKS_SIGNAL
+from crosspool.cluster.rank_log import set_up_rank_log
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +98,12 @@ def main(control_fd: int) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL)
     _die_with_parent()
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         inbox = SocketInbox(ControlSocket(socket.socket(fileno=control_fd)))
         boot = inbox.boot()
         if os.getppid() != boot.parent_pid:
             return 0  # it died before the death signal was set
+        set_up_rank_log(boot.config.log, boot.config.all_hosts[boot.host])
         return _run(boot, inbox)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the parent is gone, and so is every use for this process

@@ -7,7 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
+from crosspool.cluster.rank_log import RankLog
 from crosspool.commands.loading import shown_while_loading
+from crosspool.commands.rank_lines import above_bars
 from crosspool.config import DeploymentConfig, LogFormat
 from crosspool.deployment import load_deployment
 from crosspool.errors import CrossPoolError
@@ -20,13 +22,12 @@ from crosspool.launch import (
     start_engine,
     whole_models,
 )
+from crosspool.log_lines import text_formatter
 from crosspool.model_source import named_source
 from crosspool.prefill_room import prefill_summary, with_prefill_room
 from crosspool.server.app import create_app
 from crosspool.server.json_logs import json_formatter
 from crosspool.server.run import check_tls, listen, run_loop, serve
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run(
@@ -110,13 +111,14 @@ def model_entries(sources: Sequence[str], served_names: Sequence[str]) -> list[d
 async def _serve(config: DeploymentConfig, console: Console) -> None:
     check_tls(config.server)
     listener = listen(config.server)  # before anything is loaded: a taken port is told at once
-    with listener:
+    with listener, above_bars(console) as lines:
         models = prepare_models(config)
         specs = whole_models(models)
         config = with_prefill_room(config, specs)
         if (line := prefill_summary(config, specs)) is not None:
             console.print(line, highlight=False, soft_wrap=True)
-        engine = start_engine(config, models)
+        log = RankLog(config.server.log_level, config.server.log_format == "json", lines)
+        engine = start_engine(config, models, log)
         host, port = listener.getsockname()[:2]
         scheme = "http" if config.server.ssl_certfile is None else "https"
 
@@ -154,5 +156,5 @@ def set_up_logging(level: str, console: Console, log_format: LogFormat = "auto")
         handler.setFormatter(logging.Formatter("%(message)s"))
     else:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        handler.setFormatter(text_formatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

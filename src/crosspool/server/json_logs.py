@@ -5,26 +5,12 @@ from typing import Any
 
 import structlog
 
+from crosspool import log_lines
 from crosspool.server.context import current
 
 
 def json_formatter() -> logging.Formatter:
-    """Of every logger of the process. Fields given as `extra` are fields of the object."""
-    return structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=[
-            structlog.stdlib.add_log_level,
-            structlog.stdlib.add_logger_name,
-            structlog.stdlib.ExtraAdder(),
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            _add_request,
-        ],
-        processors=[
-            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-            structlog.processors.format_exc_info,
-            structlog.processors.EventRenamer("message"),
-            structlog.processors.JSONRenderer(),
-        ],
-    )
+    return log_lines.json_formatter(_add_request)
 
 
 def _add_request(logger: Any, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

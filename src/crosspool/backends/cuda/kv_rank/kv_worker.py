@@ -5,6 +5,7 @@ A step is one graph replay per pass, then sampling from what the device left (`k
 another KV rank leads in `kv_share.py`.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -43,6 +44,8 @@ from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
 from crosspool.scheduler.step import StepDescriptor, StepHeader
+
+logger = logging.getLogger(__name__)
 
 
 class CudaAttentionWorker:
@@ -123,7 +126,7 @@ class CudaAttentionWorker:
 
     def _prepare(self, placement: ModelPlacement, progress: Progress) -> None:
         """Load what chunks need, and capture the model's passes for every lane that is open."""
-        name, model = placement.name, self._models.led(placement.name)
+        begin_s, name, model = time.monotonic(), placement.name, self._models.led(placement.name)
         prepare_chunks(self._kernels, self._site, self._lanes, model)
         joined = self._joined_by(placement.weights_ranks)
 
@@ -132,6 +135,7 @@ class CudaAttentionWorker:
 
         ranks = placement.weights_ranks
         prepare_passes(self._passes, self._site, self._lanes, name, model, ranks, joined, tell, self._run_lanes)
+        logger.info("%s: passes of %s are ready after %.2f s", self._site.rank, name, time.monotonic() - begin_s)
 
     def join(self, rank: str, ffn: JoinedFFN) -> None:
         """Run the whole of models whose only weights rank is `rank`, which shares this process and GPU."""

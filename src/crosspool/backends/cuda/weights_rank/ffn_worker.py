@@ -4,6 +4,7 @@ A step is one graph replay per pass, and a wait for its end (`ffn_step.py`). A r
 of prompts in `ffn_chunk_run.py`.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -41,6 +42,8 @@ from crosspool.cluster.config import Control
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
 from crosspool.scheduler.step import StepDescriptor, StepHeader
+
+logger = logging.getLogger(__name__)
 
 
 class CudaFFNWorker:
@@ -117,7 +120,7 @@ class CudaFFNWorker:
         """On a GPU: load what chunks need, and capture the model's passes for every lane that is open."""
         if self._site.device.type != "cuda":
             return
-        name, model = placement.name, self._models[placement.name]
+        begin_s, name, model = time.monotonic(), placement.name, self._models[placement.name]
         total = num_bytes(model.layers)
         if is_supported(model.spec):
             routers = model.chunk_routers()
@@ -134,6 +137,7 @@ class CudaFFNWorker:
             way = FFNWay(name, model, number, lane, links)
             may_fuse, may_run = self._turns.may_fuse, number < self._run_lanes
             prepare_passes(self._passes, self._resident, way, tell, may_fuse=may_fuse, may_run=may_run)
+        logger.info("%s: passes of %s are ready after %.2f s", self._site.rank, name, time.monotonic() - begin_s)
 
     def open_link(
         self,
