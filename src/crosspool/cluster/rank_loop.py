@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from crosspool.cluster import messages
 from crosspool.cluster.lane_run import LaneRun
-from crosspool.cluster.loading import Start, one_line
-from crosspool.cluster.messages import FromRank, StepEnded, StepFinished, StepTold, ToRank
+from crosspool.cluster.loading import Start
+from crosspool.cluster.messages import FromRank, ToRank
 from crosspool.cluster.rank_halves import RankHalves, Work, header_of
 from crosspool.cluster.rank_links import RankLinks
 from crosspool.cluster.rank_models import RankModels
+from crosspool.cluster.step_reports import StepReports
 from crosspool.cluster.worker import RankWorker
-from crosspool.core import SampledToken
 from crosspool.scheduler.order import OrderPolicy
-from crosspool.scheduler.step import StepHeader, StepResult
+from crosspool.scheduler.step import StepHeader
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ class RankLoop:
         self._models = RankModels(worker, around.start, around.wake, around.emit)
         self._links = RankLinks(worker, around.ring)
         self._halves = RankHalves(name, worker, self._models, self._links, around.clock, around.step_deadline_s)
-        self._runs: dict[int, LaneRun] = {}
+        self._reports = StepReports(name, around.emit)
+        self._runs: dict[int, LaneRun] = {}  # by lane: what it is at
         self._behind: dict[int, Behind] = {}  # by lane: what runs after its run
         self._newest_seq: dict[int, int] = {}
         self._finished_seq: dict[int, int] = {}
@@ -167,8 +168,7 @@ class RankLoop:
         """Begin a step, or keep it until the one that it comes behind has ended here."""
         header = header_of(work)
         if header.step_seq <= self._newest_seq.get(header.lane, 0):
-            error = f"{self.name}: step {header.step_seq} of lane {header.lane} is not newer than its last step"
-            self._around.emit(StepEnded(header.lane, header.step_seq, error=error, fatal=True))
+            self._reports.stale(header)
             return
         self._newest_seq[header.lane] = header.step_seq
         self._leave_older(header.lane, behind)
@@ -176,7 +176,7 @@ class RankLoop:
             self._behind[header.lane] = Behind(work)
             self._begin_ahead(header.lane)
         elif behind and self._halves.leads(header) and self._finished_seq.get(header.lane) != behind:
-            self._refuse(header, behind)
+            self._reports.refused(header, behind)
         else:
             self._begin(work)
 
@@ -206,7 +206,7 @@ class RankLoop:
         try:
             run = self._halves.make(work)
         except Exception as failure:  # as in _run_segment: it ends this step only
-            self._fail(header, failure)
+            self._reports.failed(header, failure)
             return None
         if run is None:  # whatever comes next
             self._finished_seq[header.lane] = header.step_seq
@@ -224,7 +224,7 @@ class RankLoop:
         try:
             run.advance()
         except Exception as failure:  # as in _run_segment
-            self._fail(run.header, failure)
+            self._reports.failed(run.header, failure)
             return
         self._behind[lane] = Behind(behind.work, run)
 
@@ -247,16 +247,16 @@ class RankLoop:
             self._finished_seq[lane] = run.header.step_seq
             self._computed(run, self._around.clock() - now_s)
             if self._halves.leads(run.header):
-                self._around.emit(StepFinished(_result(run, end.value), run.take_untold(now_s)))
+                self._reports.finished(run, end.value, now_s)
             self._begin_behind(lane)
             return
         except Exception as failure:  # a bug or bad input ends this step; other lanes and the loop go on
             del self._runs[lane]
-            self._fail(run.header, failure)
+            self._reports.failed(run.header, failure)
             self._drop_behind(run.header)
             return
         if run.is_to_tell(now_s) and self._halves.leads(run.header):
-            self._around.emit(StepTold(lane, run.header.step_seq, run.take_untold(now_s)))
+            self._reports.told(run, now_s)
         ended_s = self._around.clock()
         self._computed(run, ended_s - now_s)
         run.waits_since(ended_s)
@@ -268,16 +268,6 @@ class RankLoop:
             for clock in run.clocks:
                 clock.add(seconds)
 
-    def _fail(self, header: StepHeader, failure: Exception) -> None:
-        logger.error("%s: step %d of %s failed", self.name, header.step_seq, header.model, exc_info=failure)
-        error = f"{self.name}: {one_line(failure)}"
-        self._around.emit(StepEnded(header.lane, header.step_seq, error=error, fatal=True))
-
-    def _refuse(self, header: StepHeader, behind: int) -> None:
-        """The step behind one that failed ends without having run; the leading rank says so."""
-        error = f"{self.name}: step {behind} of lane {header.lane}, behind which it came, failed"
-        self._around.emit(StepEnded(header.lane, header.step_seq, error=error))
-
     def _drop_behind(self, given_up: StepHeader) -> None:
         """The step behind one that is given up here does not run; the leading rank refuses it.
 
@@ -286,18 +276,12 @@ class RankLoop:
         """
         work = self._pop_behind(given_up.lane)
         if work is not None and self._halves.leads(header_of(work)):
-            self._refuse(header_of(work), given_up.step_seq)
+            self._reports.refused(header_of(work), given_up.step_seq)
 
     def _expire(self, run: LaneRun) -> None:
-        header = run.header
-        waiting_on = run.missing()
-        late = ", ".join(waiting_on) or "its own device"
-        error = (
-            f"{self.name}: no answer from {late} within {self._halves.deadline_s(header):g} s"
-            f" in step {header.step_seq} of lane {header.lane} ({header.model})"
-        )
+        header, waiting_on = run.header, run.missing()
         self._drop(header.lane)
-        self._around.emit(StepEnded(header.lane, header.step_seq, waiting_on, error))
+        self._reports.expired(header, waiting_on, self._halves.deadline_s(header))
         self._drop_behind(header)
 
     def _abort(self, lane: int, step_seq: int) -> None:
@@ -311,7 +295,7 @@ class RankLoop:
         else:
             return
         if self._halves.leads(header):
-            self._around.emit(StepEnded(lane, step_seq))
+            self._reports.ended(lane, step_seq)
         if run is not None and header is run.header:
             self._drop_behind(header)
 
@@ -342,14 +326,3 @@ class RankLoop:
             if header.model == model:
                 self._abort(header.lane, header.step_seq)
         self._models.remove(model)
-
-
-def _result(run: LaneRun, sampled: tuple[SampledToken, ...]) -> StepResult:
-    return StepResult(
-        lane=run.header.lane,
-        step_seq=run.header.step_seq,
-        sampled=sampled,
-        attention_s=run.compute_s,
-        wait_s=run.wait_s,
-        ffn_s=run.take_ffn_s(),
-    )
