@@ -11,8 +11,8 @@ def check_devices(device_of: Mapping[str, int], num_gpus: int) -> None:
     """device_of: each rank's GPU. Raises ValueError for one that the machine does not have."""
     beyond = [f"{rank} on GPU {device}" for rank, device in device_of.items() if device >= num_gpus]
     if beyond:
-        have = "no GPU" if num_gpus == 0 else f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}, numbered from 0"
-        raise ValueError(f"{', '.join(beyond)}: this machine has {have}; set gpus or prefill_gpus")
+        have = f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}, numbered from 0; set gpus or prefill_gpus"
+        raise ValueError(f"{', '.join(beyond)}: this machine has {have if num_gpus else 'no GPU; use backend numpy'}")
 
 
 def check_placement(placement: ModelPlacement, config: ClusterConfig) -> None:
