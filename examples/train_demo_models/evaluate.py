@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from corpora import CORPUS_NAMES, CORPUS_OF_VOICE, load_corpora, normalise, paragraphs, words
 from families import VOICES
-from train import encode, held_out_nats
+from optimise import held_out_nats
+from text_tokens import encode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 COMPLETION_PROMPTS = {
