@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.crossings.most_of_a_gpu import MostOfAGpu
 from benchmarks.full_models import CONFIGS, full_spec
-from benchmarks.ranks.driven import DrivenRanks
+from benchmarks.ranks.driven import RANKS, DrivenRanks
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.device.driver import Driver
 from crosspool.backends.cuda.device.launch import DeviceKernels
@@ -38,18 +38,19 @@ from crosspool.units import MiB
 SEED = 7
 LANE_TOKENS_PER_S = 400
 CORE_LIMIT = 5.0
-WAYS: dict[str, tuple[Control, bool, bool]] = {
-    "graphs": ("graphs", False, True),
-    "runs": ("graphs", True, True),
-    "runs_apart": ("graphs", True, False),
-    "resident": ("resident", False, True),
-    "resident_apart": ("resident", False, False),
-    "resident_runs": ("resident", True, True),
-    "resident_runs_apart": ("resident", True, False),
-    "host": ("host", False, False),
+WAYS: dict[str, tuple[Control, bool, tuple[str, ...]]] = {
+    "graphs": ("graphs", False, RANKS),
+    "runs": ("graphs", True, RANKS),
+    "runs_apart": ("graphs", True, ()),
+    "resident": ("resident", False, RANKS),
+    "resident_apart": ("resident", False, ()),
+    "resident_runs": ("resident", True, RANKS),
+    "resident_runs_apart": ("resident", True, ()),
+    "resident_runs_kv": ("resident", True, ("kv0",)),
+    "resident_runs_w": ("resident", True, ("w0",)),
+    "host": ("host", False, ()),
 }
-"""What drives, whether in runs, and whether the device gets what is behind a lane's step before that has ended, as ever
-but in the ways `apart`."""
+"""What drives, whether in runs, and whose devices get what is behind a lane's step before that has ended."""
 
 TARGETS = {"host": {"qwen3-30b-a3b": 7.0}, "resident": {"qwen3-30b-a3b": 2.6}}
 
@@ -106,9 +107,9 @@ class Bench:
         print(f"{name}: drawn after {time.perf_counter() - begin_s:.1f} s", flush=True)
         tokens: list[int] = []
         for way in self.options.ways.split(","):
-            control, is_run, goes_ahead = WAYS[way]
+            control, is_run, ahead = WAYS[way]
             steps = self.steps if is_run else 1
-            ranks = self.ranks(control, goes_ahead)
+            ranks = self.ranks(control, ahead)
             found = self.one_lane(ranks, name, way, steps)
             tokens = tokens or found
             same = sum(a == b for a, b in zip(tokens, found, strict=True))
@@ -121,7 +122,7 @@ class Bench:
             gc.collect()  # now: what frees device memory waits for the device, which may wait for this thread
         self.add_gaps(name)
 
-    def ranks(self, control: Control, goes_ahead: bool) -> DrivenRanks:
+    def ranks(self, control: Control, ahead: tuple[str, ...]) -> DrivenRanks:
         kernels: tuple[Any, Any] = self.kernels
         if control == "resident" and self.options.gpus == 1:
             whole, server_sms = self.kernels[0], self.options.server_sms
@@ -135,7 +136,7 @@ class Bench:
             self.arena,
             control,
             num_lanes=2,
-            goes_ahead=goes_ahead,
+            ahead=ahead,
         )
 
     def add_gaps(self, name: str) -> None:
@@ -225,8 +226,14 @@ class Bench:
         rate = (len(moments) - 2 * edge) / (moments[-edge] - moments[edge])
         same = sum(a == b for a, b in zip(tokens, lanes[0][1].tokens, strict=False))
         self.report.metric(f"two_lanes_tokens_per_s.{name}.{way}", rate)
+        learned = [ranks.step_ms(lane) for lane in range(2)] if steps > 1 else []
+        for lane, step_ms in enumerate(learned):
+            self.report.metric(f"two_lanes_step_ms.{name}.{way}.{lane}", step_ms, note="within runs")
         self.report.metric(f"two_lanes_same_tokens.{name}.{way}", same, limit=count, note="the first lane's, as alone")
-        print(f"  two lanes: {rate:.0f} tokens/s, {same} of {count} tokens as alone", flush=True)
+        print(
+            f"  two lanes: {rate:.0f} tokens/s, {same} of {count} tokens as alone, steps within runs {learned} ms",
+            flush=True,
+        )
 
 
 def main() -> None:

@@ -1,10 +1,12 @@
 """What do the hosts of two ranks take of a core while a lane decodes in runs that its devices take by themselves?
 
     python -m benchmarks.bench_host_cpu [--step-ms 2.5] [--steps 8] [--ways device] [--out DIRECTORY]
+    python -m benchmarks.bench_host_cpu --model deepseek-v2-lite --context 4096 --steps 21 --ways device
 
-A device is a clock here: a run of steps has ended so far as time has passed since its records were written. Everything
-else is real: loops of ranks and hosts in threads of their own, sockets, doorbells, records, commits. No GPU is needed,
-and none of a driver's calls is in the figures. Times are those of the hosts' threads alone.
+A device is a clock in the first form: a run of steps has ended so far as time has passed since its records were
+written. Everything else is real: loops of ranks, hosts in threads of their own, sockets, doorbells, records, commits.
+No GPU is needed, and none of a driver's calls is in the figures. In the second both ranks have a part of one GPU. Times
+are those of the hosts' threads alone.
 """
 
 from __future__ import annotations
@@ -15,17 +17,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.ranks.clocked import PAGE_TOKENS, ClockedAttention, ClockedFFN, Hosted
+from benchmarks.ranks.clocked import clocked_ranks
+from benchmarks.ranks.hosted import Hosted
 from benchmarks.report import RESULTS, Report
 from crosspool.cluster import messages
-from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.doorbell import Board, Doorbell
 from crosspool.cluster.region import ArrayRegion
-from crosspool.cluster.worker import RankWorker
 from crosspool.core import SamplingParams
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow
 
-CONTEXT = 256
 LANE_TOKENS_PER_S = 400
 CORE_LIMIT = 5.0
 
@@ -36,46 +36,39 @@ class Lane:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._board, self._bells = Board(ArrayRegion(Board.num_bytes(2))), [Doorbell.create() for _ in range(3)]
-        step_s = options.step_ms / 1e3
-        attention, ffn = ClockedAttention(step_s), ClockedFFN(step_s)
-        is_ahead = options.steps_ahead == "device"
-        workers = {
-            "kv0": RankWorker(attention_worker=attention, links=attention, ahead=attention if is_ahead else None),
-            "w0": RankWorker(ffn_worker=ffn, links=ffn, ahead=ffn if is_ahead else None),
-        }
+        is_ahead, num_tokens = options.steps_ahead == "device", options.context + options.tokens + options.steps
+        if options.model:
+            from benchmarks.ranks.hosted_on_gpu import ranks_on_one_gpu
+
+            ranks = ranks_on_one_gpu(options.model, options.server_sms, num_tokens, is_ahead=is_ahead)
+        else:
+            ranks = clocked_ranks(options.step_ms / 1e3, num_tokens, is_ahead=is_ahead)
+        self._pages = ranks.pages
         self.hosts = {
             name: Hosted(number, name, worker, self._board, self._bells)
-            for number, (name, worker) in enumerate(workers.items())
+            for number, (name, worker) in enumerate(ranks.workers.items())
         }
-        placement = ModelPlacement(
-            name="m",
-            directory=Path("."),
-            hidden_size=64,
-            kv_rank="kv0",
-            weights_ranks=("w0",),
-            page_tokens=PAGE_TOKENS,
-            frame_bytes=1 << 21,
-        )
         for host, peer in zip(self.hosts.values(), ("w0", "kv0"), strict=True):
-            host.send(messages.OpenChannels(0, peer, 64, ArrayRegion(1 << 12)))
-            host.send(messages.AddModel(placement, 1))
-        self._seq, self._cached, self._flying = 0, CONTEXT, 0
+            host.send(messages.OpenChannels(0, peer, ranks.capacity, ranks.region))
+            host.send(messages.AddModel(ranks.placement, 1))
+        self._seq, self._cached, self._flying = 0, options.context, 0
 
     def _submit(self) -> None:
         self._seq += 1
         steps = self._options.steps
         header = StepHeader(lane=0, model="m", step_seq=self._seq, phase="decode", num_tokens=1, num_steps=steps)
         is_first = self._seq == 1
-        pages = tuple((number + 1,) for number in range((CONTEXT + self._options.tokens + steps) // PAGE_TOKENS + 2))
         row = StepRow(
             sequence_id=1,
             token_ids=(5,) if is_first else None,
             num_cached_tokens=self._cached,
             num_new_tokens=1,
-            new_pages=pages if is_first else (),
+            new_pages=self._pages if is_first else (),
         )
         sampling = SamplingParams(max_tokens=1 << 20, temperature=0.0)
-        new = NewSequence(sequence_id=1, prompt_token_ids=(3,) * (CONTEXT + 1), output_token_ids=(), sampling=sampling)
+        new = NewSequence(
+            sequence_id=1, prompt_token_ids=(3,) * (self._options.context + 1), output_token_ids=(), sampling=sampling
+        )
         self._cached += steps
         behind = self._seq - 1 if self._flying else 0
         self.hosts["w0"].send(messages.Step(header, behind))
@@ -129,7 +122,11 @@ def measure(options: argparse.Namespace, report: Report) -> None:
     share = 100 * LANE_TOKENS_PER_S * sum(used.values()) / counted
     note = f"both ranks, at {LANE_TOKENS_PER_S} tokens/s"
     report.metric(f"host_core_percent.lane.{way}", share, limit=CORE_LIMIT, note=note)
-    report.metric(f"ms_per_token.{way}", 1e3 * wall_s / counted, note=f"the device's alone: {options.step_ms:g}")
+    report.metric(
+        f"ms_per_token.{way}",
+        1e3 * wall_s / counted,
+        note="" if options.model else f"the device's alone: {options.step_ms:g}",
+    )
     report.samples(f"told_every_ms.{way}", between_ms)
 
 
@@ -139,13 +136,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of a run")
     parser.add_argument("--ways", default="host,device", help="where a lane's next run waits: --steps-ahead")
     parser.add_argument("--tokens", type=int, default=1600)
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--model", default="", help="on one GPU, in place of a clock: a name of `full_models`")
+    parser.add_argument("--server-sms", type=int, default=92, help="multiprocessors of the server beside attention")
+    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
+    parser.add_argument("--name", default="host_cpu", help="of the result")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    config = {"step_ms": options.step_ms, "steps_of_a_run": options.steps, "tokens": options.tokens, "batch": 1}
-    report = Report("host_cpu", hardware="cpu", config=config, seed=0)
+    config = {"steps_of_a_run": options.steps, "tokens": options.tokens, "batch": 1, "context": options.context}
+    config |= (
+        {"model": options.model, "server_sms": options.server_sms} if options.model else {"step_ms": options.step_ms}
+    )
+    origin = {"commit": options.commit} if options.commit else {}
+    report = Report(options.name, hardware="h200" if options.model else "cpu", config=config, seed=0, origin=origin)
+    on = f"{options.model} on one GPU, driver calls included" if options.model else "a clock in place of the GPUs"
     report.summary = (
-        "Processor time of two ranks' hosts while one lane decodes in runs, with a clock in place of the GPUs: no "
-        "driver call is in it. Both hosts, and the thread in the engine's place, are in one process and share a lock."
+        f"Processor time of two ranks' hosts while one lane decodes in runs: {on}. Both hosts, and the thread in the "
+        "engine's place, are in one process and share a lock."
     )
     for way in options.ways.split(","):
         measure(argparse.Namespace(**vars(options), steps_ahead=way), report)

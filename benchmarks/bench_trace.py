@@ -127,7 +127,7 @@ class Bench:
             self.arena,
             control,
             num_lanes=1,
-            goes_ahead=False,
+            ahead=(),
         )
         sequence = ranks.sequence(CONTEXT)
         ranks.submit(ranks.begin(0, sequence))

@@ -1,16 +1,16 @@
-"""Ranks whose devices are clocks, each with its host in a thread; loops, sockets, records and commits are real."""
+"""Ranks whose devices are clocks; records and commits are real."""
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.ranks.hosted import RanksOfALane
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH
 from crosspool.backends.cuda.steps.batch import Batch
@@ -18,22 +18,14 @@ from crosspool.backends.cuda.steps.decode_run import places, push_run, read_end,
 from crosspool.backends.cuda.steps.lane import LaneIdle
 from crosspool.backends.cuda.steps.lane_memory import DONE, LaneMemory, RunPlace, WaitRule
 from crosspool.backends.sequences.sequence import Sequence
-from crosspool.cluster import messages
 from crosspool.cluster.base import ModelPlacement
-from crosspool.cluster.control import ControlSocket
-from crosspool.cluster.doorbell import Board, Doorbell, ringer
-from crosspool.cluster.host_loop import HostLoop
-from crosspool.cluster.messages import FromRank, ToRank
 from crosspool.cluster.rank_halves import header_of
-from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
-from crosspool.cluster.rank_process import SocketInbox
+from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.worker import RankWorker
 from crosspool.core import SampledToken
-from crosspool.scheduler.order import ORDER_POLICIES
 from crosspool.scheduler.step import StepDescriptor, StepHeader, epoch, run_over
 
 LAYERS, PAGE_TOKENS = 48, 256
-SPIN_US = 200.0
 
 
 class ClockedLane(LaneMemory):
@@ -149,39 +141,25 @@ class ClockedFFN(ClockedWorker):
         self.lane.nears_end = False
 
 
-class Hosted:
-    """One rank's host in a thread, and the parent's end of its socket."""
-
-    def __init__(self, number: int, name: str, worker: RankWorker, board: Board, bells: list[Doorbell]) -> None:
-        ours, theirs = socket.socketpair()
-        self._number, self._name, self._board, self._bell = number, name, board, bells[number]
-        self.control: ControlSocket[FromRank, ToRank] = ControlSocket(ours)
-        inbox = SocketInbox(ControlSocket(theirs))
-        parent = len(bells) - 1
-        inbox.watch(board, number, ringer(bells[parent], board, parent))
-        around = RankSurroundings(
-            emit=inbox.answer(name),
-            ring=lambda peer: lambda: None,
-            wake=self._bell.ring,
-            clock=time.perf_counter,
-            order=ORDER_POLICIES["priority"],
-            step_deadline_s=5.0,
-            start=lambda run, name: run(),
-        )
-        self._host = HostLoop([RankLoop(name, worker, around)], inbox, self._bell, board, number, SPIN_US)
-        self._thread = threading.Thread(target=self._host.run)
-        self._thread.start()
-
-    def send(self, message: ToRank) -> None:
-        self.control.queue((self._name, message))
-        self._board.add_post(self._number)
-
-    def cpu_s(self) -> float:
-        """Processor time of its thread so far."""
-        assert self._thread.ident is not None
-        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
-
-    def end(self) -> None:
-        self.send(messages.Stop())
-        self._bell.ring()
-        self._thread.join()
+def clocked_ranks(step_s: float, num_tokens: int, *, is_ahead: bool) -> RanksOfALane:
+    """Room for one sequence of so many tokens."""
+    attention, ffn = ClockedAttention(step_s), ClockedFFN(step_s)
+    placement = ModelPlacement(
+        name="m",
+        directory=Path("."),
+        hidden_size=64,
+        kv_rank="kv0",
+        weights_ranks=("w0",),
+        page_tokens=PAGE_TOKENS,
+        frame_bytes=1 << 21,
+    )
+    return RanksOfALane(
+        workers={
+            "kv0": RankWorker(attention_worker=attention, links=attention, ahead=attention if is_ahead else None),
+            "w0": RankWorker(ffn_worker=ffn, links=ffn, ahead=ffn if is_ahead else None),
+        },
+        placement=placement,
+        capacity=64,
+        region=ArrayRegion(1 << 12),
+        pages=tuple((page + 1,) for page in range(num_tokens // PAGE_TOKENS + 2)),
+    )

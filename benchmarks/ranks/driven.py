@@ -19,7 +19,7 @@ from crosspool.backends.cuda.kv_rank.kv_worker import CudaAttentionWorker
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.loading.weights import AttentionWeights
 from crosspool.backends.cuda.steps.lane import on_device
-from crosspool.backends.cuda.steps.lane_memory import WaitRule
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule
 from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker
 from crosspool.cluster import messages
 from crosspool.cluster.base import ModelPlacement
@@ -38,6 +38,7 @@ from crosspool.units import MiB, ceil_div
 PAGE_TOKENS = 256
 MAX_ROWS = 32
 STEP_DEADLINE_S = 5.0
+RANKS = ("kv0", "w0")
 
 
 class ReadyKV(CudaAttentionWorker):
@@ -47,6 +48,9 @@ class ReadyKV(CudaAttentionWorker):
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
         self.add_weights(placement, *self.ready, 0)
+
+    def lane_memory(self, lane: int) -> LaneMemory:
+        return self._lanes[lane].memory
 
 
 class ReadyFFN(CudaFFNWorker):
@@ -84,22 +88,27 @@ class DrivenRanks:
         control: Control,
         num_lanes: int = 2,
         *,
-        goes_ahead: bool = True,
+        ahead: Sequence[str] = RANKS,
     ) -> None:
-        """goes_ahead: the device gets a step while it is at the lane's one before."""
+        """ahead: ranks whose devices get a step while they are at the lane's one before."""
         numbers = {rank: device.index or 0 for rank, device in zip(("kv0", "w0"), devices, strict=True)}
         rule = WaitRule(deadline_s=0.8 * STEP_DEADLINE_S)
         sites = [Site(rank, device, Driver(rank), numbers, None) for rank, device in zip(numbers, devices, strict=True)]
         kv = ReadyKV(
-            sites[0], kernels[0], rule, ArenaFrames(arena), is_host_driven=control == "host", goes_ahead=goes_ahead
+            sites[0], kernels[0], rule, ArenaFrames(arena), is_host_driven=control == "host", goes_ahead="kv0" in ahead
         )
-        ffn = ReadyFFN(sites[1], kernels[1], rule, control=control, goes_ahead=goes_ahead)
+        ffn = ReadyFFN(sites[1], kernels[1], rule, control=control, goes_ahead="w0" in ahead)
         kv.ready, ffn.ready = (spec, attention), (spec, layers)
+        self._kv = kv
         self.geometry: PageGeometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
         self._devices = dict(zip(("kv0", "w0"), devices, strict=True))
         self.ended: deque[messages.FromRank] = deque()
-        self._loops = [self._loop("kv0", RankWorker(attention_worker=kv, links=kv, ahead=kv if goes_ahead else None))]
-        self._loops.append(self._loop("w0", RankWorker(ffn_worker=ffn, links=ffn, ahead=ffn if goes_ahead else None)))
+        self._loops = [
+            self._loop("kv0", RankWorker(attention_worker=kv, links=kv, ahead=kv if "kv0" in ahead else None))
+        ]
+        self._loops.append(
+            self._loop("w0", RankWorker(ffn_worker=ffn, links=ffn, ahead=ffn if "w0" in ahead else None))
+        )
         placement = ModelPlacement(
             name="model",
             directory=Path("."),
@@ -153,6 +162,10 @@ class DrivenRanks:
     def may_nap(self) -> bool:
         """Whether all that the ranks wait for goes on without a host."""
         return min(loop.nap_s() for loop in self._loops) > 0
+
+    def step_ms(self, lane: int) -> float:
+        """How long a step of the lane's runs takes by itself, as its host has learned: no gap between runs is in it."""
+        return 1e3 * self._kv.lane_memory(lane).pace_of("model", 1).step_s
 
     def sequence(self, context: int, slot: int = 0, stop_ids: tuple[int, ...] = ()) -> Sequence_:
         """A sequence whose cache holds `context` - 1 tokens of whatever lies in the arena; slots must not overlap."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from crosspool.units import ceil_div
 
-TELL_S = 0.016
+TELL_S = 0.02
 """How much of a run is read and told at once: so late a token may come."""
 
 EARLY, LATE = 0.01, 0.03
