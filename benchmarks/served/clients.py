@@ -87,12 +87,27 @@ class Clients:
                 answer.error = f"{type(failure).__name__}: {failure}"
                 return answer
 
+    async def likely(self, model: str, prompt_ids: Sequence[int]) -> dict[str, float]:
+        """The likeliest words after a prompt, with the logarithms of their probabilities."""
+        reply = await self._client.completions.create(
+            model=model,
+            prompt="",
+            max_tokens=1,
+            temperature=0,
+            logprobs=5,
+            extra_body={"ignore_eos": True, "prompt": list(prompt_ids)},
+        )
+        found = reply.choices[0].logprobs
+        assert found is not None, reply
+        assert found.top_logprobs is not None, reply
+        return {word.strip(): value for word, value in found.top_logprobs[0].items()}
+
 
 def plans(names: Sequence[str], count: int, max_tokens: int) -> Iterator[tuple[str, int, int, int]]:
-    """(model, seed, prompt tokens, answer tokens) of `count` requests: short and long prompts in turn."""
+    """(model, seed, prompt tokens, answer tokens) of `count` requests: models in turn, and lengths in turn for each."""
     sizes = (20, 700, 30, 3000, 28, 1500)
     for number in range(count):
-        yield names[number % len(names)], 1000 + number, sizes[number % len(sizes)], max_tokens
+        yield names[number % len(names)], 1000 + number, sizes[(number // len(names)) % len(sizes)], max_tokens
 
 
 class ClientApart:

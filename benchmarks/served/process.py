@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,17 @@ class ServedProcess:
     """`crosspool serve` in a process of its own."""
 
     def __init__(
-        self, models: Sequence[str], kv_bytes: str, log: Path, more: Sequence[str] = (), parent: Path | None = None
+        self,
+        models: Sequence[str],
+        kv_bytes: str,
+        log: Path,
+        more: Sequence[str] = (),
+        parent: Path | None = None,
+        num_layers: int | None = None,
     ) -> None:
-        """parent: the directory of the models' checkpoints; None: random weights."""
+        """parent: the directory of the models' checkpoints; None: random weights. num_layers: of these; None: all."""
         directory = parent or Path(tempfile.mkdtemp())
-        paths = [str(directory / name if parent else write_model_dir(directory, name)) for name in models]
+        paths = [str(directory / name if parent else write_model_dir(directory, name, num_layers)) for name in models]
         self._log = log.open("wb")
         command = [sys.executable, "-m", "crosspool", "serve", *paths, "--backend", "cuda"]
         command += ["--weights", "checkpoint" if parent else "random"]
@@ -69,12 +75,13 @@ class ServedProcess:
                 time.sleep(0.2)
 
     def rank_pid(self, rank: str) -> int:
-        """The process of a rank: its command line ends with the rank's name."""
+        """The process of a rank: a descendant of the server whose command line has the rank's name."""
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 words = path.read_bytes().split(b"\0")
-                if b"crosspool.cluster.rank_process" in words and rank.encode() in words:
-                    return int(path.parent.name)
+                is_rank = b"crosspool.cluster.rank_process" in words and rank.encode() in words
+                if is_rank and self.process.pid in ancestors(pid := int(path.parent.name)):
+                    return pid
         raise RuntimeError(f"no process of {rank}")
 
     def close(self) -> None:
@@ -84,3 +91,11 @@ class ServedProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
         self._log.close()
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """Parents of a process, the nearest first. Raises OSError for one that has ended."""
+    while pid > 1:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        pid = int(stat.rpartition(")")[2].split()[1])
+        yield pid
