@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 from crosspool.models.directory import read_model_dir
-from crosspool.weights_pool.checkpoint import STORED_DTYPES, Checkpoint
-from crosspool.weights_pool.extents import GAP_BYTES, ITEM_BYTES, ExtentReader, extents, joined, shortened
+from crosspool.weights_pool.checkpoint import ITEM_BYTES, STORED_DTYPES, Checkpoint
+from crosspool.weights_pool.extents import GAP_BYTES, ExtentReader, extents, joined, part_of, shortened
 from crosspool.weights_pool.loader import payload_bytes, plan_load, reads
 from tests.support.tiny_models import write_tiny_model
+
+
+def parts_of(checkpoint, wanted):
+    return [part_of(checkpoint, read) for read in wanted]
 
 
 def check_place(part, expected):
@@ -31,7 +35,7 @@ def test_the_bytes_of_every_part_are_its_region(tmp_path, family, num_slices, fu
     directory = read_model_dir(write_tiny_model(tmp_path, family, seed=3, fused=fused, num_shards=2, tokenizer=False))
     with Checkpoint(directory.path) as checkpoint:
         wanted = list(reads(checkpoint, plan_load(checkpoint, directory, "weights", num_slices - 1, num_slices)))
-        found = extents(checkpoint, wanted, max_bytes)
+        found = extents(parts_of(checkpoint, wanted), max_bytes)
         assert sorted(map(id, wanted)) == sorted(id(part.read) for extent in found for part in extent.parts)
         for extent in found:
             assert extent.num_bytes <= max_bytes or len(extent.parts) == 1
@@ -52,7 +56,7 @@ def test_side_by_side_reads_are_one_extent_and_far_ones_are_not(tmp_path):
     directory = read_model_dir(write_tiny_model(tmp_path, "qwen3_moe", seed=3, tokenizer=False))
     with Checkpoint(directory.path) as checkpoint:
         wanted = list(reads(checkpoint, plan_load(checkpoint, directory, "weights")))
-        found = extents(checkpoint, wanted)
+        found = extents(parts_of(checkpoint, wanted))
         assert len(found) < len(wanted) / 4
         for before, after in pairwise(found):
             assert before.file != after.file or after.start - before.stop > GAP_BYTES
@@ -62,7 +66,7 @@ def test_neighbours_in_file_and_destination_are_joined_and_keep_every_byte(tmp_p
     directory = read_model_dir(write_tiny_model(tmp_path, "qwen3_moe", seed=3, tokenizer=False))
     with Checkpoint(directory.path) as checkpoint:
         wanted = list(reads(checkpoint, plan_load(checkpoint, directory, "weights")))
-        (extent, *_) = extents(checkpoint, wanted)
+        (extent, *_) = extents(parts_of(checkpoint, wanted))
     parts = joined(extent, lambda part: True).parts
     assert len(parts) < len(extent.parts), "gate and up of an expert lie side by side in both"
     assert joined(extent, lambda part: False) == extent
@@ -87,7 +91,7 @@ def test_a_shortened_extent_names_the_same_bytes_and_elements(tmp_path, num_slic
         wanted = list(reads(checkpoint, plan))
         assert payload_bytes(checkpoint, plan) == sum(read.num_bytes for read in wanted)
         num_cut = 0
-        for extent in extents(checkpoint, wanted, max_bytes):
+        for extent in extents(parts_of(checkpoint, wanted), max_bytes):
             pieces = list(shortened(extent, lambda part: True, max_bytes))
             if len(extent.parts) > 1 or extent.parts[0].at is None or extent.num_bytes <= max_bytes:
                 assert pieces == [extent]

@@ -31,6 +31,8 @@ SINGLE_NAME = "model.safetensors"
 STORED_DTYPES: Mapping[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 """Dtypes a weight may be stored in, by their safetensors names."""
 
+ITEM_BYTES = {name: np.dtype(dtype).itemsize for name, dtype in STORED_DTYPES.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -129,21 +131,18 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         text = stream.read(length)
     try:
         entries = json.loads(text)
-        tensors = {
-            name: StoredTensor(
-                file,
-                str(entry["dtype"]),
-                tuple(int(extent) for extent in entry["shape"]),
-                8 + length + int(entry["data_offsets"][0]),
-            )
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-        ends = [int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"]
-        spans = {name: entries[name]["data_offsets"][1] - entries[name]["data_offsets"][0] for name in tensors}
+        entries.pop("__metadata__", None)
+        tensors: dict[str, StoredTensor] = {}
+        spans: dict[str, int] = {}
+        last = 0
+        for name, entry in entries.items():
+            begin, end = map(int, entry["data_offsets"])
+            shape = tuple(map(int, entry["shape"]))
+            tensors[name] = StoredTensor(file, str(entry["dtype"]), shape, 8 + length + begin)
+            spans[name], last = end - begin, max(last, end)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{file}: its safetensors header is damaged ({error!r})") from error
-    promised = 8 + length + max(ends, default=0)
+    promised = 8 + length + last
     if promised != size:
         verdict = "missing: incomplete download?" if promised > size else "too many"
         raise CheckpointError(
@@ -156,8 +155,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _check_span(name: str, tensor: StoredTensor, span: int) -> None:
-    dtype = STORED_DTYPES.get(tensor.dtype)
-    if dtype is not None and prod(tensor.shape) * np.dtype(dtype).itemsize != span:
+    item_bytes = ITEM_BYTES.get(tensor.dtype)
+    if item_bytes is not None and prod(tensor.shape) * item_bytes != span:
         raise CheckpointError(
             f"{tensor.file}: {name} of shape {list(tensor.shape)} in {tensor.dtype} cannot take {span} bytes"
         )

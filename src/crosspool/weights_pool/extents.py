@@ -8,20 +8,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 
-import numpy as np
-
 from crosspool.errors import CheckpointError
-from crosspool.weights_pool.checkpoint import STORED_DTYPES, Checkpoint
+from crosspool.weights_pool.checkpoint import ITEM_BYTES, Checkpoint
 from crosspool.weights_pool.loader import Read
 from crosspool.weights_pool.regions import Index
 
-EXTENT_BYTES = 4 * 1024 * 1024
+EXTENT_BYTES = 8 * 1024 * 1024
 GAP_BYTES = 256 * 1024
 """Bytes between two reads that are read along with them."""
-
-ITEM_BYTES = {name: np.dtype(dtype).itemsize for name, dtype in STORED_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +28,7 @@ class Part:
     at: where its elements go side by side, in elements from the destination's first; None: they must be arranged.
     """
 
+    file: Path
     read: Read
     dtype: str  # as stored
     start: int
@@ -55,23 +53,23 @@ class Extent:
         return self.stop - self.start
 
 
-def extents(checkpoint: Checkpoint, reads: Iterable[Read], max_bytes: int = EXTENT_BYTES) -> list[Extent]:
-    """All reads, in the order of files and bytes. Only an extent of one read may be longer than `max_bytes`."""
+def extents(parts: Iterable[Part], max_bytes: int = EXTENT_BYTES) -> list[Extent]:
+    """All parts, in the order of files and bytes. Only an extent of one part may be longer than `max_bytes`."""
     by_file: dict[Path, list[Part]] = {}
-    for read in reads:
-        by_file.setdefault(checkpoint.tensors[read.source].file, []).append(part_of(checkpoint, read))
+    for part in parts:
+        by_file.setdefault(part.file, []).append(part)
     found: list[Extent] = []
     for file, located in by_file.items():
-        located.sort(key=lambda part: (part.start, part.stop))
-        start, stop, parts = located[0].start, located[0].stop, [located[0]]
+        located.sort(key=attrgetter("start", "stop"))
+        start, stop, members = located[0].start, located[0].stop, [located[0]]
         for part in located[1:]:
             if part.start - stop <= GAP_BYTES and max(stop, part.stop) - start <= max_bytes:
                 stop = max(stop, part.stop)
-                parts.append(part)
+                members.append(part)
                 continue
-            found.append(_extent(file, start, stop, parts))
-            start, stop, parts = part.start, part.stop, [part]
-        found.append(_extent(file, start, stop, parts))
+            found.append(_extent(file, start, stop, members))
+            start, stop, members = part.start, part.stop, [part]
+        found.append(_extent(file, start, stop, members))
     return found
 
 
@@ -89,7 +87,7 @@ def part_of(checkpoint: Checkpoint, read: Read) -> Part:
         begin, end, count, _ = bounds(read.destination.shape, region.index)
         at = begin if end + 1 - begin == count else None
     start, stop = stored.begin + first * item_bytes, stored.begin + (last + 1) * item_bytes
-    return Part(read, stored.dtype, start, stop, shape, strides_of(stored.shape), at)
+    return Part(stored.file, read, stored.dtype, start, stop, shape, strides_of(stored.shape), at)
 
 
 def bounds(shape: tuple[int, ...], index: Index) -> tuple[int, int, int, tuple[int, ...]]:

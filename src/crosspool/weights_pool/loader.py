@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from crosspool.backends.base import Progress
 from crosspool.models.directory import ModelDirectory
+from crosspool.models.families.family import Source
 from crosspool.models.tensors import FLOAT32_TENSORS, Pool, TensorSpec
-from crosspool.weights_pool.checkpoint import STORED_DTYPES, Checkpoint
+from crosspool.weights_pool.checkpoint import ITEM_BYTES, Checkpoint
 from crosspool.weights_pool.inventory import Inventory, take_inventory
 from crosspool.weights_pool.placement import IntermediateSlice, intermediate_slices
 from crosspool.weights_pool.regions import Index, Region, destination_shape, intermediate_width, regions
@@ -170,15 +171,28 @@ def iter_pieces(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[Piece]:
 def reads(checkpoint: Checkpoint, plan: LoadPlan, max_elements: int | None = None) -> Iterator[Read]:
     """Every read of a plan, in execution order; whole matrices by rows of at most `max_elements` (PIECE_ELEMENTS)."""
     for destination in plan.destinations:
-        if destination.is_zero:
-            continue
-        width = intermediate_width(destination.tensor)
-        part = None if width is None else plan.parts[width]
-        for source in plan.inventory.sources[destination.tensor]:
-            element_bytes = np.dtype(STORED_DTYPES[checkpoint.tensors[source.name].dtype]).itemsize
-            for region in regions(source, part, max_elements or PIECE_ELEMENTS):
-                num_bytes = element_bytes * _elements(destination.shape, region.index)
-                yield Read(destination, source.name, region, num_bytes)
+        for source in sources_of(plan, destination):
+            yield from reads_of(checkpoint, plan, destination, source, max_elements)
+
+
+def sources_of(plan: LoadPlan, destination: Destination) -> tuple[Source, ...]:
+    """What a destination is read from; nothing where it is zero."""
+    return () if destination.is_zero else tuple(plan.inventory.sources[destination.tensor])
+
+
+def reads_of(
+    checkpoint: Checkpoint,
+    plan: LoadPlan,
+    destination: Destination,
+    source: Source,
+    max_elements: int | None = None,
+) -> Iterator[Read]:
+    """The reads of one stored tensor, as `reads` gives them."""
+    width = intermediate_width(destination.tensor)
+    part = None if width is None else plan.parts[width]
+    element_bytes = ITEM_BYTES[checkpoint.tensors[source.name].dtype]
+    for region in regions(source, part, max_elements or PIECE_ELEMENTS):
+        yield Read(destination, source.name, region, element_bytes * _elements(destination.shape, region.index))
 
 
 def payload_bytes(checkpoint: Checkpoint, plan: LoadPlan) -> int:
@@ -187,7 +201,7 @@ def payload_bytes(checkpoint: Checkpoint, plan: LoadPlan) -> int:
     for destination in plan.destinations:
         if not destination.is_zero:
             stored = checkpoint.tensors[plan.inventory.sources[destination.tensor][0].name]
-            total += prod(destination.shape) * np.dtype(STORED_DTYPES[stored.dtype]).itemsize
+            total += prod(destination.shape) * ITEM_BYTES[stored.dtype]
     return total
 
 

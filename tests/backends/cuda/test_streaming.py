@@ -17,7 +17,7 @@ from tests.support.tiny_models import write_tiny_model
 
 torch = pytest.importorskip("torch")
 from crosspool.backends.cuda.loading import streaming  # noqa: E402
-from crosspool.backends.cuda.loading.streaming import stream_share  # noqa: E402
+from crosspool.backends.cuda.loading.streaming import ahead, stream_share  # noqa: E402
 
 pytestmark = pytest.mark.judge
 CPU = torch.device("cpu")
@@ -92,8 +92,8 @@ def test_a_load_that_is_given_up_or_meets_an_error_ends(tmp_path, monkeypatch):
 
     whole = extents.extents
 
-    def late(checkpoint, reads, max_bytes):
-        found = whole(checkpoint, reads, max_bytes)
+    def late(parts, max_bytes):
+        found = whole(parts, max_bytes)
         with found[-1].file.open("r+b") as file:
             file.truncate(found[-1].start + 1)
         return found
@@ -107,11 +107,11 @@ def test_the_first_layer_is_on_its_way_while_the_others_are_planned(tmp_path, mo
     directory = read_model_dir(write_tiny_model(tmp_path, "qwen3_moe", seed=5, dtype="bfloat16", tokenizer=False))
     whole, is_copied, num_planned = extents.extents, [], 0
 
-    def planned(checkpoint, reads, max_bytes):
+    def planned(parts, max_bytes):
         nonlocal num_planned
         num_planned += 1
         assert num_planned < directory.spec.num_layers or is_copied, "nothing was copied before the plan was whole"
-        return whole(checkpoint, reads, max_bytes)
+        return whole(parts, max_bytes)
 
     def copier(device, stream):
         def copy(to, source, num_bytes):
@@ -124,3 +124,19 @@ def test_the_first_layer_is_on_its_way_while_the_others_are_planned(tmp_path, mo
     monkeypatch.setattr(streaming, "_copier", copier)
     stream_share(directory, "weights", CPU, ignore, num_readers=1, extent_bytes=2048)
     assert num_planned == directory.spec.num_layers > 1
+
+
+def test_a_plan_is_made_bit_by_bit_while_the_one_before_goes_out():
+    made = []
+
+    def plans():
+        for layer in range(3):
+            for part in range(4):
+                made.append((layer, part))
+                yield None
+            yield [f"{layer}.{number}" for number in range(4)]
+
+    gone = ahead(plans())
+    assert [next(gone), len(made)] == ["0.0", 5], "one bit of the second layer"
+    assert [next(gone), len(made)] == ["0.1", 6]
+    assert list(gone) == ["0.2", "0.3", *(f"{layer}.{number}" for layer in (1, 2) for number in range(4))]

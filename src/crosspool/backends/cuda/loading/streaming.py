@@ -1,8 +1,9 @@
 """A rank's share of a checkpoint, streamed to its device.
 
-Processes read extents of the files into pinned memory (`weights_pool/readers.py`), and one thread plans them, layer by
-layer, and enqueues the copies from there: so the first layers are on their way while the rest is planned. An extent is
-so small that the buffers of all readers stay in the processor's caches: those of 16 MiB go through main memory.
+Processes read extents of the files into pinned memory (`weights_pool/readers.py`), and one thread plans them and
+enqueues the copies from there (`moving.py`). What is under way keeps the bus busy for two milliseconds, so that thread
+may never be away for longer: between two extents of a layer it plans a few parts of the next one. An extent is so small
+that the buffers of all readers stay in the processor's caches: those of 16 MiB go through main memory.
 """
 
 import ctypes
@@ -10,39 +11,29 @@ import gc
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import replace
+from itertools import chain, groupby
 from typing import Any
 
 import torch
 
 from crosspool.backends.base import Progress
+from crosspool.backends.cuda.loading.moving import Moving, pin
 from crosspool.models.directory import ModelDirectory
 from crosspool.models.tensors import FLOAT32_TENSORS, Pool
-from crosspool.weights_pool.checkpoint import Checkpoint
-from crosspool.weights_pool.extents import (
-    EXTENT_BYTES,
-    ITEM_BYTES,
-    Extent,
-    ExtentReader,
-    Part,
-    extents,
-    joined,
-    shortened,
-)
-from crosspool.weights_pool.loader import payload_bytes, plan_load, reads
-from crosspool.weights_pool.readers import BUFFERS_EACH, Readers
+from crosspool.weights_pool.checkpoint import ITEM_BYTES, Checkpoint
+from crosspool.weights_pool.extents import EXTENT_BYTES, Extent, Part, extents, joined, shortened
+from crosspool.weights_pool.loader import payload_bytes, plan_load
+from crosspool.weights_pool.parts import parts
+from crosspool.weights_pool.readers import Readers
 
 Tensors = dict[str, torch.Tensor]
 Copy = Callable[[int, int, int], None]
 """(to address, from address, bytes): enqueued on a stream."""
 Room = Callable[[int | None, tuple[int, ...], torch.dtype], torch.Tensor]
 """(layer, shape, dtype): zeroed memory for a tensor."""
-Place = Callable[[Extent, torch.Tensor], None]
-"""Enqueues the copies of an extent whose bytes are at the beginning of a block of host memory."""
-
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 NUM_READERS = 16
@@ -53,6 +44,9 @@ BUFFER_FACTOR = 1.5
 
 NUM_MOVERS = 4
 """Threads that copy where the device is the host: a copy engine is none of them."""
+
+PARTS_AT_ONCE = 2
+"""Parts of the next layer that are planned between two extents: about as many as an extent has."""
 
 
 def stream_share(
@@ -82,7 +76,7 @@ def stream_share(
     def holder(layer: int | None) -> Tensors:
         return model if layer is None else layers[layer]
 
-    def work() -> Iterator[Extent]:
+    def plans() -> Iterator[list[Extent] | None]:
         nonlocal total
         with Checkpoint(directory.path) as checkpoint:
             plan = plan_load(checkpoint, directory, pool, slice_index, num_slices, shares, also=also)
@@ -98,8 +92,13 @@ def stream_share(
                     holder(layer)[name] = make(destination.shape, dtype=_dtype(name), device=device)
                 if device.type == "cuda":
                     torch.cuda.current_stream(device).synchronize()  # memory freed just now may still be in use there
-                for extent in extents(checkpoint, reads(checkpoint, part, extent_bytes // 2), extent_bytes):
-                    yield from shortened(joined(extent, _is_plain), _is_plain, extent_bytes)
+                members: list[Part] = []
+                for member in parts(checkpoint, part, extent_bytes // 2, _is_plain):
+                    members.append(member)
+                    if len(members) % PARTS_AT_ONCE == 0:
+                        yield None
+                whole = (joined(extent, _is_plain) for extent in extents(members, extent_bytes))
+                yield [each for extent in whole for each in shortened(extent, _is_plain, extent_bytes)]
 
     def place(extent: Extent, block: torch.Tensor) -> None:
         address = block.data_ptr() - extent.start
@@ -116,18 +115,34 @@ def stream_share(
         num_readers = max(1, min(num_readers, (os.cpu_count() or 2) - 1))
         with (
             Readers(num_readers, int(BUFFER_FACTOR * extent_bytes)) as readers,
-            _pinned(readers, device) as buffers,
             ThreadPoolExecutor(NUM_MOVERS, thread_name_prefix="crosspool-stream") as movers,
+            pin(readers, device, movers) as pinned,
         ):
-            loading = _Loading(readers, buffers, stream, movers, place, lambda loaded: progress(loaded, total))
+            work = ahead(plans())
+            first = next(work, None)  # the files are opened and a layer is planned while the buffers are pinned
+            moving = Moving(readers, pinned.result(), stream, movers, place, lambda loaded: progress(loaded, total))
             try:
-                for extent in work():
-                    loading.add(extent)
-                loading.finish()
+                for extent in work if first is None else chain([first], work):
+                    moving.add(extent)
+                moving.finish()
             finally:
                 if stream is not None:
                     stream.synchronize()  # the buffers are still read
     return model, layers
+
+
+def ahead(plans: Iterator[list[Extent] | None]) -> Iterator[Extent]:
+    """The extents of plans, one for each None, so that a plan is made bit by bit while the one before it goes out.
+
+    plans: gives None between the bits.
+    """
+    ready: deque[Extent] = deque()
+    for found in plans:
+        if found is not None:
+            ready.extend(found)
+        elif ready:
+            yield ready.popleft()
+    yield from ready
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -170,129 +185,6 @@ def _copier(device: torch.device, stream: Any) -> Copy:
             raise CudaError(f"cuMemcpyHtoDAsync of {num_bytes} bytes to {device} failed: {status.name}")
 
     return copy
-
-
-@dataclass(frozen=True, slots=True)
-class _Moving:
-    """A copy by a thread, as an event of a stream."""
-
-    future: Future[None]
-
-    def query(self) -> bool:
-        return self.future.done() and self.future.result() is None
-
-    def synchronize(self) -> None:
-        self.future.result()
-
-
-class _Loading:
-    """Extents on their way: being read into a buffer, or copied from it.
-
-    told: gets the bytes placed so far; what it raises ends all.
-    """
-
-    def __init__(
-        self,
-        readers: Readers,
-        buffers: torch.Tensor,
-        stream: Any,
-        movers: Executor,
-        place: Place,
-        told: Callable[[int], None],
-    ) -> None:
-        """buffers: (buffers, bytes of one) uint8, the readers' memory. stream: that `place` enqueues on.
-
-        movers: call `place` where there is no stream.
-        """
-        self._readers, self._buffers, self._stream, self._place, self._told = readers, buffers, stream, place, told
-        self._movers = movers
-        self._free = deque(
-            sorted(range(len(buffers)), key=lambda buffer: (buffer % BUFFERS_EACH, buffer))
-        )  # all readers first
-        self._reading: dict[int, Extent] = {}
-        self._copying: deque[int] = deque()
-        self._copied: list[Any] = [None if stream is None else torch.cuda.Event() for _ in buffers]
-        self._loaded = 0
-
-    def add(self, extent: Extent) -> None:
-        """Have it read; returns once it has a buffer."""
-        if extent.num_bytes > self._buffers.shape[1]:
-            self._alone(extent)
-            return
-        buffer = self._free_buffer()
-        self._reading[buffer] = extent
-        self._readers.read(extent, buffer)
-        self._place_ended(wait=False)
-
-    def finish(self) -> None:
-        """Returns once all has arrived."""
-        while self._reading:
-            self._place_ended(wait=True)
-        for buffer in self._copying:
-            self._copied[buffer].synchronize()
-
-    def _free_buffer(self) -> int:
-        while True:
-            while self._copying and self._copied[self._copying[0]].query():
-                self._free.append(self._copying.popleft())
-            if self._free:
-                return self._free.popleft()
-            if self._reading:
-                self._place_ended(wait=True)
-            else:
-                self._copied[self._copying[0]].synchronize()
-
-    def _place_ended(self, *, wait: bool) -> None:
-        for buffer, is_there in self._readers.ended(wait=wait):
-            extent, block = self._reading.pop(buffer), self._buffers[buffer]
-            if not is_there:
-                _read(extent, block)
-            if self._stream is None:
-                self._copied[buffer] = _Moving(self._movers.submit(self._place, extent, block))
-            else:
-                self._place(extent, block)
-                self._copied[buffer].record(self._stream)
-            self._copying.append(buffer)
-            self._count(extent)
-
-    def _alone(self, extent: Extent) -> None:
-        """One that no buffer holds: a long matrix which must be arranged."""
-        block = torch.empty(extent.num_bytes, dtype=torch.uint8)
-        _read(extent, block)
-        self._place(extent, block)
-        if self._stream is not None:
-            self._stream.synchronize()
-        self._count(extent)
-
-    def _count(self, extent: Extent) -> None:
-        self._loaded += extent.payload_bytes
-        self._told(self._loaded)
-
-
-def _read(extent: Extent, block: torch.Tensor) -> None:
-    with ExtentReader() as reader:
-        reader.read(extent, memoryview(block.numpy()))
-
-
-@contextmanager
-def _pinned(readers: Readers, device: torch.device) -> Iterator[torch.Tensor]:
-    """(buffers, bytes of one) uint8: the readers' memory, pinned where there is a GPU."""
-    buffers = torch.frombuffer(readers.memory, dtype=torch.uint8).view(readers.num_buffers, readers.buffer_bytes)
-    if device.type != "cuda":
-        yield buffers
-        return
-    from cuda.bindings import driver
-
-    from crosspool.backends.cuda.device.launch import CudaError
-
-    torch.cuda.set_device(device)
-    (status,) = driver.cuMemHostRegister(buffers.data_ptr(), buffers.nbytes, 0)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise CudaError(f"cuMemHostRegister of {buffers.nbytes} bytes for {device} failed: {status.name}")
-    try:
-        yield buffers
-    finally:
-        driver.cuMemHostUnregister(buffers.data_ptr())
 
 
 @contextmanager
