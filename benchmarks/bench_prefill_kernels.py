@@ -1,9 +1,11 @@
 """How fast are a prompt's pieces on one GPU: attention by context, projections, experts; and beside decode's kernels?
 
-    python -m benchmarks.bench_prefill_kernels [--out DIRECTORY] [--models a,b] [--tokens 1024,2048,4096]
+    python -m benchmarks.bench_prefill_kernels [--out DIRECTORY] [--models a,b] [--tokens 64,1024,2048,4096,8192]
+        [--no-tiles]
 
 One layer of the full-size models with seeded random weights and a seeded cache. Limits are operations at the rate of a
-large bf16 product, measured here. `library`: torch's own attention over contiguous keys, for comparison.
+large bf16 product, measured here, and for experts the bytes of all of them where that takes longer. `library`: torch's
+own attention over contiguous keys, for comparison; left out, as the other tiles are, with --no-tiles.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from benchmarks.gpu_timing import guarded, write_failures
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
 from crosspool.backends.cuda.chunks.chunk_half import ChunkHalf
-from crosspool.backends.cuda.chunks.chunk_plan import chunk_plan
+from crosspool.backends.cuda.chunks.chunk_plan import chunk_plan, padded_rows
 from crosspool.backends.cuda.chunks.chunk_rows import ChunkRows
 from crosspool.backends.cuda.chunks.prefill_attention import gqa_attention, mla_attention
 from crosspool.backends.cuda.chunks.prefill_blocks import Stretch, expanded_rounds, frame_round
@@ -39,6 +41,7 @@ from crosspool.units import MiB
 
 SEED = 7
 PAGE_TOKENS = 256
+READ_TB_PER_S = 4.25
 TILES = (Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(128, 64, 4, 3))
 
 
@@ -186,40 +189,60 @@ class Bench:
             guarded(f"library {layer.name} {backend.name}", run, FAILURES)
 
     def half(self, layer: Layer, tokens: int, cached: int) -> None:
+        """All of attention's side of a piece."""
         half, piece = layer.half(tokens, cached)
         us = time_us(lambda: half.attend(0, piece))
-        self.report.metric(f"half_us.{layer.name}.t{tokens}.c{cached}", us)
+        flops = attention_flops(layer.spec.layers[0].attention, tokens, cached)
+        flops += 2.0 * tokens * matrix_elements(layer.attention.layers[0].attention)
+        label = f"{layer.name}.t{tokens}.c{cached}"
+        self.share(f"half_us.{label}", us, flops, 0.0)
         sums = [torch.zeros(tokens, layer.spec.hidden_size, device=self.kernels.device)]
         add = time_us(lambda: half.add(0, piece, sums))
-        self.report.metric(f"add_us.{layer.name}.t{tokens}.c{cached}", add)
-        print(f"half {layer.name} t{tokens} c{cached}: attend {us:.0f} us, add {add:.0f} us", flush=True)
-        show_kernels(lambda: half.attend(0, piece))
+        self.report.metric(f"add_us.{label}", add)
+        if cached in (0, 30720):
+            show_kernels(lambda: half.attend(0, piece))
 
     def ffn(self, layer: Layer, ffn: ChunkFFN, tokens: int) -> None:
-        x = torch.randn(tokens, layer.spec.hidden_size, device=self.kernels.device).bfloat16()
+        rows = padded_rows(tokens)
+        x = torch.randn(rows, layer.spec.hidden_size, device=self.kernels.device).bfloat16()
         out = torch.empty(tokens, layer.spec.hidden_size, device=self.kernels.device)
         us = time_us(lambda: ffn.run(0, x, out))
         weights = ffn.layers[0]
         spec: Any = weights.spec
         active = 3 * (spec.top_k * weights.width + weights.shared_width) * layer.spec.hidden_size
-        flops = 2.0 * tokens * active
-        self.report.metric(f"ffn_us.{layer.name}.t{tokens}", us, limit=flops / self.tflops / 1e6)
-        print(f"ffn {layer.name} t{tokens}: {us:.0f} us, {flops / us / 1e6:.0f} TFLOP/s", flush=True)
-        if tokens == 2048:
+        chosen = spec.num_experts * (1 - (1 - spec.top_k / spec.num_experts) ** tokens)
+        read = 6.0 * (chosen * weights.width + weights.shared_width) * layer.spec.hidden_size
+        self.share(f"ffn_us.{layer.name}.t{tokens}", us, 2.0 * tokens * active, read)
+        if tokens in (64, 2048):
             show_kernels(lambda: ffn.run(0, x, out))
+
+    def share(self, name: str, us: float, flops: float, num_bytes: float) -> None:
+        """A time beside its limit, and the part of the matrix peak that it reaches."""
+        limit = max(flops / self.tflops / 1e6, num_bytes / READ_TB_PER_S / 1e6)
+        self.report.metric(name, us, limit=limit, note="products at the rate of a large one, or bytes at 4.25 TB/s")
+        self.report.metric(f"matrix_share.{name.replace('_us', '', 1)}", flops / us / 1e6 / self.tflops, limit=1.0)
+        print(f"{name}: {us:.0f} us, {flops / us / 1e6:.0f} TFLOP/s, limit {limit:.0f} us", flush=True)
+
+
+def matrix_elements(weights: Any) -> int:
+    """Of an attention layer's projections."""
+    found = (getattr(weights, field.name) for field in fields(weights))
+    return sum(each.numel() for each in found if isinstance(each, torch.Tensor) and each.ndim > 1)
 
 
 FAILURES: dict[str, str] = {}
 
 
-def measure(bench: Bench, name: str, sizes: list[int]) -> None:
+def measure(bench: Bench, name: str, sizes: list[int], *, has_tiles: bool) -> None:
     layer = Layer(bench.kernels, name, 40960)
     ffn = ChunkFFN(bench.kernels, random_ffn_weights(layer.spec, SEED, bench.kernels.device))
     for tokens in sizes:
         guarded(f"ffn {name} {tokens}", partial(bench.ffn, layer, ffn, tokens), FAILURES)
-    for cached in (0, 2048, 30720):
-        guarded(f"half {name} {cached}", partial(bench.half, layer, 2048, cached), FAILURES)
+    for tokens in sizes:
+        guarded(f"half {name} {tokens}", partial(bench.half, layer, tokens, 0), FAILURES)
     for cached in (2048, 30720):
+        guarded(f"half {name} {cached}", partial(bench.half, layer, 2048, cached), FAILURES)
+    for cached in (2048, 30720) if has_tiles else ():
         bench.attention(layer, 2048, cached)
         bench.library(layer, 2048, cached)
 
@@ -228,7 +251,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--models", default=",".join(CONFIGS))
-    parser.add_argument("--tokens", default="1024,2048,4096")
+    parser.add_argument("--tokens", default="64,256,1024,2048,4096,8192")
+    parser.add_argument("--no-tiles", action="store_true")
     options = parser.parse_args()
     torch.cuda.set_device(0)
     kernels = DeviceKernels(torch.device("cuda", 0))
@@ -238,7 +262,7 @@ def main() -> None:
     report.metric("product_tflops", tflops)
     bench = Bench(report, kernels, tflops)
     for name in options.models.split(","):
-        measure(bench, name, [int(tokens) for tokens in options.tokens.split(",")])
+        measure(bench, name, [int(tokens) for tokens in options.tokens.split(",")], has_tiles=not options.no_tiles)
         torch.cuda.empty_cache()
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "partial.json").write_text(json.dumps(report.metrics, indent=1), encoding="utf-8")
