@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -124,6 +127,49 @@ def test_the_first_layer_is_on_its_way_while_the_others_are_planned(tmp_path, mo
     monkeypatch.setattr(streaming, "_copier", copier)
     stream_share(directory, "weights", CPU, ignore, num_readers=1, extent_bytes=2048)
     assert num_planned == directory.spec.num_layers > 1
+
+
+def test_shares_that_load_at_once_stream_one_after_another(tmp_path, monkeypatch):
+    directory = read_model_dir(write_tiny_model(tmp_path, "qwen3_moe", seed=5, dtype="bfloat16", tokenizer=False))
+    whole, planned, copied = extents.extents, [], []
+    both_are_planned = threading.Event()
+
+    def plan(parts, max_bytes):
+        planned.append(threading.get_ident())
+        if len(set(planned)) == 2:
+            both_are_planned.set()
+        return whole(parts, max_bytes)
+
+    def copier(device, stream):
+        load = threading.get_ident()
+
+        def copy(to, source, num_bytes):
+            if not copied:
+                assert both_are_planned.wait(10), "the second waits with its first layer planned"
+                time.sleep(0.1)  # it would copy now
+            copied.append(load)
+            ctypes.memmove(to, source, num_bytes)
+
+        return copy
+
+    monkeypatch.setattr(streaming, "extents", plan)
+    monkeypatch.setattr(streaming, "_copier", copier)
+    with ThreadPoolExecutor(2) as threads:
+        loads = [threads.submit(stream_share, directory, "weights", CPU, ignore, num_readers=1) for _ in range(2)]
+        assert [load.exception() for load in loads] == [None, None]
+    first, second = dict.fromkeys(copied)
+    assert copied == [first] * copied.count(first) + [second] * copied.count(second)
+
+
+def test_a_load_is_given_up_while_another_one_streams(tmp_path):
+    directory = read_model_dir(write_tiny_model(tmp_path, "qwen3_moe", seed=5, tokenizer=False))
+
+    def cancel(loaded, total):
+        assert (loaded, total > 0) == (0, True)
+        raise InterruptedError("given up")
+
+    with streaming.STREAMING, pytest.raises(InterruptedError):
+        stream_share(directory, "weights", CPU, cancel, num_readers=1)
 
 
 def test_a_plan_is_made_bit_by_bit_while_the_one_before_goes_out():

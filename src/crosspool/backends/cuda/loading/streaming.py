@@ -9,6 +9,7 @@ that the buffers of all readers stay in the processor's caches: those of 16 MiB 
 import ctypes
 import gc
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,12 @@ BUFFER_FACTOR = 1.5
 
 NUM_MOVERS = 4
 """Threads that copy where the device is the host: a copy engine is none of them."""
+
+STREAMING = threading.Lock()
+"""Held by the one share of a process that streams. A rank that comes back loads all its models at once: their readers
+would halve each other's bus, and their buffers push each other out of the processor's caches."""
+
+TURN_LOOK_S = 0.05
 
 PARTS_AT_ONCE = 2
 """Parts of the next layer that are planned between two extents: about as many as an extent has."""
@@ -120,15 +127,28 @@ def stream_share(
         ):
             work = ahead(plans())
             first = next(work, None)  # the files are opened and a layer is planned while the buffers are pinned
-            moving = Moving(readers, pinned.result(), stream, movers, place, lambda loaded: progress(loaded, total))
-            try:
-                for extent in work if first is None else chain([first], work):
-                    moving.add(extent)
-                moving.finish()
-            finally:
-                if stream is not None:
-                    stream.synchronize()  # the buffers are still read
+            buffers = pinned.result()
+            with _turn(lambda: progress(0, total)):
+                moving = Moving(readers, buffers, stream, movers, place, lambda loaded: progress(loaded, total))
+                try:
+                    for extent in work if first is None else chain([first], work):
+                        moving.add(extent)
+                    moving.finish()
+                finally:
+                    if stream is not None:
+                        stream.synchronize()  # the buffers are still read
     return model, layers
+
+
+@contextmanager
+def _turn(look: Callable[[], None]) -> Iterator[None]:
+    """Hold STREAMING. look: called while others have it; raises where the load was given up."""
+    while not STREAMING.acquire(timeout=TURN_LOOK_S):
+        look()
+    try:
+        yield
+    finally:
+        STREAMING.release()
 
 
 def ahead(plans: Iterator[list[Extent] | None]) -> Iterator[Extent]:
