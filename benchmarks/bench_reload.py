@@ -3,8 +3,8 @@
     python -m benchmarks.bench_reload [--models a,b] [--layers 24] [--directory DIR] [--readers 8,12,15] [--extents 4,8]
 
 Writes checkpoints of the models' true shapes and names (bf16, shards of 4 GB), so that they lie in the page cache, then
-streams their FFN shares again and again, in turn and at once, and compares tensors with the files. The limit is a copy of 1 GiB from pinned
-memory, measured beside it. `--keep` leaves the files for `bench_recovery --parent`.
+streams their FFN shares again and again, in turn and at once, and compares tensors with the files. The limit is a copy
+of 1 GiB from pinned memory, measured beside it. `--keep` leaves the files for `bench_recovery --parent`.
 """
 
 from __future__ import annotations
