@@ -1,41 +1,43 @@
 """A rank's share of a checkpoint, streamed to its device.
 
-Processes read extents of the files into pinned memory (`weights_pool/readers.py`), and one thread plans them and
-enqueues the copies from there (`moving.py`). What is under way keeps the bus busy for two milliseconds, so that thread
-may never be away for longer: between two extents of a layer it plans a few parts of the next one. An extent is so small
-that the buffers of all readers stay in the processor's caches: those of 16 MiB go through main memory.
+Files that lie in the page cache are read there by the copy engine itself, where their pages can be pinned fast enough
+(`registered.py`). Otherwise processes read extents of them into pinned memory (`weights_pool/readers.py`), and one
+thread plans them and enqueues the copies from there (`moving.py`). What is under way then keeps the bus busy for two
+milliseconds, so that thread may never be away for longer: between two extents of a layer it plans a few parts of the
+next one. An extent is so small that the buffers of all readers stay in the processor's caches.
 """
 
 import ctypes
 import gc
+import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from itertools import chain, groupby
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from crosspool.backends.base import Progress
+from crosspool.backends.cuda.device.launch import CudaError
 from crosspool.backends.cuda.loading.moving import Moving, pin
+from crosspool.backends.cuda.loading.registered import RegisteredFiles, device_pinning, register_files
+from crosspool.backends.cuda.loading.share import Room, Share, ShareKey, Tensors, arrange
 from crosspool.models.directory import ModelDirectory
-from crosspool.models.tensors import FLOAT32_TENSORS, Pool
-from crosspool.weights_pool.checkpoint import ITEM_BYTES, Checkpoint
-from crosspool.weights_pool.extents import EXTENT_BYTES, Extent, Part, extents, joined, shortened
-from crosspool.weights_pool.loader import payload_bytes, plan_load
-from crosspool.weights_pool.parts import parts
+from crosspool.models.tensors import Pool
+from crosspool.weights_pool.checkpoint import Checkpoint
+from crosspool.weights_pool.extents import EXTENT_BYTES, Extent
+from crosspool.weights_pool.page_cache import are_cached
 from crosspool.weights_pool.readers import Readers
 
-Tensors = dict[str, torch.Tensor]
+logger = logging.getLogger(__name__)
+
 Copy = Callable[[int, int, int], None]
 """(to address, from address, bytes): enqueued on a stream."""
-Room = Callable[[int | None, tuple[int, ...], torch.dtype], torch.Tensor]
-"""(layer, shape, dtype): zeroed memory for a tensor."""
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 NUM_READERS = 16
 """Most processes that read: those of a machine with few cores are one fewer than these."""
@@ -47,13 +49,10 @@ NUM_MOVERS = 4
 """Threads that copy where the device is the host: a copy engine is none of them."""
 
 STREAMING = threading.Lock()
-"""Held by the one share of a process that streams. A rank that comes back loads all its models at once: their readers
-would halve each other's bus, and their buffers push each other out of the processor's caches."""
+"""Held by the one share of a process that streams. A rank that comes back loads all its models at once: they would
+halve each other's bus, and their buffers push each other out of the processor's caches."""
 
 TURN_LOOK_S = 0.05
-
-PARTS_AT_ONCE = 2
-"""Parts of the next layer that are planned between two extents: about as many as an extent has."""
 
 
 def stream_share(
@@ -68,76 +67,117 @@ def stream_share(
     extent_bytes: int = EXTENT_BYTES,
     also: Collection[str] = (),
     room: Room | None = None,
+    may_register: bool = True,
 ) -> tuple[Tensors, list[Tensors]]:
     """(the model's own tensors, those of each layer): bf16, the router's fp32. also: as `plan_load` takes it.
 
-    room: where tensors lie on `device`; None: in memory of their own.
+    room: where tensors lie on `device`; None: in memory of their own. may_register: whether the device may read the
+    page cache itself, as it does where a share is whole: pinning takes as long for pages of which a slice is read.
     Host memory beyond the page cache are two buffers a reader. An error leaves nothing allocated.
     """
-    model: Tensors = {}
-    layers: list[Tensors] = [{} for _ in range(directory.spec.num_layers)]
-    total = 0
+    key = ShareKey(
+        directory=directory,
+        pool=pool,
+        slice_index=slice_index,
+        num_slices=num_slices,
+        shares=shares,
+        also=also,
+    )
     stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-    copy = _copier(device, stream)
+    with _no_collection(), Checkpoint(directory.path) as checkpoint:
+        files = _registered(checkpoint, device) if may_register and num_slices == 1 else None
+        share = Share(key, device, room)
+        if files is not None:
+            try:
+                _by_registration(share, checkpoint, files, stream, progress, extent_bytes)
+                return share.model, share.layers
+            except CudaError as failure:
+                logger.warning("weights are read by processes after all: %s", failure)
+                share = Share(key, device, room)
+        _by_readers(share, checkpoint, stream, progress, num_readers, extent_bytes)
+    return share.model, share.layers
 
-    def holder(layer: int | None) -> Tensors:
-        return model if layer is None else layers[layer]
+
+def _registered(checkpoint: Checkpoint, device: torch.device) -> RegisteredFiles | None:
+    """The checkpoint's files, where the device can read them in the page cache fast enough."""
+    files = sorted({stored.file for stored in checkpoint.tensors.values()})
+    if device.type != "cuda" or not are_cached(files):
+        return None
+    return register_files(files, device_pinning(device), partial(torch.cuda.set_device, device))
+
+
+def _by_registration(
+    share: Share, checkpoint: Checkpoint, files: RegisteredFiles, stream: Any, progress: Progress, extent_bytes: int
+) -> None:
+    """Every part is copied out of its file's pages. Copies are enqueued far ahead: nothing has to be free for them."""
+    copy, loaded = _copier(share.device, stream), 0
 
     def plans() -> Iterator[list[Extent] | None]:
-        nonlocal total
-        with Checkpoint(directory.path) as checkpoint:
-            plan = plan_load(checkpoint, directory, pool, slice_index, num_slices, shares, also=also)
-            total = payload_bytes(checkpoint, plan)
-            for layer, destinations in groupby(plan.destinations, key=lambda each: each.tensor.layer):
-                part = replace(plan, destinations=tuple(destinations))
-                for destination in part.destinations:
-                    name = destination.tensor.name
-                    if room is not None:
-                        holder(layer)[name] = room(layer, destination.shape, _dtype(name))
+        for found in share.plans(checkpoint, extent_bytes):
+            if found is not None:
+                files.expect(found)
+            yield found
+
+    def place(to: int, file: Any, start: int, stop: int) -> None:
+        for address, num_bytes in files.runs(file, start, stop):
+            copy(to, address, num_bytes)
+            to += num_bytes
+
+    try:
+        with _turn(lambda: progress(0, share.total)):
+            for extent in ahead(plans()):
+                for part in extent.parts:
+                    to = share.address(part)
+                    if to is not None:
+                        place(to, part.file, part.start, part.stop)
                         continue
-                    make = torch.zeros if destination.is_zero else torch.empty
-                    holder(layer)[name] = make(destination.shape, dtype=_dtype(name), device=device)
-                if device.type == "cuda":
-                    torch.cuda.current_stream(device).synchronize()  # memory freed just now may still be in use there
-                members: list[Part] = []
-                for member in parts(checkpoint, part, extent_bytes // 2, _is_plain):
-                    members.append(member)
-                    if len(members) % PARTS_AT_ONCE == 0:
-                        yield None
-                whole = (joined(extent, _is_plain) for extent in extents(members, extent_bytes))
-                yield [each for extent in whole for each in shortened(extent, _is_plain, extent_bytes)]
+                    with _on(stream):
+                        stored = torch.empty(part.stop - part.start, dtype=torch.uint8, device=share.device)
+                        place(stored.data_ptr(), part.file, part.start, part.stop)
+                        arrange(part, stored, share.target(part))
+                loaded += extent.payload_bytes
+                progress(loaded, share.total)
+    finally:
+        if stream is not None:
+            stream.synchronize()  # the pages are still read
+        files.close()
+
+
+def _by_readers(
+    share: Share, checkpoint: Checkpoint, stream: Any, progress: Progress, num_readers: int, extent_bytes: int
+) -> None:
+    """Processes read extents into pinned buffers, which are copied from."""
+    copy, device = _copier(share.device, stream), share.device
 
     def place(extent: Extent, block: torch.Tensor) -> None:
         address = block.data_ptr() - extent.start
         for part in extent.parts:
-            target = holder(part.read.tensor.layer)[part.read.tensor.name]
-            if part.at is not None and _is_plain(part):
-                to = target.data_ptr() + part.at * ITEM_BYTES[part.dtype]
+            to = share.address(part)
+            if to is not None:
                 copy(to, address + part.start, part.stop - part.start)
-            else:
-                with _on(stream):
-                    arrange(part, block[part.start - extent.start : part.stop - extent.start], target)
+                continue
+            with _on(stream):
+                stored = block[part.start - extent.start : part.stop - extent.start]
+                arrange(part, stored.to(device, non_blocking=True, copy=True), share.target(part))
 
-    with _no_collection():
-        num_readers = max(1, min(num_readers, (os.cpu_count() or 2) - 1))
-        with (
-            Readers(num_readers, int(BUFFER_FACTOR * extent_bytes)) as readers,
-            ThreadPoolExecutor(NUM_MOVERS, thread_name_prefix="crosspool-stream") as movers,
-            pin(readers, device, movers) as pinned,
-        ):
-            work = ahead(plans())
-            first = next(work, None)  # the files are opened and a layer is planned while the buffers are pinned
-            buffers = pinned.result()
-            with _turn(lambda: progress(0, total)):
-                moving = Moving(readers, buffers, stream, movers, place, lambda loaded: progress(loaded, total))
-                try:
-                    for extent in work if first is None else chain([first], work):
-                        moving.add(extent)
-                    moving.finish()
-                finally:
-                    if stream is not None:
-                        stream.synchronize()  # the buffers are still read
-    return model, layers
+    num_readers = max(1, min(num_readers, (os.cpu_count() or 2) - 1))
+    with (
+        Readers(num_readers, int(BUFFER_FACTOR * extent_bytes)) as readers,
+        ThreadPoolExecutor(NUM_MOVERS, thread_name_prefix="crosspool-stream") as movers,
+        pin(readers, device, movers) as pinned,
+    ):
+        work = ahead(share.plans(checkpoint, extent_bytes))
+        first = next(work, None)  # a layer is planned while the buffers are pinned
+        buffers = pinned.result()
+        with _turn(lambda: progress(0, share.total)):
+            moving = Moving(readers, buffers, stream, movers, place, lambda loaded: progress(loaded, share.total))
+            try:
+                for extent in work if first is None else chain([first], work):
+                    moving.add(extent)
+                moving.finish()
+            finally:
+                if stream is not None:
+                    stream.synchronize()  # the buffers are still read
 
 
 @contextmanager
@@ -165,27 +205,6 @@ def ahead(plans: Iterator[list[Extent] | None]) -> Iterator[Extent]:
     yield from ready
 
 
-def _dtype(name: str) -> torch.dtype:
-    return torch.float32 if name in FLOAT32_TENSORS else torch.bfloat16
-
-
-def _is_plain(part: Part) -> bool:
-    """Whether what is stored is what is held."""
-    return DTYPES[part.dtype] == _dtype(part.read.tensor.name)
-
-
-def arrange(part: Part, block: torch.Tensor, destination: torch.Tensor) -> None:
-    """Put a part, its bytes in host memory, where it belongs: cut, turned and cast on the device."""
-    region = part.read.region
-    whole = block.to(destination.device, non_blocking=True, copy=True)
-    value = torch.as_strided(whole.view(DTYPES[part.dtype]), part.shape, part.strides)
-    if region.pick:
-        value = value[region.pick]
-    if region.transpose:
-        value = value.transpose(-1, -2)
-    destination[region.index].copy_(value if value.ndim == len(region.index) else value.unsqueeze(0))
-
-
 def _copier(device: torch.device, stream: Any) -> Copy:
     if device.type != "cuda":
 
@@ -194,8 +213,6 @@ def _copier(device: torch.device, stream: Any) -> Copy:
 
         return move
     from cuda.bindings import driver
-
-    from crosspool.backends.cuda.device.launch import CudaError
 
     handle = stream.cuda_stream
 
