@@ -127,7 +127,7 @@ def mapped_ahead() -> Callable[[], None]:
 
     def work() -> None:
         for number, page in enumerate(pages):
-            backing.place("a", number, (page,), is_decode=True)
+            backing.spots("a", number, (page,), is_decode=True)
         assert backing.counts().decode_waits == 0
 
     return work

@@ -1,11 +1,13 @@
-"""The documents that walk the code name files that exist."""
+"""The documents that walk the code name files that exist, and the glossary has each word once."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+TERM = re.compile(r"\*\*(.+?)\*\*")
 NAMED = re.compile(r"`((?:\w+/)+\w+\.\w+)`")
 
 
@@ -22,3 +24,14 @@ def test_every_file_a_document_names_exists(document):
 
 def test_a_file_that_has_moved_is_found():
     assert absent("first `engine/engine.py`, then `engine/no_such_file.py`") == ["engine/no_such_file.py"]
+
+
+def repeated_terms(glossary: str) -> list[str]:
+    """Words that several entries are headed by."""
+    heads = [term for line in glossary.splitlines() if line.startswith("**") for term in TERM.findall(line)]
+    return [term for term, count in Counter(heads).items() if count > 1]
+
+
+def test_a_word_of_the_glossary_has_one_entry():
+    assert repeated_terms((ROOT / "docs/concepts/glossary.md").read_text(encoding="utf-8")) == []
+    assert repeated_terms("**place**\n:   A GPU.\n\n**spot**, **place**\n:   Of a page.\n") == ["place"]

@@ -89,20 +89,20 @@ def test_prefill_ranks_that_cannot_be_are_refused(changes, message):
         deployment(**changes)
 
 
-def test_static_models_lie_whole_at_one_place_with_memory_of_their_own():
+def test_static_models_lie_whole_on_one_device_with_memory_of_their_own():
     config = deployment("static")
     placed = [(*kv_ranks_of(model, config), *weights_ranks_of(model, config)) for model in MODELS]
     assert placed == [("kv0", "w0"), ("kv1", "w1"), ("kv2", "w2")]
-    assert hosts(config) == (("kv0", "w0", "kv2", "w2"), ("kv1", "w1"))  # two places, as two pools of one rank each
+    assert hosts(config) == (("kv0", "w0", "kv2", "w2"), ("kv1", "w1"))  # two devices, as two pools of one rank each
     for ranks in placed:
-        assert any(set(ranks) <= set(host) for host in hosts(config)), "a static model crosses between places"
+        assert any(set(ranks) <= set(host) for host in hosts(config)), "a static model crosses between devices"
     assert kv_bytes_of_each(config) == 4 * MiB
     assert num_lanes(config) == (3, 3)
 
 
 def test_elastic_models_lie_everywhere_and_share_the_memory():
     config = deployment("elastic", num_weights_ranks=3)
-    assert hosts(config) == tuple((f"kv{place}", f"w{place}") for place in range(4))
+    assert hosts(config) == tuple((f"kv{device}", f"w{device}") for device in range(4))
     for model in MODELS:
         assert set(kv_ranks_of(model, config)) == set(kv_ranks(config))
         assert weights_ranks_of(model, config) == weights_ranks(config)
@@ -216,7 +216,7 @@ def test_a_weights_rank_beside_the_kv_rank_may_take_less():
             deployment(**wrong)
 
 
-def test_a_baseline_has_as_many_places_as_gpus():
+def test_a_baseline_has_as_many_devices_as_gpus():
     config = deployment("elastic", backend="cuda", num_gpus=1)
     assert kv_ranks(config) == ("kv0",)
     assert cluster_config(config).all_hosts == (("kv0.0", "w0.0"), ("kv0.1", "w0.1"), ("kv0.2", "w0.2"))
@@ -225,7 +225,7 @@ def test_a_baseline_has_as_many_places_as_gpus():
     )
 
 
-def test_static_models_on_gpus_run_undivided_on_the_gpu_of_their_place():
+def test_static_models_on_gpus_run_undivided_on_their_gpu():
     cluster = cluster_config(deployment("static", backend="cuda", frame_bytes=64 * KiB))
     assert cluster.joins_halves
     assert cluster.device_of == {"kv0": 0, "w0": 0, "kv1": 1, "w1": 1, "kv2": 0, "w2": 0}

@@ -98,13 +98,13 @@ class MappedCache:
         memory = torch.as_tensor(RangeMemory(found), device="cuda")
         assert memory.data_ptr() == found.base, "torch copied the range"
         table = source.frame_table.cpu().numpy()
-        places = np.zeros_like(table)
+        spots = np.zeros_like(table)
         for row, pages in enumerate(table.tolist()):
-            places[row] = self.backing.place("model", row, [tuple(page) for page in pages], is_decode=False)
-        pairs = zip(table.reshape(-1).tolist(), places.reshape(-1).tolist(), strict=True)
-        for source_frame, place in pairs:
-            memory[place].copy_(source.frames[source_frame])
-        self.cache = replace(source, frames=memory, frame_table=torch.from_numpy(places).cuda())
+            spots[row] = self.backing.spots("model", row, [tuple(page) for page in pages], is_decode=False)
+        pairs = zip(table.reshape(-1).tolist(), spots.reshape(-1).tolist(), strict=True)
+        for source_frame, spot in pairs:
+            memory[spot].copy_(source.frames[source_frame])
+        self.cache = replace(source, frames=memory, frame_table=torch.from_numpy(spots).cuda())
 
     def close(self) -> None:
         torch.cuda.synchronize()

@@ -62,10 +62,10 @@ def deployment(flags: Sequence[str], models: Sequence[str]) -> DeploymentConfig:
 
 def gpu_accounts(config: DeploymentConfig) -> list[GPUAccount]:
     """By GPU. Raises ValueError for a model that is not in the catalogue."""
-    places = _places(config)
-    weights, beside = dict.fromkeys(places, 0), dict.fromkeys(places, 0)
+    devices = _devices(config)
+    weights, beside = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0)
     if config.pools.baseline is None:
-        beside = dict.fromkeys(places, BESIDE_BYTES)
+        beside = dict.fromkeys(devices, BESIDE_BYTES)
     for model in config.models:
         facts = catalogue_facts(model.source)
         for rank, share in _shares(model, config).items():
@@ -75,8 +75,8 @@ def gpu_accounts(config: DeploymentConfig) -> list[GPUAccount]:
             beside[rank] += BESIDE_BYTES if config.pools.baseline else 0
     kv = kv_bytes_of_each(config)
     found = []
-    for gpu in range(config.pools.num_gpus or 1 + max(places.values())):
-        ranks = tuple(rank for rank, place in places.items() if place == gpu)
+    for gpu in range(config.pools.num_gpus or 1 + max(devices.values())):
+        ranks = tuple(rank for rank, device in devices.items() if device == gpu)
         found.append(
             GPUAccount(
                 ranks=ranks,
@@ -105,7 +105,7 @@ def plan_lines(layout: str, flags: Sequence[str], models: Sequence[str]) -> tupl
     return lines, all(account.used_bytes <= H200_BYTES for account in accounts)
 
 
-def _places(config: DeploymentConfig) -> Mapping[str, int]:
+def _devices(config: DeploymentConfig) -> Mapping[str, int]:
     """The GPU of each rank. Ranks of a baseline go round the GPUs."""
     if config.pools.baseline is None:
         return gpu_of(config)

@@ -41,9 +41,9 @@ def kv_room(memory: dict[str, Any], layout: str, models: Sequence[str]) -> dict[
         return dict.fromkeys(models, free[0])
     found = {}
     for index, model in enumerate(models):
-        place = index % num_gpus
-        sharing = len(range(place, len(models), num_gpus)) if kind == "static" else 1
-        found[model] = free[place] // sharing
+        device = index % num_gpus
+        sharing = len(range(device, len(models), num_gpus)) if kind == "static" else 1
+        found[model] = free[device] // sharing
     return found
 
 

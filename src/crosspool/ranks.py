@@ -1,15 +1,15 @@
 """Which ranks a deployment has, where they run, and on which of them a model lies: two pools, or a baseline.
 
 A *baseline* is another layout of the same GPUs, served by the same engine and kernels so that both can be measured. It
-has as many places (GPUs, or processes on CPUs) and as much KV memory as the two pools of the same settings would have:
+has as many devices (GPUs, or processes on CPUs) and as much KV memory as the two pools of the same settings would have:
 
     pools     kv0 ...          w0 ...         hidden states cross between them
-    static    (kv0 w0 kv2 w2) (kv1 w1)        each model whole at one place, with KV of its own
-    elastic   (kv0 w0) (kv1 w1)               each model cut over all places, whose KV all share
-    on GPUs   (kv0.0 w0.0) (kv0.1 w0.1) (kv1.0 w1.0)   the same, each model whole at one place, a process for each
+    static    (kv0 w0 kv2 w2) (kv1 w1)        each model whole on one device, with KV of its own
+    elastic   (kv0 w0) (kv1 w1)               each model cut over all devices, whose KV all share
+    on GPUs   (kv0.0 w0.0) (kv0.1 w0.1) (kv1.0 w1.0)   the same, each model whole on one device, a process for each
 
 In a baseline every model has lanes of its own and nothing orders the models' steps against each other: they take a
-place in the order in which they come.
+device in the order in which they come.
 """
 
 from zlib import crc32
@@ -50,8 +50,8 @@ def hosts(config: DeploymentConfig) -> tuple[tuple[str, ...], ...]:
             for slot in range(num_slots(config)[kv])
         )
     pairs = list(zip(kv_ranks(config), weights_ranks(config), strict=True))
-    places = min(_num_places(config), len(pairs))
-    return tuple(tuple(rank for pair in pairs[place::places] for rank in pair) for place in range(places))
+    num_devices = min(_num_devices(config), len(pairs))
+    return tuple(tuple(rank for pair in pairs[device::num_devices] for rank in pair) for device in range(num_devices))
 
 
 def are_apart(config: DeploymentConfig) -> bool:
@@ -62,12 +62,12 @@ def are_apart(config: DeploymentConfig) -> bool:
 def num_slots(config: DeploymentConfig) -> dict[str, int]:
     """By rank: its processes, where models are apart. One at least, for a model that comes later."""
     pairs = zip(kv_ranks(config), weights_ranks(config), strict=True)
-    models, places = len(config.models), _num_places(config)
-    return {rank: max(1, len(range(place, models, places))) for place, pair in enumerate(pairs) for rank in pair}
+    models, num_devices = len(config.models), _num_devices(config)
+    return {rank: max(1, len(range(device, models, num_devices))) for device, pair in enumerate(pairs) for rank in pair}
 
 
 def arenas(config: DeploymentConfig) -> tuple[tuple[str, ...], ...]:
-    """KV ranks that share the memory of a place; none where each has its own."""
+    """KV ranks that share the memory of a device; none where each has its own."""
     if not are_apart(config):
         return ()
     slots = num_slots(config)
@@ -75,19 +75,19 @@ def arenas(config: DeploymentConfig) -> tuple[tuple[str, ...], ...]:
 
 
 def devices(config: DeploymentConfig) -> tuple[tuple[str, int], ...]:
-    """(rank, GPU) of the ranks that do not simply have one each, in order. A baseline's place is a GPU."""
-    places = _num_places(config)
+    """(rank, GPU) of the ranks that do not simply have one each, in order. A baseline's device is a GPU."""
+    num_devices = _num_devices(config)
     if config.pools.baseline is None:
         own = gpu_of(config)
         return () if list(own.values()) == list(range(len(own))) else tuple(own.items())
     if are_apart(config):
         slots = num_slots(config)
         ranks = [
-            (rank, place) for group in (kv_ranks(config), weights_ranks(config)) for place, rank in enumerate(group)
+            (rank, device) for group in (kv_ranks(config), weights_ranks(config)) for device, rank in enumerate(group)
         ]
-        return tuple((own_rank(rank, slot), place) for rank, place in ranks for slot in range(slots[rank]))
+        return tuple((own_rank(rank, slot), device) for rank, device in ranks for slot in range(slots[rank]))
     groups = (kv_ranks(config), weights_ranks(config))
-    return tuple((rank, index % places) for group in groups for index, rank in enumerate(group))
+    return tuple((rank, index % num_devices) for group in groups for index, rank in enumerate(group))
 
 
 def kv_ranks_of(model: ModelConfig, config: DeploymentConfig) -> tuple[str, ...]:
@@ -99,24 +99,24 @@ def kv_ranks_of(model: ModelConfig, config: DeploymentConfig) -> tuple[str, ...]
     ranks, names = kv_ranks(config), [own.served_name for own in config.models]
     name = model.served_name
     if config.pools.baseline == "static":
-        return (ranks[_static_place(name, names)],)
-    home = _place(name, names, len(ranks))
+        return (ranks[_static_device(name, names)],)
+    home = _device(name, names, len(ranks))
     if are_apart(config):
         return (ranks[home],)
     return ranks[home:] + ranks[:home]
 
 
-def _place(name: str, names: list[str], places: int) -> int:
+def _device(name: str, names: list[str], num_devices: int) -> int:
     """In turn; that of a model beside the deployment's is drawn."""
-    return (names.index(name) if name in names else crc32(name.encode())) % places
+    return (names.index(name) if name in names else crc32(name.encode())) % num_devices
 
 
 def weights_ranks_of(model: ModelConfig, config: DeploymentConfig) -> tuple[str, ...]:
     ranks = weights_ranks(config)
     if config.pools.baseline == "static":
-        return (ranks[_static_place(model.served_name, [own.served_name for own in config.models])],)
+        return (ranks[_static_device(model.served_name, [own.served_name for own in config.models])],)
     if are_apart(config):
-        return (ranks[_place(model.served_name, [own.served_name for own in config.models], len(ranks))],)
+        return (ranks[_device(model.served_name, [own.served_name for own in config.models], len(ranks))],)
     return ranks
 
 
@@ -141,7 +141,7 @@ def num_lanes(config: DeploymentConfig) -> tuple[int, int]:
         own = len(prefill_ranks(config))  # a prefill rank runs one model at a time
         return scheduling.num_decode_lanes, own or scheduling.num_prefill_lanes
     is_whole = config.pools.baseline == "static" or are_apart(config)
-    each = max(1, len(config.models)) * (1 if is_whole else _num_places(config))
+    each = max(1, len(config.models)) * (1 if is_whole else _num_devices(config))
     return each, each
 
 
@@ -165,7 +165,7 @@ def gpu_of(config: DeploymentConfig) -> dict[str, int]:
     return found | {rank: placed[idx] if placed else (shared + idx) % gpus for idx, rank in enumerate(own)}
 
 
-def _num_places(config: DeploymentConfig) -> int:
+def _num_devices(config: DeploymentConfig) -> int:
     """GPUs, or processes on CPUs: of two pools one for each rank, if they are not to share."""
     return config.pools.num_gpus or config.pools.num_kv_ranks + config.pools.num_weights_ranks
 
@@ -173,10 +173,10 @@ def _num_places(config: DeploymentConfig) -> int:
 def _num_kv_ranks(config: DeploymentConfig) -> int:
     if config.pools.baseline is None:
         return config.pools.num_kv_ranks
-    return max(1, len(config.models)) if config.pools.baseline == "static" else _num_places(config)
+    return max(1, len(config.models)) if config.pools.baseline == "static" else _num_devices(config)
 
 
-def _static_place(name: str, names: list[str]) -> int:
+def _static_device(name: str, names: list[str]) -> int:
     if name not in names:
         raise ValueError(
             f"{name} has no memory of its own in baseline static; name it when the server starts, "

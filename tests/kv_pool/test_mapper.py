@@ -11,8 +11,8 @@ from crosspool.kv_pool.backing.operations import FreeRange, MapPage, Operation, 
 
 def a_mapper() -> Mapper:
     mapper = Mapper()
-    mapper.add_model("p", 0, frames_per_page=1, num_places=8)
-    mapper.add_model("q", 1000, frames_per_page=2, num_places=4)
+    mapper.add_model("p", 0, frames_per_page=1, num_spots=8)
+    mapper.add_model("q", 1000, frames_per_page=2, num_spots=4)
     return mapper
 
 
@@ -48,7 +48,7 @@ def test_a_page_that_was_expected_is_there_when_it_is_used():
     work(mapper)
     (page,) = mapper.use("q", 7, [(1, 2)])
     assert page.is_mapped
-    assert page.frames == (1, 2)  # of the range: the first place
+    assert page.frames == (1, 2)  # of the range: the first spot
     assert work(mapper) == []
 
 
@@ -74,7 +74,7 @@ def test_a_page_that_was_expected_in_vain_is_not_mapped_any_more():
 def test_frames_that_are_in_use_are_left_out_of_what_another_model_expects():
     """Also where its page is of the same frames."""
     mapper = a_mapper()
-    mapper.add_model("r", 2000, frames_per_page=2, num_places=4)
+    mapper.add_model("r", 2000, frames_per_page=2, num_spots=4)
     mapper.use("q", 7, [(1, 2)])
     mapper.expect("r", [(1, 2), (2, 3), (4, 5)])
     assert work(mapper) == ["map q(1, 2)", "map r(4, 5)"]
@@ -209,7 +209,7 @@ def test_a_removed_models_range_goes_when_its_last_page_has_left():
     work(mapper)
     mapper.remove_model("p")
     assert work(mapper) == ["unmap p(2,)"], "nothing has touched it"
-    mapper.add_model("p", 5000, frames_per_page=1, num_places=8)  # of the same name, at other addresses
+    mapper.add_model("p", 5000, frames_per_page=1, num_spots=8)  # of the same name, at other addresses
     mapper.end_step("running")
     assert work(mapper) == ["unmap p(1,)", "free p"]
     assert not mapper.has_backlog

@@ -232,10 +232,10 @@ def test_slow_access_setting_delays_nobody_whose_page_was_expected():
             assert time.monotonic() - started_s < 10.0
             time.sleep(0.005)
         started_s = time.monotonic()
-        backing.place("a", 1, [(frame,) for frame in range(1, 11)], is_decode=True)
+        backing.spots("a", 1, [(frame,) for frame in range(1, 11)], is_decode=True)
         assert time.monotonic() - started_s < 0.01
         assert backing.counts().decode_waits == 0
-        backing.place("a", 2, [(20,)], is_decode=True)
+        backing.spots("a", 2, [(20,)], is_decode=True)
         assert backing.counts().decode_waits == 1
         assert 0.02 <= backing.counts().longest_wait_s < 5.0
     finally:
@@ -257,13 +257,13 @@ def test_a_page_that_cannot_be_mapped_fails_its_step_alone():
     backing = VmmBacking(driver, 33, FRAME_BYTES)
     try:
         backing.add_model("a", 1)
-        backing.place("a", 1, [(1,)], is_decode=False)
+        backing.spots("a", 1, [(1,)], is_decode=False)
         driver.fails = lambda name: Status.OUT_OF_MEMORY if name == "cuMemMap" else Status.SUCCESS
-        with pytest.raises(DriverError, match="no place for a page of a: cuMemMap failed: OUT_OF_MEMORY"):
-            backing.place("a", 2, [(2,)], is_decode=False)
-        assert backing.place("a", 1, [(1,)], is_decode=True) == ((1,),)
+        with pytest.raises(DriverError, match="no spot for a page of a: cuMemMap failed: OUT_OF_MEMORY"):
+            backing.spots("a", 2, [(2,)], is_decode=False)
+        assert backing.spots("a", 1, [(1,)], is_decode=True) == ((1,),)
         driver.fails = lambda name: Status.SUCCESS
         backing.forget([2])
-        assert len(backing.place("a", 3, [(2,)], is_decode=False)) == 1
+        assert len(backing.spots("a", 3, [(2,)], is_decode=False)) == 1
     finally:
         backing.close()

@@ -107,7 +107,7 @@ class KnownSequences:
             assert max(told, _num_pages(row)) * model.page_tokens >= needed
             sequence.pages[row.first_new_page :] = row.new_pages
             assert len(sequence.pages) * model.page_tokens >= needed, "a step without its pages"
-            self._check_places(step, sequence.pages)
+            self._check_frames_of(step, sequence.pages)
             self._check_contents(step, row, sequence, all_pages=row.sequence_id in joining)
         self.check_frames(header.kv_rank)
         for row in step.rows:
@@ -162,7 +162,7 @@ class KnownSequences:
     def _where(self, step: StepDescriptor) -> str:
         return ALL_RANKS if self.kv_ranks else step.header.kv_rank
 
-    def _check_places(self, step: StepDescriptor, pages: Sequence[tuple[int, ...]]) -> None:
+    def _check_frames_of(self, step: StepDescriptor, pages: Sequence[tuple[int, ...]]) -> None:
         """Every page has the right number of frames, on the ranks that the model's split says."""
         model = self.models[step.header.model]
         width = model.frames_per_page

@@ -1,6 +1,6 @@
 """A KV pool whole: pool, budget, limits, mapping ahead and a backing, with sequences that come, grow and go.
 
-Every slot of memory that a sequence owns carries its stamp, so that a page with two owners, a wrong place or a frame
+Every slot of memory that a sequence owns carries its stamp, so that a page with two owners, a wrong spot or a frame
 that lost its contents shows when the sequence reads it back.
 """
 
@@ -33,7 +33,7 @@ class Live:
     model: str
     most: int
     pages: list[Page] = field(default_factory=list)
-    places: list[Page] = field(default_factory=list)
+    spots: list[Page] = field(default_factory=list)
     has_ended: bool = False
 
 
@@ -230,25 +230,25 @@ class PoolWorld:
         assert pages is not None, "the budget granted what the pool does not have"
         sequence.pages.extend(pages)
         try:
-            places = self.backing.place(sequence.model, sequence_id, pages, is_decode=is_decode)
+            spots = self.backing.spots(sequence.model, sequence_id, pages, is_decode=is_decode)
         except DriverError:
             self.num_failed += 1
             self.end(sequence_id)
             return
-        sequence.places.extend(places)
-        for index in range(len(sequence.places) - len(places), len(sequence.places)):
+        sequence.spots.extend(spots)
+        for index in range(len(sequence.spots) - len(spots), len(sequence.spots)):
             self._stamp(sequence_id, index)
 
     def _stamp(self, sequence_id: int, index: int) -> None:
         sequence = self.live[sequence_id]
-        assert len(sequence.places[index]) == len(sequence.pages[index]) == WIDTHS[sequence.model]
-        for part, frame in enumerate(sequence.places[index]):
+        assert len(sequence.spots[index]) == len(sequence.pages[index]) == WIDTHS[sequence.model]
+        for part, frame in enumerate(sequence.spots[index]):
             self._write(sequence.model, frame, (sequence_id, index, part))
 
     def _read(self, sequence_id: int) -> None:
         sequence = self.live[sequence_id]
-        for index, place in enumerate(sequence.places):
-            for part, frame in enumerate(place):
+        for index, spot in enumerate(sequence.spots):
+            for part, frame in enumerate(spot):
                 assert self._load(sequence.model, frame) == (sequence_id, index, part), "somebody else wrote here"
 
     def _write(self, model: str, frame: int, value: object) -> None:

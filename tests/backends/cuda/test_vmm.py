@@ -44,7 +44,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeVmmDriver:
 def test_a_backing_runs_over_it(fake: FakeVmmDriver) -> None:
     backing = VmmBacking(CudaVmmDriver(device=3), 13, FRAME, has_thread=False)
     frames = backing.add_model("a", 4)
-    assert backing.place("a", 1, [(5, 1, 9, 2)], is_decode=False) == ((1, 2, 3, 4),)
+    assert backing.spots("a", 1, [(5, 1, 9, 2)], is_decode=False) == ((1, 2, 3, 4),)
     fake.write(frames.base + 2 * FRAME, "second")
     assert fake.read(frames.base + 2 * FRAME) == "second"
     backing.close()

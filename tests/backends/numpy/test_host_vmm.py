@@ -65,12 +65,12 @@ def test_a_backing_of_host_memory_moves_frames_between_models(driver):
     backing = VmmBacking(driver, 9, FRAME)
     try:
         wide, narrow = backing.add_model("wide", 4), backing.add_model("narrow", 1)
-        (place,) = backing.place("wide", 1, [(1, 2, 3, 4)], is_decode=False)
-        for index, frame in enumerate(place):
+        (spot,) = backing.spots("wide", 1, [(1, 2, 3, 4)], is_decode=False)
+        for index, frame in enumerate(spot):
             at(wide.base + frame * FRAME).value = 100 + index
         backing.forget([1])
-        places = backing.place("narrow", 2, [(3,), (1,)], is_decode=False)
-        assert [at(narrow.base + frame * FRAME).value for (frame,) in places] == [102, 100]
+        spots = backing.spots("narrow", 2, [(3,), (1,)], is_decode=False)
+        assert [at(narrow.base + frame * FRAME).value for (frame,) in spots] == [102, 100]
         at(wide.base).value = 5  # frame 0 is everybody's
         assert at(narrow.base).value == 5
     finally:

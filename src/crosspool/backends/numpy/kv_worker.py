@@ -119,7 +119,7 @@ class NumpyAttentionWorker:
     def _run_mapped(
         self, step: StepDescriptor, links: LaneLinks, mapped: MappedFrames
     ) -> HalfStep[tuple[SampledToken, ...]]:
-        """The step once every page that it brings has its place; none of them moves before it has ended."""
+        """The step once every page that it brings has its spot; none of them moves before it has ended."""
         key = mapped.begin(step)
         try:
             return (yield from self._run(mapped.placed(step), links))

@@ -21,7 +21,7 @@ class ArenaBacking:
 
     def end_step(self, step: Hashable) -> None: ...
 
-    def place(self, model: str, sequence_id: int, pages: Sequence[Page], *, is_decode: bool) -> tuple[Page, ...]:
+    def spots(self, model: str, sequence_id: int, pages: Sequence[Page], *, is_decode: bool) -> tuple[Page, ...]:
         return tuple(pages)
 
     def forget(self, sequence_ids: Iterable[int]) -> None: ...

@@ -1,4 +1,4 @@
-"""Backing: how the models of one KV rank reach their frames. The engine owns frames, a backing gives them places."""
+"""Backing: how the models of one KV rank reach their frames. The engine owns frames, a backing gives them spots."""
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ BackingKind = Literal["arena", "vmm"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrameRange:
-    """Addresses through which one model reaches its pages: frame i of a place lies at `base + i * frame_bytes`."""
+    """Addresses through which one model reaches its pages: frame i of a spot lies at `base + i * frame_bytes`."""
 
     base: int
     num_frames: int
@@ -44,7 +44,7 @@ class BackingCounts:
 
 
 class Backing(Protocol):
-    """Calls come from the thread that runs steps; none of them but `place` may wait."""
+    """Calls come from the thread that runs steps; none of them but `spots` may wait."""
 
     def add_model(self, model: str, frames_per_page: int) -> FrameRange:
         """Addresses for a model. Frame 0 of the range is the pool's frame 0, which masked rows may touch."""
@@ -60,10 +60,10 @@ class Backing(Protocol):
 
     def end_step(self, step: Hashable) -> None: ...
 
-    def place(self, model: str, sequence_id: int, pages: Sequence[Page], *, is_decode: bool) -> tuple[Page, ...]:
+    def spots(self, model: str, sequence_id: int, pages: Sequence[Page], *, is_decode: bool) -> tuple[Page, ...]:
         """Where in the model's range the pages lie, as lists of the range's frames; the sequence uses them from now on.
 
-        Waits where a page has no place yet. Raises DriverError if the driver cannot give it one.
+        Waits where a page has no spot yet. Raises DriverError if the driver cannot give it one.
         """
         ...
 

@@ -29,7 +29,7 @@ class DriverMemory:
         self._ranges: dict[int, int] = {}  # base -> bytes, of every range not yet freed
         self._aliases: set[int] = set()  # bases at which frame 0 is mapped
         self._broken: set[int] = set()  # bases of ranges that nobody got, and that are to be freed
-        self._leftovers: dict[int, int] = {}  # address -> bytes, mapped and in nobody's place
+        self._leftovers: dict[int, int] = {}  # address -> bytes, mapped and in nobody's spot
         self._create_all()
 
     def _create_all(self) -> None:

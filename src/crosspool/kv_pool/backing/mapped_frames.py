@@ -1,4 +1,4 @@
-"""MappedFrames: between a KV worker, whose steps name frames of the pool, and the backing, which has their places."""
+"""MappedFrames: between a KV worker, whose steps name frames of the pool, and the backing, which has their spots."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -48,12 +48,12 @@ class MappedFrames:
         self._backing.end_step(key)
 
     def placed(self, step: StepDescriptor) -> StepDescriptor:
-        """The step with places in its model's range for the pages that its rows bring. Raises DriverError."""
+        """The step with spots in its model's range for the pages that its rows bring. Raises DriverError."""
         if not any(row.new_pages for row in step.rows):
             return step
         model, is_decode = step.header.model, step.header.phase == "decode"
         rows = tuple(
-            replace(row, new_pages=self._backing.place(model, row.sequence_id, row.new_pages, is_decode=is_decode))
+            replace(row, new_pages=self._backing.spots(model, row.sequence_id, row.new_pages, is_decode=is_decode))
             if row.new_pages
             else row
             for row in step.rows

@@ -5,7 +5,7 @@ from collections import deque
 from crosspool.kv_pool.backing.frame_memory import FrameMemory
 from crosspool.kv_pool.backing.mapped_page import MappedPage, PageState
 from crosspool.kv_pool.backing.operations import MapPage, Operation, UnmapPage
-from crosspool.kv_pool.backing.page_places import PagePlaces
+from crosspool.kv_pool.backing.page_spots import PageSpots
 from crosspool.kv_pool.backing.running_steps import RunningSteps
 
 NUM_LOOKED_AT = 32
@@ -15,12 +15,12 @@ NUM_LOOKED_AT = 32
 class PageQueues:
     """Pages that a step waits for, pages that are expected, and *doomed* ones, which are to be unmapped.
 
-    A page leaves its place only when no sequence uses it. If a user left while a step of it was running, every step
+    A page leaves its spot only when no sequence uses it. If a user left while a step of it was running, every step
     that had begun by then must have ended too: a step that was given up may still run on a device.
     """
 
-    def __init__(self, places: PagePlaces, memory: FrameMemory, steps: RunningSteps) -> None:
-        self._places, self._memory, self._steps = places, memory, steps
+    def __init__(self, spots: PageSpots, memory: FrameMemory, steps: RunningSteps) -> None:
+        self._spots, self._memory, self._steps = spots, memory, steps
         self._urgent: deque[MappedPage] = deque()
         self._expected: deque[MappedPage] = deque()
         self._doomed: deque[MappedPage] = deque()
@@ -42,7 +42,7 @@ class PageQueues:
     def doom(self, page: MappedPage) -> None:
         """Unmap the page as soon as nothing can touch it; forget one that is only wanted."""
         if page.state is PageState.WANTED:
-            self._places.drop(page)
+            self._spots.drop(page)
         elif not page.is_doomed:
             page.is_doomed = True
             self._doomed.append(page)
@@ -79,7 +79,7 @@ class PageQueues:
         lacking = self._memory.first_absent(page.page)
         if lacking is not None:
             return self._memory.creation_of(lacking, now)
-        blockers = self._places.blockers(page)
+        blockers = self._spots.blockers(page)
         leaving = next((other for other in blockers if self._can_leave(other, now)), None)
         if leaving is not None:
             return UnmapPage(leaving)

@@ -22,7 +22,7 @@ from crosspool.kv_pool.pool import Page
 logger = logging.getLogger(__name__)
 
 PLACE_TIMEOUT_S = 10.0
-"""How long a step waits for a page's place before it fails."""
+"""How long a step waits for a page's spot before it fails."""
 
 
 class VmmBacking:
@@ -56,11 +56,11 @@ class VmmBacking:
             self._thread.start()
 
     def add_model(self, model: str, frames_per_page: int) -> FrameRange:
-        num_places = (self._num_frames - 1) // frames_per_page
-        num_frames = 1 + num_places * frames_per_page
+        num_spots = (self._num_frames - 1) // frames_per_page
+        num_frames = 1 + num_spots * frames_per_page
         base = self._memory.reserve_range(num_frames)
         with self._changed:
-            self._mapper.add_model(model, base, frames_per_page, num_places)
+            self._mapper.add_model(model, base, frames_per_page, num_spots)
         return FrameRange(base=base, num_frames=num_frames, frame_bytes=self._frame_bytes)
 
     def remove_model(self, model: str) -> None:
@@ -79,7 +79,7 @@ class VmmBacking:
             if self._mapper.has_backlog:
                 self._changed.notify_all()
 
-    def place(self, model: str, sequence_id: int, pages: Sequence[Page], *, is_decode: bool) -> tuple[Page, ...]:
+    def spots(self, model: str, sequence_id: int, pages: Sequence[Page], *, is_decode: bool) -> tuple[Page, ...]:
         with self._changed:
             found = self._mapper.use(model, sequence_id, pages)
             if not all(page.is_mapped for page in found):
@@ -95,9 +95,9 @@ class VmmBacking:
         while not all(page.is_mapped for page in missing):
             for page in missing:
                 if page.error is not None:
-                    raise DriverError(f"no place for a page of {model}: {page.error}")
+                    raise DriverError(f"no spot for a page of {model}: {page.error}")
             if self._clock() - started_s > self._timeout_s:
-                raise DriverError(f"no place for a page of {model} within {self._timeout_s:g} s")
+                raise DriverError(f"no spot for a page of {model} within {self._timeout_s:g} s")
             if self._thread is None:
                 self._work_once()
             else:
@@ -212,7 +212,7 @@ class VmmBacking:
         return None
 
     def _address(self, page: MappedPage) -> int:
-        return page.model_range.base + page.model_range.first_frame(page.place) * self._frame_bytes
+        return page.model_range.base + page.model_range.first_frame(page.spot) * self._frame_bytes
 
 
 def _described(operation: Operation) -> str:

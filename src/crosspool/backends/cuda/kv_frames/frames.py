@@ -35,7 +35,7 @@ class KVFrames(Protocol):
         ...
 
     def begin(self, step: StepDescriptor) -> StepDescriptor:
-        """The step with places in its model's memory for the pages that it brings. Raises DriverError."""
+        """The step with spots in its model's memory for the pages that it brings. Raises DriverError."""
         ...
 
     def end(self, step: StepDescriptor, lane: LaneMemory) -> None:

@@ -1,6 +1,6 @@
-"""PagePlaces: the ranges of models, and which page has each frame: by claim, and in whose place it is mapped. Pure.
+"""PageSpots: the ranges of models, and which page has each frame: by claim, and in whose spot it is mapped. Pure.
 
-A frame is mapped in one place at a time, so contents go with frames, never with addresses.
+A frame is mapped in one spot at a time, so contents go with frames, never with addresses.
 """
 
 from collections.abc import Collection, Iterator
@@ -9,21 +9,21 @@ from crosspool.kv_pool.backing.mapped_page import MappedPage, ModelRange, PageSt
 from crosspool.kv_pool.pool import Page
 
 
-class PagePlaces:
-    """Places of all pages of one KV rank."""
+class PageSpots:
+    """Spots of all pages of one KV rank."""
 
     def __init__(self) -> None:
         self.ranges: dict[str, ModelRange] = {}
         self.retired: list[ModelRange] = []  # of removed models, to be freed once they are empty
         self._claims: dict[int, MappedPage] = {}  # by frame: the page that has it now, mapped or not
-        self._at: dict[int, MappedPage] = {}  # by frame: the page in whose place it is mapped
+        self._at: dict[int, MappedPage] = {}  # by frame: the page in whose spot it is mapped
 
     @property
     def mapped_frames(self) -> Collection[int]:
         return self._at.keys()
 
     def mapped(self) -> list[MappedPage]:
-        """Every page that has a place, those of removed models included."""
+        """Every page that has a spot, those of removed models included."""
         return list({id(page): page for page in self._at.values()}.values())
 
     def idle(self) -> Iterator[MappedPage]:
@@ -33,11 +33,11 @@ class PagePlaces:
                 if page.is_mapped and not page.users and not page.is_doomed:
                     yield page
 
-    def add_range(self, model: str, base: int, frames_per_page: int, num_places: int) -> ModelRange:
+    def add_range(self, model: str, base: int, frames_per_page: int, num_spots: int) -> ModelRange:
         """Raises ValueError for a second model of that name."""
         if model in self.ranges:
             raise ValueError(f"model {model} has a range already; remove it first")
-        self.ranges[model] = ModelRange(model, base, frames_per_page, list(range(num_places - 1, -1, -1)))
+        self.ranges[model] = ModelRange(model, base, frames_per_page, list(range(num_spots - 1, -1, -1)))
         return self.ranges[model]
 
     def retire_range(self, model: str) -> ModelRange | None:
@@ -63,28 +63,28 @@ class PagePlaces:
             self._claims[frame] = page
 
     def blockers(self, page: MappedPage) -> list[MappedPage]:
-        """Pages in whose places some of the page's frames are mapped, in the order of its own."""
+        """Pages in whose spots some of the page's frames are mapped, in the order of its own."""
         found = (self._at.get(frame) for frame in page.page)
         return list({id(other): other for other in found if other is not None}.values())
 
     def is_blocked(self, page: MappedPage) -> bool:
-        """Whether some of the page's frames are mapped in another place."""
+        """Whether some of the page's frames are mapped in another spot."""
         return any(self._at.get(frame, page) is not page for frame in page.page)
 
     def occupy(self, page: MappedPage) -> None:
-        """Give the page a place: the driver is about to map it there."""
-        page.place = page.model_range.free_places.pop()
+        """Give the page a spot: the driver is about to map it there."""
+        page.spot = page.model_range.free_spots.pop()
         for frame in page.page:
             self._at[frame] = page
 
     def vacate(self, page: MappedPage) -> None:
-        page.model_range.free_places.append(page.place)
-        page.place = -1
+        page.model_range.free_spots.append(page.spot)
+        page.spot = -1
         for frame in page.page:
             del self._at[frame]
 
     def drop(self, page: MappedPage) -> None:
-        """Forget a page that has no place."""
+        """Forget a page that has no spot."""
         page.state = PageState.GONE
         if page.model_range.pages.get(page.page) is page:
             del page.model_range.pages[page.page]
