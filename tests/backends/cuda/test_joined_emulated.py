@@ -15,7 +15,7 @@ from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker  # noq
 from crosspool.backends.cuda.workers import join_halves  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
-from tests.backends.cuda.test_workers_emulated import (  # noqa: E402
+from tests.backends.cuda.worker_pair import (  # noqa: E402
     NUM_FRAMES,
     Pair,
     arena,

@@ -18,7 +18,7 @@ from crosspool.cluster.region import ArrayRegion  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from crosspool.scheduler.step import StepDescriptor, StepHeader, StepRow  # noqa: E402
 from crosspool.units import MiB  # noqa: E402
-from tests.backends.cuda.test_workers_emulated import (  # noqa: E402
+from tests.backends.cuda.worker_pair import (  # noqa: E402
     Pair,
     decode_step,
     greedy,
@@ -83,11 +83,6 @@ def first_chunk(directory, prompt, count, step_seq=1):
 
 def model(path, family):
     return read_model_dir(write_tiny_model(path, family, dtype="bfloat16", tokenizer=False))
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return model(tmp_path_factory.mktemp("m") / "tiny", "qwen3_moe")
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,10 @@ pytest.importorskip("triton")
 
 from crosspool.core import SamplingParams  # noqa: E402
 from crosspool.kv_pool.geometry import page_geometry  # noqa: E402
-from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.decoding import FRAME_BYTES  # noqa: E402
-from tests.backends.cuda.test_workers_emulated import PAGE_TOKENS, Pair  # noqa: E402
+from tests.backends.cuda.worker_pair import PAGE_TOKENS, Pair  # noqa: E402
 from tests.support.direct_lanes import SplitModel  # noqa: E402
 from tests.support.run_schedules import one_by_one, prefill, runs  # noqa: E402
-from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.judge, pytest.mark.triton]
 
@@ -23,12 +21,6 @@ LENGTHS = (3, 1, 2)
 GREEDY = SamplingParams(max_tokens=50, temperature=0.0)
 DRAWN = SamplingParams(max_tokens=50, temperature=1.0, seed=5, top_p=0.95)
 HOSTED = SamplingParams(max_tokens=50, temperature=1.0, seed=5, presence_penalty=0.5)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("m") / "tiny"
-    return read_model_dir(write_tiny_model(path, "qwen3_moe", dtype="bfloat16", tokenizer=False))
 
 
 def schedule(directory, sampling, model="tiny", dtype="bfloat16"):

@@ -30,7 +30,7 @@ from crosspool.scheduler.step import StepDescriptor  # noqa: E402
 from tests.backends.cuda.decoding import FRAME_BYTES  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
 from tests.backends.cuda.lazy_engine import LazyEngine  # noqa: E402
-from tests.backends.cuda.test_workers_emulated import (  # noqa: E402
+from tests.backends.cuda.worker_pair import (  # noqa: E402
     NUM_FRAMES,
     PAGE_TOKENS,
     Pair,
