@@ -105,13 +105,23 @@ def simulated(
 
 
 def outlook(
-    trace: Path, gpus: Mapping[str, Any], layout: Layout, measured: MeasuredTable, models: Sequence[str] = ()
+    trace: Path,
+    gpus: Mapping[str, Any],
+    layout: Layout,
+    measured: MeasuredTable,
+    models: Sequence[str] = (),
+    *,
+    beside_share: float = 0.0,
+    decode_lanes: int | None = None,
 ) -> GroupResult:
-    """What the simulator says of a whole trace that was not measured."""
+    """What the simulator says of a whole trace that was not measured. decode_lanes: None as planned."""
     recorded = read_trace(trace)
     duration_s = float(recorded.arrival_s[-1]) + 1.0
     plan_input = _plan_input(recorded.models, trace, duration_s, gpus, {}, QUANTILE)
-    return _simulated(plan_deployment(plan_input), plan_input, layout, duration_s, measured, models)
+    if decode_lanes is not None:
+        engine = plan_input.engine.model_copy(update={"decode_lanes": decode_lanes})
+        plan_input = plan_input.model_copy(update={"engine": engine})
+    return _simulated(plan_deployment(plan_input), plan_input, layout, duration_s, measured, models, beside_share)
 
 
 def _simulated(

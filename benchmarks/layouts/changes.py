@@ -1,0 +1,186 @@
+"""Which change of two pools would gain how much on a load: simulated from measured stage times, one change at a time.
+
+    python -m benchmarks.layouts.changes --trace-dir TRACES [--rate 0.8] [--seconds 20]
+
+For the two layouts on two GPUs, crosspool-1+1 and crosspool-1+1s (a quarter of every FFN beside attention): P50 and P99
+of the times between tokens, output tokens/s and TTFT, medians of simulations whose arrivals differ by up to 5 ms. No
+figure here is a measurement.
+
+simulated_tbt_ms.<layout>.<change>.<model>.<rate>.<p50|p99>, simulated_tokens_per_s.<layout>.<change>.<rate>,
+simulated_ttft_ms.<layout>.<change>.all.<rate>.p50.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from benchmarks.layouts.predicted import SHIFT_S, TIMES, outlook, stage_times
+from benchmarks.layouts.server import beside_share
+from benchmarks.report import RESULTS, Report
+from crosspool.planner.catalogue import catalogue_facts
+from crosspool.simulator.measured import MeasuredModel, MeasuredTable, sharing_of
+from crosspool.simulator.result import GroupResult
+
+MODELS = ("glm-4.7-flash", "qwen3-30b-a3b", "deepseek-v2-lite")
+LAYOUTS = ("crosspool-1+1", "crosspool-1+1s")
+ROUTER_US = 5.0
+"""What a layer's router takes of the weights GPU at eight rows; routed on the KV rank it takes as much there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """words: what is changed. stages: of each model's stage times. decode_lanes: None as planned."""
+
+    words: str
+    stages: Callable[[MeasuredModel], MeasuredModel] = lambda model: model
+    decode_lanes: int | None = None
+
+
+def ffn_times(
+    model: MeasuredModel, factor: float = 1.0, less_us: float = 0.0, rows: range = range(10**6)
+) -> MeasuredModel:
+    """Layers' FFNs take `factor` of their time at these numbers of rows, and everywhere `less_us` less."""
+    ffn_s = {
+        ranks: tuple((at, (value * factor if at in rows else value) - 1e-6 * less_us) for at, value in points)
+        for ranks, points in model.ffn_s.items()
+    }
+    return replace(model, ffn_s=ffn_s)
+
+
+def routed_on_kv(model: MeasuredModel) -> MeasuredModel:
+    base_s = model.attention_base_s
+    later = None if base_s is None else base_s + 1e-6 * ROUTER_US
+    return replace(ffn_times(model, less_us=ROUTER_US), attention_base_s=later)
+
+
+CHANGES: Mapping[str, Change] = {
+    "none": Change(words="as measured stage times have it"),
+    "ffn95": Change(words="FFN at 8 to 24 rows x 0.95", stages=lambda model: ffn_times(model, 0.95, rows=range(8, 25))),
+    "ffn86": Change(words="FFN at 8 to 24 rows x 0.86", stages=lambda model: ffn_times(model, 0.86, rows=range(8, 25))),
+    "routekv": Change(words="the KV rank routes (--route kv)", stages=routed_on_kv),
+    "both": Change(
+        words="FFN x 0.86 and --route kv", stages=lambda model: routed_on_kv(ffn_times(model, 0.86, rows=range(8, 25)))
+    ),
+    "lanes_free": Change(
+        words="lanes cost each other nothing",
+        stages=lambda model: replace(model, lanes_efficiency=(), shared_efficiency=()),
+    ),
+    "prompts_half": Change(
+        words="prompts cost decode half as much",
+        stages=lambda model: replace(model, beside_prompt_s=(model.beside_prompt_s or 0.0) / 2),
+    ),
+    "prompts_free": Change(
+        words="prompts cost decode nothing (ranks of their own)",
+        stages=lambda model: replace(model, beside_prompt_s=0.0),
+    ),
+    "3lanes": Change(words="three decode lanes (--decode-lanes 3)", decode_lanes=3),
+}
+"""By name in metrics."""
+
+
+def with_means(table: MeasuredTable) -> MeasuredTable:
+    """Models of which it was not measured get the mean cost of prompts by layer, so that it can be changed."""
+    found = {}
+    for name, model in table.items():
+        layers = catalogue_facts(name).num_layers
+        found[name] = replace(model, beside_prompt_s=layers * sharing_of(table, name, layers).longer_s)
+    return found
+
+
+def simulate_change(
+    trace: Path, seconds: float, layout: str, change: Change, table: MeasuredTable
+) -> list[GroupResult]:
+    """As often as a run of the report is simulated."""
+    rows = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
+    changed = {name: change.stages(model) for name, model in with_means(table).items()}
+    found = []
+    for number in range(TIMES):
+        rng = random.Random(number)
+        shift = SHIFT_S if number else 0.0
+        sent = [{**row, "t": max(0.0, row["t"] + rng.uniform(-shift, shift))} for row in rows if row["t"] < seconds]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "sent.jsonl"
+            path.write_text("\n".join(map(json.dumps, sent)), encoding="utf-8")
+            found.append(
+                outlook(
+                    path,
+                    {"count": 2, "kv": 1},
+                    "crosspool",
+                    changed,
+                    MODELS,
+                    beside_share=beside_share(layout),
+                    decode_lanes=change.decode_lanes,
+                )
+            )
+    return found
+
+
+def add_change(report: Report, layout: str, name: str, rate: str, groups: Sequence[GroupResult]) -> None:
+    case = f"{layout}.{name}"
+    for model in MODELS:
+        for level, share in (("p50", 0.5), ("p99", 0.99)):
+            every_ms = [1e3 * group.models[model].tbt.quantile(share) for group in groups]
+            told = f"simulated; {min(every_ms):.1f} to {max(every_ms):.1f}; {CHANGES[name].words}"
+            report.metric(f"simulated_tbt_ms.{case}.{model}.{rate}.{level}", median(every_ms), note=told)
+    ttft_ms = median(1e3 * group.total.ttft.quantile(0.5) for group in groups)
+    report.metric(f"simulated_ttft_ms.{case}.all.{rate}.p50", ttft_ms, note="simulated")
+    tokens = median(group.total.num_tokens / group.duration_s for group in groups)
+    report.metric(f"simulated_tokens_per_s.{case}.{rate}", tokens, note="simulated, to the last token")
+    busy = [median(1.0 - group.bubble_share(index) for group in groups) for index in range(2)]
+    told = "simulated; of the time with steps in flight"
+    report.metric(f"simulated_busy.{case}.kv.{rate}", busy[0], limit=1.0, note=told)
+    report.metric(f"simulated_busy.{case}.weights.{rate}", busy[1], limit=1.0, note=told)
+
+
+def as_table(report: Report, rate: str) -> str:
+    """Markdown: what each change gives."""
+    lines = ["| layout | change | P50 / P99 GLM | Qwen3 | DeepSeek | tokens/s | TTFT P50 |"]
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for layout in LAYOUTS:
+        for name, change in CHANGES.items():
+            case = f"{layout}.{name}"
+            figures = []
+            for model in MODELS:
+                p50, p99 = (report.metrics[f"simulated_tbt_ms.{case}.{model}.{rate}.{at}"] for at in ("p50", "p99"))
+                figures.append(f"{p50:.1f} / {p99:.1f}")
+            tokens = report.metrics[f"simulated_tokens_per_s.{case}.{rate}"]
+            ttft = report.metrics[f"simulated_ttft_ms.{case}.all.{rate}.p50"]
+            lines.append(f"| {layout} | {change.words} | {' | '.join(figures)} | {tokens:,.0f} | {ttft:.0f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--trace-dir", type=Path, required=True, help="folder of sharegpt_<rate>.jsonl")
+    parser.add_argument("--rate", default="0.8")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of the trace")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    config = {"rate": args.rate, "seconds": args.seconds, "trace_dir": args.trace_dir.name}
+    report = Report("layout_changes", hardware="cpu", config=config)
+    stages = stage_times()
+    for layout in LAYOUTS:
+        for name, change in CHANGES.items():
+            trace = args.trace_dir / f"sharegpt_{args.rate}.jsonl"
+            add_change(report, layout, name, args.rate, simulate_change(trace, args.seconds, layout, change, stages))
+            print(f"{layout} {name}", flush=True)
+    report.summary = (
+        f"SIMULATED, nothing here was measured: the first {args.seconds:g} s of the trace of {args.rate} requests/s of "
+        "each of three models on two H200s, from kept stage times, one change at a time; medians of "
+        f"{TIMES} simulations whose arrivals differ by up to {1e3 * SHIFT_S:g} ms.\n\n" + as_table(report, args.rate)
+    )
+    for path in report.write(args.out):
+        print(path)
+    print(report.summary)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

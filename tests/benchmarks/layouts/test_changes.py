@@ -1,0 +1,65 @@
+"""What a change would gain, simulated: every change does what its words say, on the stage times."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.layouts.changes import (
+    CHANGES,
+    LAYOUTS,
+    MODELS,
+    Change,
+    add_change,
+    as_table,
+    ffn_times,
+    simulate_change,
+    with_means,
+)
+from benchmarks.layouts.predicted import stage_times
+from benchmarks.report import Report
+from crosspool.simulator.measured import MeasuredModel
+
+MODEL = MeasuredModel(
+    ffn_s={1: ((1, 30e-6), (8, 170e-6), (24, 300e-6), (32, 350e-6))},
+    attention_base_s=20e-6,
+    lanes_efficiency=((8, 0.9),),
+    beside_prompt_s=3e-3,
+)
+
+
+def ffn_us(model):
+    return [pytest.approx(1e6 * value) for _, value in model.ffn_s[1]]
+
+
+def test_changes_reach_the_stages_that_they_name():
+    assert ffn_us(CHANGES["ffn86"].stages(MODEL)) == [30, 0.86 * 170, 0.86 * 300, 350]
+    routed = CHANGES["routekv"].stages(MODEL)
+    assert (ffn_us(routed), routed.attention_base_s) == ([25, 165, 295, 345], pytest.approx(25e-6))
+    assert ffn_us(CHANGES["both"].stages(MODEL))[1] == pytest.approx(0.86 * 170 - 5)
+    assert CHANGES["lanes_free"].stages(MODEL).lanes_efficiency == ()
+    assert CHANGES["prompts_half"].stages(MODEL).beside_prompt_s == 1.5e-3
+    assert CHANGES["prompts_free"].stages(MODEL).beside_prompt_s == 0.0
+    assert CHANGES["none"].stages(MODEL) is MODEL
+    assert ffn_times(MODEL, 0.5).ffn_s[1][0][1] == pytest.approx(15e-6)
+
+
+def test_every_model_has_a_cost_of_prompts_to_be_changed():
+    assert all(model.beside_prompt_s for model in with_means(stage_times()).values())
+
+
+def test_a_faster_ffn_gains_and_the_table_has_a_row_of_it(tmp_path):
+    rows = [{"t": 0.4 * number, "model": name, "in": 300, "out": 60} for number in range(5) for name in MODELS]
+    trace = tmp_path / "sharegpt_0.8.jsonl"
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    report, stages = Report("layout_changes", hardware="cpu"), stage_times()
+    fast = Change(words="", stages=lambda model: ffn_times(model, 0.7))
+    for layout in LAYOUTS:
+        slow, quick = (simulate_change(trace, 1.0, layout, change, stages) for change in (CHANGES["none"], fast))
+        assert slow[0].total.num_finished == 9, "the first second's"
+        for name in CHANGES:
+            add_change(report, layout, name, "0.8", quick if name == "ffn86" else slow)
+        p50 = [report.metrics[f"simulated_tbt_ms.{layout}.{name}.{MODELS[0]}.0.8.p50"] for name in ("none", "ffn86")]
+        assert p50[1] < 0.95 * p50[0]
+    assert as_table(report, "0.8").count("\n") == 1 + 2 * len(CHANGES)
