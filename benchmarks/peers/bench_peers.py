@@ -24,6 +24,7 @@ import urllib.request
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
@@ -35,9 +36,11 @@ from benchmarks.peers.spread_weights import write_plugin
 from benchmarks.report import RESULTS, Report
 from crosspool.bench.run import run
 from crosspool.bench.settings import BenchSettings
+from crosspool.errors import CrossPoolError
 from crosspool.units import GiB
 
 START_TIMEOUT_S = 900.0
+PROGRAMS = {"vllm": "vLLM", "kvcached": "vLLM with kvcached", "sglang": "SGLang"}
 
 
 class Running:
@@ -121,6 +124,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
     args = parser.parse_args()
     args.length_scale = 1.0
+    failed = []
     with tempfile.TemporaryDirectory() as folder:
         plugin = write_plugin(Path(folder) / "plugin")
         for peer in args.peers:
@@ -131,15 +135,26 @@ def main() -> int:
                 options = PeerOptions(
                     tokens_per_step=tokens, kv_bytes=int(args.kv_gib * GiB), max_model_len=args.max_model_len
                 )
-                wanted = instances(peer, Path(folder), plugin, options)
-                run_peer(args, peer, peer_name(peer, tokens), wanted, Path(folder), report)
+                try:
+                    wanted = instances(peer, Path(folder), plugin, options)
+                    run_peer(args, peer, peer_name(peer, tokens), wanted, Path(folder), report)
+                except (CrossPoolError, RuntimeError, ValueError, OSError) as failure:
+                    failed.append(peer_name(peer, tokens))
+                    print(f"{failed[-1]}: FAILED: {failure}", flush=True)
                 write_report(report, peer, args.out)
-    return 0
+    return 1 if failed else 0
 
 
 def peer_name(peer: str, tokens_per_step: int) -> str:
     """In metrics: with its tokens a step where that is not the usual number."""
     return peer if tokens_per_step == PeerOptions().tokens_per_step else f"{peer}.{tokens_per_step}"
+
+
+def is_installed(engine: str) -> bool:
+    """kvcached is a package that vLLM loads."""
+    if engine == "sglang":
+        return find_spec("sglang") is not None
+    return shutil.which("vllm") is not None and (engine == "vllm" or find_spec("kvcached") is not None)
 
 
 def write_report(report: Report, peer: str, directory: Path) -> None:
@@ -167,9 +182,8 @@ def run_peer(
         for ballast in ballasts:
             print(shlex.join(ballast))
         return
-    program = wanted[0].command[0]
-    if shutil.which(program) is None:
-        raise SystemExit(f"error: {program} is not installed here; install it, or look with --dry-run")
+    if not is_installed(engine):
+        raise RuntimeError(f"{PROGRAMS[engine]} is not installed here; install it, or look with --dry-run")
     args.log_dir.mkdir(parents=True, exist_ok=True)
     with Running(args.log_dir) as running:
         for instance in wanted:  # one after another: each measures how much memory is free

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.full_models import CONFIGS
+from crosspool.planner.catalogue import catalogue_facts
 from crosspool.units import GiB
 
 FIRST_PORT = 8501
@@ -33,8 +34,11 @@ PEERS: dict[str, tuple[str, Mapping[str, tuple[int, ...]]]] = {
 # No multicast between the GPUs, and no FlashInfer sampler where FlashInfer is not installed.
 QUIET = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "NCCL_NVLS_ENABLE": "0"}
 
-SGLANG_MEMORY = {"qwen3-30b-a3b": 0.85, "glm-4.7-flash": 0.52, "deepseek-v2-lite": 0.33}
-"""Share of a GPU's memory, weights included, where glm-4.7-flash and deepseek-v2-lite share one."""
+GPU_BYTES = 140 * GiB
+"""Free on an H200 with nothing on it."""
+
+BESIDE_BYTES = 6 * GiB
+"""What an instance takes beside weights and KV: activations of a step, graphs, its context."""
 
 ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -80,19 +84,42 @@ def instances(peer: str, models: Path, plugin: Path, options: PeerOptions) -> li
         raise ValueError(f"peer is {peer!r}; it must be one of {', '.join(PEERS)}")
     engine, placement = PEERS[peer]
     found = []
+    shares = memory_shares(placement, options.kv_bytes) if engine == "sglang" else {}
     for offset, (model, gpus) in enumerate(placement.items()):
         port = FIRST_PORT + offset
         command = (_sglang if engine == "sglang" else _vllm)(models / model, port, len(gpus), options)
+        if engine == "sglang":
+            command = (*command, "--mem-fraction-static", f"{shares[model]:.3f}")
         if engine == "vllm":
             # Its KV is given in bytes; the share only has to be free at the start, beside another instance too.
             command = (*command, "--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", str(options.kv_bytes))
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "PYTHONPATH": str(plugin), **QUIET}
         if engine == "kvcached":
-            environment |= {"ENABLE_KVCACHED": "true", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+            environment |= {"ENABLE_KVCACHED": "true", "KVCACHED_AUTOPATCH": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
             is_latent = "kv_lora_rank" in CONFIGS[model]
             environment["KVCACHED_CONTIGUOUS_LAYOUT"] = "true" if is_latent else "false"
         found.append(Instance(model=model, port=port, command=command, environment=environment))
     return found
+
+
+def memory_shares(placement: Mapping[str, tuple[int, ...]], kv_bytes: int) -> dict[str, float]:
+    """SGLang's share of memory for weights and KV, by model: of what is free on its GPUs when it starts, after those
+    that started before it. Raises ValueError where one has no room.
+    """
+    free = dict.fromkeys(sorted({gpu for gpus in placement.values() for gpu in gpus}), float(GPU_BYTES))
+    shares = {}
+    for model, gpus in placement.items():
+        facts = catalogue_facts(model)
+        static = (facts.ffn_bytes + facts.kv_pool_weight_bytes) / len(gpus) + kv_bytes
+        room = min(free[gpu] for gpu in gpus)
+        if static + BESIDE_BYTES > room:
+            raise ValueError(
+                f"{model} wants {(static + BESIDE_BYTES) / GiB:.0f} GiB of a GPU that has {room / GiB:.0f}; "
+                "give less KV (--kv-gib)"
+            )
+        shares[model] = static / room
+        free |= {gpu: free[gpu] - static - BESIDE_BYTES for gpu in gpus}
+    return shares
 
 
 def _vllm(directory: Path, port: int, num_gpus: int, options: PeerOptions) -> tuple[str, ...]:
@@ -107,8 +134,7 @@ def _sglang(directory: Path, port: int, num_gpus: int, options: PeerOptions) -> 
     words = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(directory), "--port", str(port)]
     words += ["--served-model-name", directory.name, "--load-format", "dummy", "--disable-radix-cache"]
     words += ["--tp", str(num_gpus), "--chunked-prefill-size", str(options.tokens_per_step)]
-    words += ["--context-length", str(options.max_model_len), "--enable-metrics"]
-    return (*words, "--mem-fraction-static", str(SGLANG_MEMORY[directory.name]))
+    return (*words, "--context-length", str(options.max_model_len), "--enable-metrics")
 
 
 def write_peer_dir(directory: Path, model: str) -> Path:

@@ -15,7 +15,7 @@ from benchmarks.full_models import CONFIGS
 from benchmarks.peers import bench_peers
 from benchmarks.peers.ballast import GIB, ballast_bytes
 from benchmarks.peers.bench_peers import peer_settings
-from benchmarks.peers.instances import PEERS, PeerOptions, instances, write_peer_dir
+from benchmarks.peers.instances import GPU_BYTES, PEERS, STATIC, PeerOptions, instances, memory_shares, write_peer_dir
 from benchmarks.peers.spread_weights import MODULE, spread, write_plugin
 
 
@@ -46,6 +46,44 @@ def test_two_instances_of_vllm_may_start_on_one_gpu(tmp_path):
     for instance in instances("vllm-static-2", tmp_path, tmp_path, PeerOptions()):
         share = instance.command[instance.command.index("--gpu-memory-utilization") + 1]
         assert float(share) < 0.4, "GLM and 20 GiB of KV leave less than this of an H200"
+
+
+GIB_OF_WEIGHTS = {"qwen3-30b-a3b": 56.9, "glm-4.7-flash": 55.8, "deepseek-v2-lite": 29.3}
+
+
+def test_sglangs_shares_are_of_what_is_free_when_each_starts():
+    """SGLang takes its share of the memory that is free before it loads, weights included."""
+    shares = memory_shares(STATIC, 20 * GIB)
+    free = dict.fromkeys((0, 1), GPU_BYTES / GIB)
+    for model, (gpu,) in STATIC.items():
+        kv = shares[model] * free[gpu] - GIB_OF_WEIGHTS[model]
+        assert kv == pytest.approx(20, abs=0.2), model
+        free[gpu] -= GIB_OF_WEIGHTS[model] + kv + 6
+    assert min(free.values()) > 0
+    with pytest.raises(ValueError, match="deepseek-v2-lite wants 75 GiB of a GPU that has 38; give less KV"):
+        memory_shares(STATIC, 40 * GIB)
+
+
+def test_sglang_is_told_its_share_and_kvcached_to_patch(tmp_path):
+    shares = memory_shares(STATIC, 20 * GIB)
+    for instance in instances("sglang-static-2", tmp_path, tmp_path, PeerOptions()):
+        told = instance.command[instance.command.index("--mem-fraction-static") + 1]
+        assert float(told) == pytest.approx(shares[instance.model], abs=1e-3)
+    for instance in instances("kvcached-2", tmp_path, tmp_path, PeerOptions()):
+        assert instance.environment["KVCACHED_AUTOPATCH"] == "1"
+
+
+def test_an_engine_that_is_not_there_is_told_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(bench_peers, "is_installed", lambda engine: engine == "sglang")
+    monkeypatch.setattr(bench_peers, "measure", lambda args, peer, started, report: ran.append(peer))
+    monkeypatch.setattr(bench_peers.Running, "start", lambda *_: None)
+    monkeypatch.setattr(bench_peers.Running, "wait_ready", lambda *_: None)
+    words = ["bench", "--peers", "vllm-static-2", "sglang-static-2", "--out", str(tmp_path), "--log-dir", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert bench_peers.main() == 1
+    assert ran == ["sglang-static-2"]
+    assert "vllm-static-2: FAILED: vLLM is not installed here" in capsys.readouterr().out
 
 
 def test_peers_get_the_load_of_our_own_layouts(tmp_path):
