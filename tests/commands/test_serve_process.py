@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -146,6 +147,20 @@ def test_a20_a_lost_worker_without_recovery_ends_the_stream_within_a_second(mode
         while httpx2.post(f"{url}/v1/completions", json={**ENDLESS, "max_tokens": 3}).status_code != 200:
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+def test_with_json_logs_every_line_is_an_object(model: Path) -> None:
+    command = [sys.executable, "-m", "crosspool", "serve", str(model), "--port", "0", "--log-format", "json"]
+    process = subprocess.Popen([*command, "--kv-pool-bytes", "16MiB"], stderr=subprocess.PIPE, text=True)
+    log = ServerLog(process)
+    try:
+        assert httpx2.get(f"{log.url()}/health/ready").status_code == 200
+    finally:
+        process.terminate()
+        assert process.wait(15) == 0
+        log.close()
+    messages = [json.loads(line)["message"] for line in log.lines]
+    assert [sum(message.startswith(word) for message in messages) for word in ("loaded P: ", "serving P on ")] == [1, 1]
 
 
 def test_a_model_that_does_not_load_ends_the_start_in_one_line(tmp_path: Path) -> None:

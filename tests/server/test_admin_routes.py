@@ -81,6 +81,7 @@ async def test_other_models_answer_and_a_second_load_is_refused_while_one_loads(
     assert {row["name"]: row["state"] for row in begun.json()["models"]}["org/new"] == "loading"
     assert (await ask(admin, "tiny")).status_code == 200
     assert (await ask(admin, "org/new")).json()["error"]["code"] == "model_not_ready"
+    assert (await admin.get("/health/ready")).status_code == 200  # the others' traffic goes on
     again = await admin.post("/admin/models/org/new/load", json={"path": "somewhere"})
     assert (again.status_code, again.json()["error"]["code"]) == (409, "model_exists")
     early = await admin.post("/admin/models/org/new/unload")
@@ -89,6 +90,32 @@ async def test_other_models_answer_and_a_second_load_is_refused_while_one_loads(
     async with asyncio.timeout(5):
         while (await ask(admin, "org/new")).status_code != 200:
             await asyncio.sleep(0.01)
+
+
+async def test_readiness_waits_for_the_models_of_the_start_alone(admin: httpx2.AsyncClient, engine: FakeEngine) -> None:
+    engine.states["other"] = "loading"
+    assert (await admin.post("/admin/models/other/unload")).status_code == 409
+    assert (await admin.get("/health/ready")).json() == {"status": "loading", "detail": "loading other"}
+    engine.states["other"] = "ready"
+    assert (await admin.get("/health/ready")).status_code == 200
+    assert (await admin.post("/admin/models/other/unload")).status_code == 200
+    assert (await admin.get("/health/ready")).status_code == 200
+    engine.loaded.clear()  # the same name again, at run time
+    await admin.post("/admin/models/other/load", json={"path": "somewhere", "wait": False})
+    assert engine.states["other"] == "loading"
+    assert (await admin.get("/health/ready")).status_code == 200
+    engine.loaded.set()
+
+
+async def test_a_model_of_the_start_whose_turn_has_not_come_is_told_so(
+    admin: httpx2.AsyncClient, engine: FakeEngine
+) -> None:
+    del engine.scripts["other"]
+    for answer in (await ask(admin, "other"), await admin.get("/v1/models/other")):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "model_not_ready")
+        assert "its turn has not come yet" in answer.json()["error"]["message"]
+        assert int(answer.headers["retry-after"]) >= 1
+    assert (await admin.get("/health/ready")).json()["detail"] == "loading other"
 
 
 async def test_unloading_waits_for_what_runs(admin: httpx2.AsyncClient, engine: FakeEngine) -> None:

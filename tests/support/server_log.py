@@ -18,26 +18,26 @@ class ServerLog(threading.Thread):
         assert process.stderr is not None
         self._stream = process.stderr
         self._process = process
-        self._lines: list[str] = []
+        self.lines: list[str] = []
         self._urls: list[str] = []
         self._told = threading.Event()
         self.start()
 
     def run(self) -> None:
         for line in self._stream:
-            self._lines.append(line)
-            if match := re.search(r"serving .* on (http://\S+)", line):
+            self.lines.append(line)
+            if match := re.search(r"serving .* on (http://[\w.:\[\]-]+)", line):
                 self._urls.append(match[1])
                 self._told.set()
         self._told.set()
 
     def url(self) -> str:
         assert self._told.wait(START_TIMEOUT_S)
-        assert self._urls, "".join(self._lines)
+        assert self._urls, "".join(self.lines)
         return self._urls[0]
 
     def close(self) -> None:
         self.join(5)
         self._stream.close()
         if self._process.returncode != 0:
-            print("".join(self._lines), file=sys.stderr)
+            print("".join(self.lines), file=sys.stderr)

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from crosspool.commands.loading import shown_while_loading
 from crosspool.commands.serve import deployment
+from crosspool.commands.told import teller
 from crosspool.core import TokenConstraint
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.request import GenerationRequest
@@ -101,7 +102,7 @@ async def _generate(
     models = prepare_models(config)
     engine = start_engine(config, models)
     try:
-        with shown_while_loading(engine, console):
+        with shown_while_loading(engine, console, teller(console)):
             await load_models(engine, models)
         served = catalogue(models)
         answers = [await _answer(engine, served, line, fields, index) for index, line in enumerate(lines)]

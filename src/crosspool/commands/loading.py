@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from crosspool.commands.told import Tell
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.units import format_bytes
 
@@ -14,8 +15,8 @@ REFRESH_S = 0.1
 
 
 @contextlib.contextmanager
-def shown_while_loading(engine: AsyncEngine, console: Console) -> Iterator[None]:
-    """Shows the engine's models as their bytes arrive; must be entered on a running event loop."""
+def shown_while_loading(engine: AsyncEngine, console: Console, tell: Tell) -> Iterator[None]:
+    """Shows the engine's models as their bytes arrive, then tells what each takes; entered on a running event loop."""
     progress = Progress(
         TextColumn("loading {task.description}"),
         BarColumn(),
@@ -29,7 +30,7 @@ def shown_while_loading(engine: AsyncEngine, console: Console) -> Iterator[None]
         watching = asyncio.create_task(_watch(engine, progress, console), name="loading progress")
         try:
             yield
-            _report(engine, console)
+            _report(engine, tell)
         finally:
             watching.cancel()
 
@@ -44,22 +45,16 @@ async def _watch(engine: AsyncEngine, progress: Progress, console: Console) -> N
         await asyncio.sleep(REFRESH_S)
 
 
-def _report(engine: AsyncEngine, console: Console) -> None:
+def _report(engine: AsyncEngine, tell: Tell) -> None:
     for model in engine.models():
         size = format_bytes(sum(model.bytes_by_rank.values()))
         where = ", ".join(f"{rank} {format_bytes(part)}" for rank, part in sorted(model.bytes_by_rank.items()))
-        console.print(
-            f"loaded {model.name}: {size} ({where}) in {model.load_s or 0:.2f} s, context {model.context_limit} tokens",
-            highlight=False,
-            soft_wrap=True,
+        tell(
+            f"loaded {model.name}: {size} ({where}) in {model.load_s or 0:.2f} s, context {model.context_limit} tokens"
         )
     for rank, kinds in sorted(engine.memory_bytes().items()):
         parts = [
             f"{kind} {format_bytes(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1]) if size
         ]
         if parts:
-            console.print(
-                f"memory of {rank}: {format_bytes(sum(kinds.values()))} ({', '.join(parts)})",
-                highlight=False,
-                soft_wrap=True,
-            )
+            tell(f"memory of {rank}: {format_bytes(sum(kinds.values()))} ({', '.join(parts)})")

@@ -10,6 +10,7 @@ from rich.console import Console
 from crosspool.cluster.rank_log import RankLog
 from crosspool.commands.loading import shown_while_loading
 from crosspool.commands.rank_lines import above_bars
+from crosspool.commands.told import teller
 from crosspool.config import DeploymentConfig, LogFormat
 from crosspool.deployment import load_deployment
 from crosspool.errors import CrossPoolError
@@ -110,27 +111,26 @@ def model_entries(sources: Sequence[str], served_names: Sequence[str]) -> list[d
 
 async def _serve(config: DeploymentConfig, console: Console) -> None:
     check_tls(config.server)
+    tell = teller(console, config.server.log_format)
     listener = listen(config.server)  # before anything is loaded: a taken port is told at once
     with listener, above_bars(console) as lines:
         models = prepare_models(config)
         specs = whole_models(models)
         config = with_prefill_room(config, specs)
         if (line := prefill_summary(config, specs)) is not None:
-            console.print(line, highlight=False, soft_wrap=True)
+            tell(line)
         log = RankLog(config.server.log_level, config.server.log_format == "json", lines)
         engine = start_engine(config, models, log)
         host, port = listener.getsockname()[:2]
         scheme = "http" if config.server.ssl_certfile is None else "https"
 
         async def load() -> None:
-            with shown_while_loading(engine, console):
+            with shown_while_loading(engine, console, tell):
                 await load_models(engine, models)
             names = ", ".join(model.served.name for model in models)
-            console.print(
+            tell(
                 f"serving {names} on {scheme}://{_shown_host(host)}:{port}  (/ui to watch and ask, "
-                "/docs for the routes, Ctrl-C ends it)",
-                highlight=False,
-                soft_wrap=True,
+                "/docs for the routes, Ctrl-C ends it)"
             )
 
         app = create_app(engine, catalogue(models), config.server, lambda model: prepare_model(model, config))

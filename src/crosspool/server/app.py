@@ -53,7 +53,8 @@ def create_app(
 ) -> FastAPI:
     """The server of `catalogue`'s models on `engine`; `prepare` reads models that are to be loaded at run time.
 
-    Setting `app.state.draining` makes it refuse new requests.
+    Setting `app.state.draining` makes it refuse new requests. `app.state.awaited` are the models of its start, for
+    which readiness waits; it does not wait for models that are loaded later.
     """
     config = config or ServerConfig()
     app = DocumentedApp(
@@ -69,6 +70,7 @@ def create_app(
     app.state.catalogue = catalogue
     app.state.config = config
     app.state.draining = False
+    app.state.awaited = {frontend.name for frontend in catalogue}
     app.state.prepare = prepare
     app.state.admin_tasks = set()
     app.state.metrics = RequestMetrics()

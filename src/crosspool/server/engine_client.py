@@ -8,6 +8,8 @@ from crosspool.engine.request import GenerationRequest
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import EngineStats, ModelInfo
 from crosspool.engine.step_log import StepSpan
+from crosspool.errors import UnknownModelError
+from crosspool.server.errors import APIError
 
 
 class OutputStream(Protocol):
@@ -52,3 +54,20 @@ class EngineClient(Protocol):
     def check(self) -> None:
         """Raise a CrossPoolError if the engine no longer runs."""
         ...
+
+
+def info_of(engine: EngineClient, name: str) -> ModelInfo:
+    """What the engine says of a model that the server knows by name.
+
+    Raises APIError, to come again, while the engine does not: models of a start are loaded one after another.
+    """
+    try:
+        return engine.model(name)
+    except UnknownModelError:
+        raise APIError(
+            503,
+            f"model {name} is not loaded: its turn has not come yet, or it is just being removed; try again later",
+            code="model_not_ready",
+            param="model",
+            headers={"Retry-After": "2"},
+        ) from None

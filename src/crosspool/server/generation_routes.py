@@ -13,6 +13,7 @@ from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.choices import AnswerShape, CompletionShape, Json, usage_json
+from crosspool.server.engine_client import info_of
 from crosspool.server.errors import ErrorBody
 from crosspool.server.outputs import open_group
 from crosspool.server.preparation import planned_chat, prepare
@@ -49,7 +50,7 @@ async def chat_completions(body: ChatBody, request: Request) -> Response:
 @router.post("/v1/completions", summary="Go on from a prompt", responses=ERRORS, response_model=None)
 async def completions(body: CompletionBody, request: Request) -> Response:
     model = prepare(body, request)
-    limit = request.app.state.engine.model(model.name).context_limit
+    limit = info_of(request.app.state.engine, model.name).context_limit
     prompts = await unless_left(request, completion_prompts(body, model, limit))
     constraint = None
     if (asked := asked_grammar(body)) is not None:
@@ -67,7 +68,7 @@ async def answer(
 ) -> Response:
     state = request.app.state
     answer_id = shape.id_prefix + uuid.uuid4().hex
-    limit = state.engine.model(model.name).context_limit
+    limit = info_of(state.engine, model.name).context_limit
     requests: list[GenerationRequest] = [
         generation_request(
             body, model, prompt, request_id=f"{answer_id}-{index}", context_limit=limit, constraint=constraint

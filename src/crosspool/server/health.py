@@ -6,7 +6,7 @@ step has ended for STUCK_AFTER_S, or a worker has been down for longer than that
 asked; the engine is live all the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 
 from crosspool.engine.stats import EngineStats, ModelInfo
 from crosspool.errors import CrossPoolError
-from crosspool.server.engine_client import EngineClient
+from crosspool.server.engine_client import EngineClient, info_of
 from crosspool.server.errors import ErrorBody
 
 STUCK_AFTER_S = 30.0
@@ -112,11 +112,14 @@ def _progress(now_s: float, since_s: float | None, what: str) -> Health:
     return Health("busy", round(silent_s, 3))
 
 
-def not_ready(models: Sequence[ModelInfo], served: Sequence[str] = ()) -> str | None:
-    """Why requests cannot be served yet: a model that still loads, or none that is ready."""
+def not_ready(models: Sequence[ModelInfo], awaited: Collection[str]) -> str | None:
+    """Why requests cannot be served yet: a model of the start that still loads, or none that is ready.
+
+    A model that is loaded later keeps no traffic from the others.
+    """
     known = {model.name for model in models}
-    loading = [model.name for model in models if model.state == "loading"]
-    loading += [name for name in served if name not in known]
+    loading = [model.name for model in models if model.state == "loading" and model.name in awaited]
+    loading += sorted(name for name in awaited if name not in known)
     if loading:
         return f"loading {', '.join(loading)}"
     if not any(model.state == "ready" for model in models):
@@ -150,7 +153,7 @@ async def health(request: Request) -> JSONResponse:
 async def model_health(name: str, request: Request) -> JSONResponse:
     """200 while the model is ready and makes progress; by name or alias."""
     state = request.app.state
-    info = state.engine.model(state.catalogue.resolve(name).name)
+    info = info_of(state.engine, state.catalogue.resolve(name).name)
     found = health_of(state.engine)
     if found.state != "stopped":
         found = judge_model(info, state.engine.stats())
@@ -164,7 +167,7 @@ async def ready(request: Request) -> JSONResponse:
     if state.draining:
         return JSONResponse({"status": "draining"}, 503)
     found = health_of(state.engine)
-    reason = not_ready(state.engine.models(), [frontend.name for frontend in state.catalogue])
+    reason = not_ready(state.engine.models(), state.awaited)
     if found.is_live and reason is not None:
         return JSONResponse({"status": "loading", "detail": reason}, 503)
     return JSONResponse(found.body(), 200 if found.is_live else 503)

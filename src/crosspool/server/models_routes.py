@@ -7,6 +7,7 @@ from starlette.datastructures import State
 
 from crosspool.engine.stats import ModelInfo
 from crosspool.server.catalogue import ModelFrontend
+from crosspool.server.engine_client import info_of
 from crosspool.server.errors import ErrorBody
 
 router = APIRouter(tags=["models"])
@@ -26,7 +27,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 async def one_model(name: str, request: Request) -> dict[str, Any]:
     state = request.app.state
     frontend = state.catalogue.resolve(name)
-    return model_card(frontend, state.engine.model(frontend.name))
+    return model_card(frontend, info_of(state.engine, frontend.name))
 
 
 def model_cards(state: State) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.errors import CrossPoolError
 from crosspool.server.context import current
-from crosspool.server.engine_client import EngineClient, OutputStream
+from crosspool.server.engine_client import EngineClient, OutputStream, info_of
 from crosspool.server.errors import APIError, bad_request, from_engine
 from crosspool.server.merged_streams import MergedStreams
 from crosspool.server.metrics import RequestMetrics, SequenceObserver
@@ -92,7 +92,7 @@ async def open_group(
     Raises APIError with the engine's refusal, or for more choices than could ever be accepted at once.
     """
     name = requests[0].model
-    num_choices, most = sum(request.n for request in requests), engine.model(name).max_sequences
+    num_choices, most = sum(request.n for request in requests), info_of(engine, name).max_sequences
     if most is not None and num_choices > most:
         refusal = bad_request(
             f"{num_choices} choices are asked for in one call (prompts x n); {name} takes at most {most} at a time, "

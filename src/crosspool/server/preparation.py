@@ -7,6 +7,7 @@ from fastapi import Request
 
 from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.chat_plan import ChatPlan, chat_plan
+from crosspool.server.engine_client import info_of
 from crosspool.server.errors import APIError, bad_request
 from crosspool.server.protocol import MAX_TIMEOUT_S, ChatBody, GenerationBody
 from crosspool.server.refusals import refuse_unsupported
@@ -28,7 +29,7 @@ class PlannedChat:
 async def planned_chat(body: ChatBody, request: Request) -> PlannedChat:
     """The conversation in `body` with its model and plan. Raises APIError where it is wrong, ClientLeft."""
     model = prepare(body, request)
-    limit: int = request.app.state.engine.model(model.name).context_limit
+    limit: int = info_of(request.app.state.engine, model.name).context_limit
     plan = await unless_left(request, chat_plan(body, model, limit))
     if plan.shows_marks:
         body = body.model_copy(update={"skip_special_tokens": False})

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
+from crosspool.server.engine_client import info_of
 from crosspool.server.errors import APIError, ErrorBody, bad_request
 from crosspool.server.messages import Messages
 from crosspool.server.prompts import chat_prompt, off_loop, text_ids
@@ -92,7 +93,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Tokens:
         ids = await text_ids(body.prompt or "", model, None, add_special_tokens=body.add_special_tokens)
     return Tokens(
         count=len(ids),
-        max_model_len=state.engine.model(model.name).context_limit,
+        max_model_len=info_of(state.engine, model.name).context_limit,
         tokens=ids,
         token_strs=[model.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None,
     )
