@@ -27,8 +27,10 @@ from crosspool.cluster.start import start_cluster
 from crosspool.config import DeploymentConfig, ModelConfig, Pipeline, SchedulingConfig
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.engine import Engine
-from crosspool.launch import cluster_config, demo_models, engine_config, load_models, prepare_models
+from crosspool.engine_and_cluster import cluster_config, engine_config
+from crosspool.launch import load_models
 from crosspool.pools_config import Control, PoolsConfig
+from crosspool.prepared_model import demo_models, prepare_models
 from crosspool.units import GiB, MiB
 
 MODES: dict[str, tuple[Control, Pipeline]] = {

@@ -31,9 +31,10 @@ from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.request import GenerationRequest
-from crosspool.launch import prepare_models, start_engine
+from crosspool.launch import start_engine
 from crosspool.models.whole_size import whole_bytes
 from crosspool.pools_config import PoolsConfig
+from crosspool.prepared_model import prepare_models
 from crosspool.units import GiB
 
 BUS_GB_PER_S = 55.0

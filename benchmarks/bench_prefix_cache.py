@@ -30,9 +30,9 @@ from crosspool.engine.serve_directory import served_model
 from crosspool.engine.served_model import ServedModel
 from crosspool.kv_pool.block_table import BlockTable
 from crosspool.kv_pool.pool import KVPool
-from crosspool.launch import DEMO_MODELS, demo_models
 from crosspool.models.directory import read_model_dir
 from crosspool.pools_config import PoolsConfig
+from crosspool.prepared_model import DEMO_MODELS, demo_models
 from crosspool.units import KiB, MiB
 
 SEED = 5

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
+from crosspool.engine_and_cluster import cluster_config, engine_config
 from crosspool.errors import CrossPoolError
-from crosspool.launch import cluster_config, engine_config, prepare_models
 from crosspool.pools_config import PoolsConfig
+from crosspool.prepared_model import prepare_models
 from tests.support.tiny_models import write_tiny_model
 
 

@@ -9,9 +9,11 @@ import pytest
 
 from crosspool import preflight
 from crosspool.config import DeploymentConfig, ModelConfig
+from crosspool.engine_and_cluster import cluster_config
 from crosspool.errors import CheckpointError, CrossPoolError
-from crosspool.launch import cluster_config, prepare_models, start_engine
+from crosspool.launch import start_engine
 from crosspool.pools_config import PoolsConfig
+from crosspool.prepared_model import prepare_models
 from crosspool.units import GiB
 from tests.support.tiny_models import write_tiny_model
 

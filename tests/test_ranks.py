@@ -8,18 +8,13 @@ import httpx2
 import pytest
 
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig, ServerConfig
+from crosspool.engine_and_cluster import cluster_config, engine_config
 from crosspool.errors import CrossPoolError
-from crosspool.launch import (
-    cluster_config,
-    demo_models,
-    engine_config,
-    prepare_models,
-    start_engine,
-    whole_models,
-)
+from crosspool.launch import start_engine
 from crosspool.models.whole_size import whole_bytes
 from crosspool.pools_config import PoolsConfig
 from crosspool.prefill_room import prefill_summary, with_prefill_room
+from crosspool.prepared_model import demo_models, prepare_models, whole_models
 from crosspool.ranks import (
     hosts,
     kv_bytes_of_each,

@@ -14,7 +14,9 @@ from benchmarks.report import Report
 from crosspool.cluster.start import start_cluster
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.engine import Engine
-from crosspool.launch import engine_config, load_models, prepare_models
+from crosspool.engine_and_cluster import engine_config
+from crosspool.launch import load_models
+from crosspool.prepared_model import prepare_models
 
 BATCHES = (2, 4, 8)
 

@@ -12,8 +12,9 @@ from crosspool.core import SamplingParams
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
-from crosspool.launch import load_models, prepare_models, start_engine
+from crosspool.launch import load_models, start_engine
 from crosspool.pools_config import Layout, PoolsConfig
+from crosspool.prepared_model import prepare_models
 from crosspool.units import KiB, MiB
 
 

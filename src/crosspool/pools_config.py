@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from crosspool.models.spec import DType
 from crosspool.units import KiB, MiB
 
 Layout = Literal["inprocess", "processes"]
@@ -21,6 +22,9 @@ KVSplit = Literal["auto", "heads", "tokens", "one"]
 
 CONTROLS: dict[Backend, tuple[Control, ...]] = {"numpy": ("host",), "cuda": ("graphs", "host", "resident")}
 """What may drive the layers of a decode step, the default first. NumPy ranks are driven by their hosts."""
+
+BACKEND_DTYPES: dict[Backend, DType] = {"numpy": "float32", "cuda": "bfloat16"}
+"""What each backend computes in and its cache holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

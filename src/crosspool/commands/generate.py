@@ -21,7 +21,8 @@ from crosspool.core import TokenConstraint
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.request import GenerationRequest
 from crosspool.errors import CrossPoolError, QueueFullError, unreadable_because
-from crosspool.launch import catalogue, load_models, prepare_models, start_engine
+from crosspool.launch import load_models, start_engine
+from crosspool.prepared_model import catalogue, prepare_models
 from crosspool.server.catalogue import Catalogue, ModelFrontend
 from crosspool.server.chat_plan import chat_plan
 from crosspool.server.errors import APIError, from_validation

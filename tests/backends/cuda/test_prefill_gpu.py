@@ -20,8 +20,9 @@ from crosspool.core import SamplingParams  # noqa: E402
 from crosspool.engine.async_engine import AsyncEngine  # noqa: E402
 from crosspool.engine.engine import Engine  # noqa: E402
 from crosspool.engine.request import GenerationRequest  # noqa: E402
-from crosspool.launch import cluster_config, engine_config, prepare_models  # noqa: E402
+from crosspool.engine_and_cluster import cluster_config, engine_config  # noqa: E402
 from crosspool.pools_config import PoolsConfig  # noqa: E402
+from crosspool.prepared_model import prepare_models  # noqa: E402
 from crosspool.units import MiB  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402
 
