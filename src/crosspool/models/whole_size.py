@@ -17,6 +17,10 @@ NOT_KEPT = frozenset({"head"})
 """The home samples."""
 
 
+WITH_THE_MODELS_OWN = frozenset({"input_norm"})
+"""Tensors of a layer that the one before it needs, or the embedding: they come with the model's own."""
+
+
 def whole_groups(spec: ModelSpec) -> dict[int | None, int]:
     """Bytes of the model's own tensors, under None and first, since a chunk needs them first; then of each layer's.
 
@@ -26,7 +30,8 @@ def whole_groups(spec: ModelSpec) -> dict[int | None, int]:
     sizes: dict[int | None, int] = {None: 0} | {number: _zero_bias(spec, number) for number in range(spec.num_layers)}
     for tensor in model_tensors(spec):
         if tensor.name not in NOT_KEPT:
-            sizes[tensor.layer] += _tensor_bytes(tensor)
+            group = None if tensor.name in WITH_THE_MODELS_OWN else tensor.layer
+            sizes[group] += _tensor_bytes(tensor)
     return {group: align_up(size, GROUP_BYTES) for group, size in sizes.items()}
 
 

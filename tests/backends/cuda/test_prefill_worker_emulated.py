@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from crosspool.backends.base import LaneLinks  # noqa: E402
 from crosspool.backends.cuda.chunks import chunk_plan  # noqa: E402
 from crosspool.backends.cuda.prefill_rank.prefill_worker import CudaPrefillWorker  # noqa: E402
+from crosspool.backends.cuda.prefill_rank.swap import InPlace, Swapper, in_memory  # noqa: E402
 from crosspool.backends.cuda.steps.lane_memory import WaitRule  # noqa: E402
 from crosspool.cluster.channel import link_bytes  # noqa: E402
 from crosspool.cluster.region import ArrayRegion  # noqa: E402
@@ -199,3 +200,35 @@ def test_models_take_turns_in_the_one_place_that_there_is_room_for(directory, tm
     (found,) = pair.prompt(first_chunk(directory, prompt, 40, step_seq=2))
     assert pair.prefill._models.places.models() == ("tiny",)
     assert found.token_id == expected.token_id
+
+
+class ArrivesLate(InPlace):
+    """A model each of whose groups is in its place no sooner than a chunk waits for it; NaN before."""
+
+    def __init__(self, model, place) -> None:
+        super().__init__(in_memory(model, place.memory), {})
+        place.memory.fill_(0xFF)
+        object.__setattr__(self, "_copy", (model.blob, place.memory))
+
+    def _await(self, group) -> None:
+        blob, memory = self._copy
+        part = slice(blob.groups[group].start, blob.groups[group].stop)
+        memory[part] = blob.memory[part]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_a_chunk_reads_no_weights_that_it_has_not_waited_for(family, tmp_path, monkeypatch):
+    directory = model(tmp_path / "tiny", family)
+    monkeypatch.setattr(chunk_plan, "PIECE_TOKENS", 16)
+    prompt = prompt_of(directory, 40)
+    found = []
+    for is_late in (False, True):
+        pair = DedicatedPair(directory)
+        if is_late:
+            monkeypatch.setattr(Swapper, "bring", lambda self, model, place: ArrivesLate(model, place))
+            pair.prefill._models.places.forget("tiny")
+        (token,) = pair.prompt(first_chunk(directory, prompt, 40))
+        found.append((token.token_id, pair.kv._frames.arena[1:].clone()))
+    (token, arena), (late_token, late_arena) = found
+    assert torch.equal(late_arena, arena), "some layer was computed with weights that were still on their way"
+    assert late_token == token

@@ -1,7 +1,7 @@
 """A whole model in pinned host memory, layer after layer, as a prefill rank keeps it beside those in place."""
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -78,9 +78,9 @@ def load_whole(directory: ModelDirectory, placement: ModelPlacement, site: Site,
         for number, tensors in enumerate(_ffn(directory, placement, site, blob, told_ffn)):
             ffn = mapped(pack_ffn(spec.layers[number].ffn, spec.hidden_size, tensors), partial(keep, number))
             router = None if ffn.router is None else keep(number, exact_parts(ffn.router.weight))
-            layers.append(
-                WholeLayer(attention=mapped(attention.layers[number], partial(keep, number)), ffn=ffn, router=router)
-            )
+            own_half = attention.layers[number]
+            own_half = replace(own_half, input_norm=keep(OWN, own_half.input_norm))  # the layer before needs it
+            layers.append(WholeLayer(attention=mapped(own_half, partial(keep, number)), ffn=ffn, router=router))
         embed, final_norm = (keep(OWN, tensor) for tensor in (attention.embed, attention.final_norm))
         progress(total, total)
     except BaseException:
