@@ -16,11 +16,7 @@ from crosspool.models.spec import ModelSpec
 from crosspool.pools_config import BACKEND_DTYPES, KVSplit
 from crosspool.prefill_room import has_prompt_kernels
 from crosspool.preflight import check_slices
-from crosspool.ranks import (
-    kv_ranks_of,
-    prefill_ranks,
-    weights_ranks_of,
-)
+from crosspool.ranks import kv_ranks_of, prefill_ranks, weights_ranks_of
 from crosspool.server.catalogue import Catalogue, ModelFrontend, SamplingDefaults
 from crosspool.server.chat import load_chat_template
 from crosspool.server.tokenizer import TextTokenizer
@@ -55,32 +51,9 @@ def prepare_models(config: DeploymentConfig) -> list[PreparedModel]:
 def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel:
     """The same for one model, of the deployment or beside it."""
     name = model.served_name
-    split = model.kv_split or config.pools.kv_split
     try:
         directory = model_directory(model.source, revision=model.revision, download_dir=config.download_dir)
-        served = _served_model(model, config, directory, split)
-        own_limit = served.spec.max_position_embeddings
-        if model.max_model_len is not None and model.max_model_len > own_limit:
-            logger.warning(
-                "max_model_len is %d for %s, whose own limit is %d tokens; its own holds",
-                model.max_model_len,
-                name,
-                own_limit,
-            )
-        if config.pools.baseline == "elastic" and split == "auto" and served.kv_split == "tokens":
-            served = _served_model(model, config, directory, "one")  # replicas: engines without pools do no other
-        if config.pools.backend == "cuda" and config.pools.baseline is None and served.kv_split != "one":
-            _check_prefill(served, config.scheduling.max_num_batched_tokens)
-        check_slices(served.spec, len(served.weights_ranks), config.pools.weights_shares)
-        if served.kv_split != "one" or (config.pools.backend == "cuda" and not has_prompt_kernels(served.spec)):
-            served = replace(served, prefill_ranks=())  # its prompts run in the pools
-        served = replace(
-            served,
-            kv_floor_bytes=model.kv_floor_bytes,
-            kv_ceiling_bytes=model.kv_ceiling_bytes,
-            has_random_weights=config.pools.weights == "random",
-            route=config.pools.route,
-        )
+        served = _served(model, config, directory)
         return PreparedModel(served, _frontend(model, served, directory))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"model {name}: {error}") from None
@@ -88,7 +61,38 @@ def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel
         raise CheckpointError(f"model {name}: {error}") from None
 
 
-def _served_model(model: ModelConfig, config: DeploymentConfig, directory: Path, split: KVSplit) -> ServedModel:
+def whole_models(models: Sequence[PreparedModel]) -> list[ModelSpec]:
+    """Of those that prefill ranks hold whole."""
+    return [model.served.spec for model in models if model.served.prefill_ranks]
+
+
+def catalogue(models: Sequence[PreparedModel]) -> Catalogue:
+    return Catalogue(model.frontend for model in models)
+
+
+def _served(model: ModelConfig, config: DeploymentConfig, directory: Path) -> ServedModel:
+    """Where it lies and what it may hold. Raises ValueError for what the deployment cannot do with this model."""
+    pools, is_cuda = config.pools, config.pools.backend == "cuda"
+    split = model.kv_split or pools.kv_split
+    served = _placed(model, config, directory, split)
+    _tell_limit(model, served.spec)
+    if pools.baseline == "elastic" and split == "auto" and served.kv_split == "tokens":
+        served = _placed(model, config, directory, "one")  # replicas: engines without pools do no other
+    if is_cuda and pools.baseline is None and served.kv_split != "one":
+        _check_prefill(served, config.scheduling.max_num_batched_tokens)
+    check_slices(served.spec, len(served.weights_ranks), pools.weights_shares)
+    if served.kv_split != "one" or (is_cuda and not has_prompt_kernels(served.spec)):
+        served = replace(served, prefill_ranks=())  # its prompts run in the pools
+    return replace(
+        served,
+        kv_floor_bytes=model.kv_floor_bytes,
+        kv_ceiling_bytes=model.kv_ceiling_bytes,
+        has_random_weights=pools.weights == "random",
+        route=pools.route,
+    )
+
+
+def _placed(model: ModelConfig, config: DeploymentConfig, directory: Path, split: KVSplit) -> ServedModel:
     return served_model(
         directory,
         kv_ranks=kv_ranks_of(model, config),
@@ -104,6 +108,27 @@ def _served_model(model: ModelConfig, config: DeploymentConfig, directory: Path,
     )
 
 
+def _tell_limit(model: ModelConfig, spec: ModelSpec) -> None:
+    own_limit = spec.max_position_embeddings
+    if model.max_model_len is not None and model.max_model_len > own_limit:
+        logger.warning(
+            "max_model_len is %d for %s, whose own limit is %d tokens; its own holds",
+            model.max_model_len,
+            model.served_name,
+            own_limit,
+        )
+
+
+def _check_prefill(served: ServedModel, num_tokens: int) -> None:
+    """Raises ValueError where a prefill step of so many tokens has more passes than a step has epochs."""
+    most = max_passes(served.spec.num_layers) * PASS_TOKENS
+    if num_tokens > most:
+        raise ValueError(
+            f"max_num_batched_tokens is {num_tokens}; over several KV ranks on GPUs a step takes up to {most} of a "
+            f"model of {served.spec.num_layers} layers, so set that or less"
+        )
+
+
 def _frontend(model: ModelConfig, served: ServedModel, directory: Path) -> ModelFrontend:
     tokenizer = TextTokenizer.from_directory(directory)
     override = Path(model.chat_template) if model.chat_template is not None else None
@@ -117,22 +142,3 @@ def _frontend(model: ModelConfig, served: ServedModel, directory: Path) -> Model
         source=model.source,
         eos_token_ids=served.spec.eos_token_ids,
     )
-
-
-def _check_prefill(served: ServedModel, num_tokens: int) -> None:
-    """Raises ValueError where a prefill step of so many tokens has more passes than a step has epochs."""
-    most = max_passes(served.spec.num_layers) * PASS_TOKENS
-    if num_tokens > most:
-        raise ValueError(
-            f"max_num_batched_tokens is {num_tokens}; over several KV ranks on GPUs a step takes up to {most} of a "
-            f"model of {served.spec.num_layers} layers, so set that or less"
-        )
-
-
-def whole_models(models: Sequence[PreparedModel]) -> list[ModelSpec]:
-    """Of those that prefill ranks hold whole."""
-    return [model.served.spec for model in models if model.served.prefill_ranks]
-
-
-def catalogue(models: Sequence[PreparedModel]) -> Catalogue:
-    return Catalogue(model.frontend for model in models)
