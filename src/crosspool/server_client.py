@@ -64,6 +64,9 @@ class ServerClient:
 
 def _message(error: urllib.error.HTTPError) -> str:
     try:
-        return f"{json.load(error)['error']['message']} (HTTP {error.code})"
+        told = json.load(error)["error"]["message"]
+        if error.code == 401:
+            told = f"{told.partition(';')[0]}; give one with --api-key, or in the variable that --help names"
+        return f"{told} (HTTP {error.code})"
     except (ValueError, KeyError, TypeError):
         return f"the server answered HTTP {error.code}"

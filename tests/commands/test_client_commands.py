@@ -94,7 +94,9 @@ def test_quick_chat_and_the_choice_of_a_model(url: str) -> None:
 
 
 def test_failures_are_told(url: str, scripted: FakeEngine) -> None:
-    assert "HTTP 401" in str(call(url, "ps", key="wrong").exception)
+    refused = str(call(url, "ps", key="wrong").exception)
+    assert "HTTP 401" in refused
+    assert "give one with --api-key" in refused
     assert "no server answers" in str(call("http://127.0.0.1:9", "top", "--once").exception)
     assert "model 'nope' is not served" in str(call(url, "chat", "nope", "-q", "hi").exception)
     scripted.scripts["tiny"] = Script(fail_after=2)
