@@ -28,6 +28,10 @@ from crosspool.simulator.simulator import SimulationSettings, simulate
 from crosspool.workload.traces import read_trace
 
 QUANTILE = 0.99
+SOME_SPEED = {"cost": "steady", "tbt_ms": 20.0}
+"""Of a plan whose ranks and memory alone are used, since its requests are simulated: any would do, and none that the
+planner finds, which is refused where a load is more than GPUs serve without a queue."""
+
 TIMES, SHIFT_S = 5, 0.005
 """Simulations of one run, and the most by which arrivals differ between them."""
 STAGE_TIMES = (
@@ -99,7 +103,7 @@ def simulated(
     for number in range(TIMES):
         rng = random.Random(number)
         shifts_s = [rng.uniform(-SHIFT_S, SHIFT_S) if number else 0.0 for _ in result["start_times"]]
-        planned_run = _planned(result, gpus, {}, QUANTILE, shifts_s=shifts_s)
+        planned_run = _planned(result, gpus, SOME_SPEED, QUANTILE, shifts_s=shifts_s)
         found.append(_simulated(*planned_run, layout, max(result["start_times"]) + 1.0, measured, models, beside_share))
     return found
 
@@ -117,7 +121,7 @@ def outlook(
     """What the simulator says of a whole trace that was not measured. decode_lanes: None as planned."""
     recorded = read_trace(trace)
     duration_s = float(recorded.arrival_s[-1]) + 1.0
-    plan_input = _plan_input(recorded.models, trace, duration_s, gpus, {}, QUANTILE)
+    plan_input = _plan_input(recorded.models, trace, duration_s, gpus, SOME_SPEED, QUANTILE)
     if decode_lanes is not None:
         engine = plan_input.engine.model_copy(update={"decode_lanes": decode_lanes})
         plan_input = plan_input.model_copy(update={"engine": engine})

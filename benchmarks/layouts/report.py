@@ -199,9 +199,10 @@ def _quantiles_ms(groups: Sequence[GroupResult], model: str, share: float) -> li
 
 def add_outlook(report: Report, trace: Path, rate: str, models: Sequence[str] = ()) -> None:
     """The whole trace on two GPUs as the simulator has it: an expectation, under names of its own."""
-    for layout in ("crosspool-1+1", "static-2", "elastic-2"):
+    for layout in ("crosspool-1+1", "crosspool-1+1s", "static-2", "elastic-2"):
         kind = cast(Layout, layout.partition("-")[0])
-        group = outlook(trace, {"count": 2, "kv": 1}, kind, stage_times(), models)
+        share = beside_share(layout)
+        group = outlook(trace, {"count": 2, "kv": 1}, kind, stage_times(), models, beside_share=share)
         for model, figures in group.models.items():
             for level, share in (("p50", 0.5), ("p99", 0.99)):
                 name = f"simulated_tbt_ms.{layout}.{model}.{rate}.{level}"

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import bench_layouts_gpu
 from benchmarks.bench_layouts_gpu import Load
 from benchmarks.layouts.memory import FRAME_BYTES, RESERVE_BYTES, kv_room, tokens_in
-from benchmarks.layouts.predicted import kv_demand, kv_held, simulated, stage_times
+from benchmarks.layouts.predicted import kv_demand, kv_held, outlook, simulated, stage_times
 from benchmarks.layouts.report import add_outlook, layouts_report
 from benchmarks.layouts.runs import Runs
 from benchmarks.layouts.server import GPU_LAYOUTS, beside_share
@@ -182,10 +182,19 @@ def test_an_outlook_has_names_of_its_own(tmp_path):
     report = Report("layouts", hardware="h200")
     add_outlook(report, tmp_path / "sharegpt_0.8.jsonl", "0.8")
     assert all(name.startswith("simulated_") for name in report.metrics), "nothing that looks measured"
-    for layout in ("crosspool-1+1", "static-2", "elastic-2"):
+    for layout in ("crosspool-1+1", "crosspool-1+1s", "static-2", "elastic-2"):
         for model in MODELS:
             p50, p99 = (report.metrics[f"simulated_tbt_ms.{layout}.{model}.0.8.{level}"] for level in ("p50", "p99"))
             assert 0.5 < p50 <= p99 < 200
+
+
+def test_a_load_beyond_what_the_planner_would_accept_is_simulated_with_its_queues(tmp_path):
+    rows = [{"t": 0.02 * number, "model": name, "in": 600, "out": 90} for number in range(60) for name in MODELS]
+    trace = tmp_path / "sharegpt_2.0.jsonl"
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    group = outlook(trace, {"count": 2, "kv": 1}, "crosspool", stage_times(), MODELS)
+    assert group.total.num_finished == 180
+    assert group.total.queueing.quantile(0.99) > 0.1, "32 sequences of a model run at once"
 
 
 def test_the_report_compares_layouts_of_as_many_gpus(tmp_path):
