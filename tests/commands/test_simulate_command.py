@@ -33,6 +33,12 @@ def test_the_report_is_shown(tmp_path):
         assert word in result.output
 
 
+def test_prefill_gpus_are_told_not_to_be_simulated(tmp_path):
+    line = "- g0: prompts are simulated in the pools, not on p0"
+    assert line in run(tmp_path, text=GOOD.replace("count: 2", "count: 3, prefill: 1")).output
+    assert "prompts are simulated" not in run(tmp_path).output
+
+
 def test_a_model_without_requests_has_no_times(tmp_path):
     silent = GOOD.replace("deepseek-v2-lite, rate: 2", "deepseek-v2-lite, rate: 0.000001")
     shown = {line.split()[0]: line.split()[1:] for line in run(tmp_path, text=silent).output.splitlines() if line}

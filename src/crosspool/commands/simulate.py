@@ -57,6 +57,12 @@ def run(files: SimulateFiles, settings: dict[str, object], *, as_json: bool, con
         print(report_json(results), end="")
     else:
         show_report(results, console)
+        for group in planned.groups:
+            if group.plan.prefill is not None:
+                ranks = ", ".join(group.plan.prefill.ranks)
+                console.print(
+                    f"- {group.plan.name}: prompts are simulated in the pools, not on {ranks}", highlight=False
+                )
 
 
 def _simulate(

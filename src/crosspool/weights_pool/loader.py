@@ -237,7 +237,7 @@ def _fill(
         if progress is not None:
             progress(loaded, total)
     assert not any(missing.values()), "every parameter is written exactly once"
-    logger.info("%s: %d tensors, %d bytes read", directory.path, len(missing), loaded)
+    logger.debug("%s: %d tensors, %d bytes read", directory.path, len(missing), loaded)
     return weights
 
 
