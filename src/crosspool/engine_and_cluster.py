@@ -67,28 +67,20 @@ def engine_config(config: DeploymentConfig) -> EngineConfig:
 
 def cluster_config(config: DeploymentConfig) -> ClusterConfig:
     """Raises CrossPoolError for a dtype that the backend does not compute in, or KV ranks that it cannot join."""
-    backend, dtype = config.pools.backend, BACKEND_DTYPES[config.pools.backend]
+    pools, dtype = config.pools, BACKEND_DTYPES[config.pools.backend]
     if config.dtype not in ("auto", dtype):
-        name = BACKEND_NAMES[backend]
+        name = BACKEND_NAMES[pools.backend]
         raise CrossPoolError(f"dtype is {config.dtype}; the {name} backend computes in {dtype}, so use auto or {dtype}")
     engine = engine_config(config)
-    if backend == "cuda" and config.pools.driven_by == "host" and config.pools.num_kv_ranks > 1:
-        raise CrossPoolError(
-            f"control is host with kv_ranks {config.pools.num_kv_ranks}, whose exchange is a part of graphs; use graphs"
-        )
-    if backend == "cuda" and config.pools.driven_by == "host" and engine.decode_steps > 1:
-        raise CrossPoolError(
-            f"decode_steps is {engine.decode_steps} with control host, which drives every step; leave one of them out"
-        )
     cluster = ClusterConfig(
-        backend=backend,
-        layout=config.pools.layout,
+        backend=pools.backend,
+        layout=pools.layout,
         kv_ranks=kv_ranks(config),
-        kv_backing=config.pools.kv_backing,
+        kv_backing=pools.kv_backing,
         weights_ranks=weights_ranks(config),
         prefill_ranks=prefill_ranks(config),
         prefill_lanes=tuple(engine.prefill_rank_of.items()),
-        prefill_pool_bytes=config.pools.prefill_pool_bytes or 0,
+        prefill_pool_bytes=pools.prefill_pool_bytes or 0,
         hosts=() if are_apart(config) else hosts(config),
         order=order(config),
         num_frames=engine.num_frames,
@@ -97,22 +89,35 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         max_tokens_per_step=max(engine.max_num_batched_tokens, engine.max_num_seqs),
         num_lanes=engine.num_lanes,
     )
-    if backend == "numpy" and cluster.layout == "inprocess":
+    if pools.backend == "cuda":
+        return _on_gpus(cluster, config, engine)
+    if pools.layout == "inprocess":
         return replace(cluster, hosts=(cluster.ranks,))  # in threads they would take the interpreter from each other
-    if backend == "cuda":
-        cluster = replace(
-            cluster,
-            control=config.pools.driven_by,
-            steps_ahead=config.pools.steps_ahead,
-            transport=config.pools.transport,
-            token=secrets.token_hex(16),
-            run_lanes=engine.num_decode_lanes if engine.decode_steps > 1 else 0,
-            prefill_share=config.scheduling.prefill_share,
-            spin_us=CUDA_SPIN_US,
-            start_timeout_s=CUDA_START_TIMEOUT_S,
-        )
-        return _shared_gpus(cluster, config) if config.pools.baseline is None else _whole_on_gpus(cluster, config)
     return cluster
+
+
+def _on_gpus(cluster: ClusterConfig, config: DeploymentConfig, engine: EngineConfig) -> ClusterConfig:
+    pools = config.pools
+    if pools.driven_by == "host" and pools.num_kv_ranks > 1:
+        raise CrossPoolError(
+            f"control is host with kv_ranks {pools.num_kv_ranks}, whose exchange is a part of graphs; use graphs"
+        )
+    if pools.driven_by == "host" and engine.decode_steps > 1:
+        raise CrossPoolError(
+            f"decode_steps is {engine.decode_steps} with control host, which drives every step; leave one of them out"
+        )
+    cluster = replace(
+        cluster,
+        control=pools.driven_by,
+        steps_ahead=pools.steps_ahead,
+        transport=pools.transport,
+        token=secrets.token_hex(16),
+        run_lanes=engine.num_decode_lanes if engine.decode_steps > 1 else 0,
+        prefill_share=config.scheduling.prefill_share,
+        spin_us=CUDA_SPIN_US,
+        start_timeout_s=CUDA_START_TIMEOUT_S,
+    )
+    return _shared_gpus(cluster, config) if pools.baseline is None else _whole_on_gpus(cluster, config)
 
 
 def _shared_gpus(cluster: ClusterConfig, config: DeploymentConfig) -> ClusterConfig:

@@ -55,10 +55,18 @@ class PoolsConfig:
     transport: Transport = "auto"  # memory by which hidden states cross between GPUs
 
     def __post_init__(self) -> None:
+        self._check_backend()
+        self._check_counts()
+        self._check_frames()
+        self._check_shares()
+        self._check_host_pool()
+        self._check_transport()
+        self._check_prefill()
+
+    def _check_backend(self) -> None:
+        """What one backend alone has."""
         if self.num_gpus is not None and self.backend != "cuda":
             raise ValueError(f"gpus is {self.num_gpus} with backend {self.backend}, which uses none; leave it out")
-        if self.num_gpus is not None and self.num_gpus < 1:
-            raise ValueError(f"gpus is {self.num_gpus}; it must be at least 1")
         if self.weights == "random" and self.backend != "cuda":
             raise ValueError(
                 f"weights is random with backend {self.backend}; only the CUDA backend draws weights itself"
@@ -73,40 +81,36 @@ class PoolsConfig:
                 f"steps_ahead is device with backend {self.backend} and control host, which hands over nothing whole; "
                 "leave it out, or use control graphs or resident"
             )
+
+    def _check_counts(self) -> None:
+        counts = {"gpus": self.num_gpus, "kv_ranks": self.num_kv_ranks, "weights_ranks": self.num_weights_ranks}
+        for name, count in (counts | {"prefill_ranks": self.num_prefill_ranks}).items():
+            if count is not None and count < 1:
+                raise ValueError(f"{name} is {count}; it must be at least 1")
+
+    def _check_frames(self) -> None:
         if self.frame_bytes < 4 * KiB:
             raise ValueError(f"frame_bytes is {self.frame_bytes}; it must be at least 4 KiB")
         if self.kv_pool_bytes < 2 * self.frame_bytes:
             raise ValueError(
                 f"kv_pool_bytes is {self.kv_pool_bytes}; it must hold at least two frames of {self.frame_bytes} bytes"
             )
-        if self.num_kv_ranks < 1:
-            raise ValueError(f"kv_ranks is {self.num_kv_ranks}; it must be at least 1")
         if self.kv_backing == "vmm" and self.num_kv_ranks > 1:
             raise ValueError(f"kv_backing is vmm with kv_ranks {self.num_kv_ranks}; use arena, or one KV rank")
-        if self.num_weights_ranks < 1:
-            raise ValueError(f"weights_ranks is {self.num_weights_ranks}; it must be at least 1")
-        self._check_shares()
-        self._check_host_pool()
-        self._check_transport()
-        self._check_prefill()
 
     def _check_prefill(self) -> None:
-        if self.num_prefill_ranks < 1:
-            raise ValueError(f"prefill_ranks is {self.num_prefill_ranks}; it must be at least 1")
-        given = {"prefill_ranks": self.num_prefill_ranks > 1, "prefill_gpus": bool(self.prefill_gpus)}
-        given["prefill_pool_bytes"] = self.prefill_pool_bytes is not None
-        values = {
-            "prefill_ranks": self.num_prefill_ranks,
-            "prefill_gpus": list(self.prefill_gpus),
-            "prefill_pool_bytes": self.prefill_pool_bytes,
-        }
-        for name in [name for name, is_given in given.items() if is_given]:
+        given: dict[str, object] = {}
+        if self.num_prefill_ranks > 1:
+            given["prefill_ranks"] = self.num_prefill_ranks
+        if self.prefill_gpus:
+            given["prefill_gpus"] = list(self.prefill_gpus)
+        if self.prefill_pool_bytes is not None:
+            given["prefill_pool_bytes"] = self.prefill_pool_bytes
+        for name, value in given.items():
             if self.prefill == "inline":
-                raise ValueError(f"{name} is {values[name]} with prefill inline; set prefill dedicated")
+                raise ValueError(f"{name} is {value} with prefill inline; set prefill dedicated")
             if self.backend != "cuda" and name != "prefill_ranks":
-                raise ValueError(
-                    f"{name} is {values[name]} with backend {self.backend}, which uses no GPU; leave it out"
-                )
+                raise ValueError(f"{name} is {value} with backend {self.backend}, which uses no GPU; leave it out")
         if self.prefill_pool_bytes is not None and self.prefill_pool_bytes < 1:
             raise ValueError(f"prefill_pool_bytes is {self.prefill_pool_bytes}; it must be above 0, or left out")
         if self.prefill_gpus and len(self.prefill_gpus) != self.num_prefill_ranks:

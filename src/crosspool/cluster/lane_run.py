@@ -56,10 +56,9 @@ class LaneRun:
         self._since_s = now_s  # when it began to wait, or became ready
         self._ready_s = now_s
 
-    @property
-    def deadline_s(self) -> float | None:
-        """When its wait runs out; None while it is ready."""
-        return None if self._wait is None else self._since_s + self._deadline_s
+    def is_overdue(self, now_s: float) -> bool:
+        """Whether it has waited too long."""
+        return self._wait is not None and now_s > self._since_s + self._deadline_s
 
     def is_ready(self) -> bool:
         """Whether its next segment can run."""

@@ -17,7 +17,7 @@ from crosspool.cluster.rank_links import RankLinks
 from crosspool.cluster.rank_models import RankModels
 from crosspool.cluster.step_reports import StepReports
 from crosspool.cluster.worker import RankWorker
-from crosspool.scheduler.order import OrderPolicy
+from crosspool.scheduler.order import OrderPolicy, Segment
 from crosspool.scheduler.step import StepHeader
 
 logger = logging.getLogger(__name__)
@@ -97,25 +97,35 @@ class RankLoop:
             return False
         now_s = self._around.clock()
         if len(self._runs) == 1:
-            (run,) = self._runs.values()
-            if run.becomes_ready(now_s):
-                self._run_segment(run, now_s)
-                self._run_on()
-                return True
-            if (deadline_s := run.deadline_s) is None or now_s <= deadline_s:
-                return False
+            return self._advance_alone(now_s)
+        ready = self._ready_segments(now_s)
+        if not ready:
+            return False
+        self._run_segment(self._runs[self._around.order(ready).lane], now_s)
+        return True
+
+    def _ready_segments(self, now_s: float) -> list[Segment]:
+        """Of every lane whose next one is ready; a step whose wait is out of time is ended."""
         ready = []
         for run in tuple(self._runs.values()):
             segment = run.segment(now_s, self._next_ticket, self._patience_s)
             if segment is not None:
                 ready.append(segment)
                 self._next_ticket = max(self._next_ticket, segment.ticket + 1)
-            elif (deadline_s := run.deadline_s) is not None and now_s > deadline_s:
+            elif run.is_overdue(now_s):
                 self._expire(run)
-        if not ready:
-            return False
-        self._run_segment(self._runs[self._around.order(ready).lane], now_s)
-        return True
+        return ready
+
+    def _advance_alone(self, now_s: float) -> bool:
+        """The same of a lone lane, which needs no order."""
+        (run,) = self._runs.values()
+        if run.becomes_ready(now_s):
+            self._run_segment(run, now_s)
+            self._run_on()
+            return True
+        if run.is_overdue(now_s):
+            self._expire(run)
+        return False
 
     def _run_on(self) -> None:
         """Run a lone lane's next segment too where it waits for nobody: a turn of the host is longer than that."""
