@@ -134,14 +134,14 @@ def test_an_unknown_hub_id_offline_is_one_line() -> None:
 
 
 def test_every_serve_option_is_a_setting_and_every_setting_an_option() -> None:
-    options = set(inspect.signature(cli.serve).parameters) - {"config", "served_model_name", "plan", "plan_group"}
+    options = set(inspect.signature(cli.serve).parameters) - set(cli.SERVE_ARGUMENTS[1:])
     without_a_flag = {"max_body_bytes", "max_header_bytes", "decode_lanes", "prefill_lanes"}
     assert options == set(Settings.model_fields) - without_a_flag
 
 
 def test_flags_reach_the_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple] = []
-    monkeypatch.setattr("crosspool.commands.serve.run", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr("crosspool.commands.serve.run", lambda *arguments, only_check: seen.append(arguments))
     arguments = ["serve", "m1", "--api-key", "a", "--api-key", "b", "--max-num-seqs", "3", "--shutdown-timeout", "0"]
     assert CliRunner().invoke(cli.app, [*arguments, "--served-model-name", "x"]).exit_code == 0
     config = deployment(*seen[0])

@@ -59,6 +59,7 @@ def serve(
     config: Annotated[Path | None, typer.Option(help="YAML file with any of these settings and `models:`")] = None,
     plan: Annotated[Path | None, typer.Option(help="serve as planned: JSON of `crosspool plan --output`")] = None,
     plan_group: Annotated[str | None, typer.Option(help="which group of the plan; needed if it has several")] = None,
+    check: Annotated[bool, typer.Option("--check", help="look at settings and model files, start nothing")] = False,
     host: Annotated[str | None, typer.Option(help="address to listen on  [127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="port to listen on; 0: any free one  [8000]")] = None,
     api_key: Annotated[
@@ -173,10 +174,10 @@ def serve(
 
     from crosspool.commands.serve import run
 
-    run(models or [], served_model_name or [], config, flags, plan, plan_group)
+    run(models or [], served_model_name or [], config, flags, plan, plan_group, only_check=check)
 
 
-SERVE_ARGUMENTS = ("models", "served_model_name", "config", "plan", "plan_group")
+SERVE_ARGUMENTS = ("models", "served_model_name", "config", "plan", "plan_group", "check")
 
 
 @app.command()

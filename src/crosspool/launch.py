@@ -26,6 +26,16 @@ def start_engine(
     """The two pools and the engine, running, with no models yet. The caller closes it.
 
     models: those that will be loaded first, by which what is not set is sized. log: of ranks' processes.
+    Raises what `checked` raises.
+    """
+    config, cluster = checked(config, models)
+    started = _start_cluster(replace(cluster, log=log), config)
+    return AsyncEngine(Engine(engine_config(config), started).start())
+
+
+def checked(config: DeploymentConfig, models: Sequence[PreparedModel] = ()) -> tuple[DeploymentConfig, ClusterConfig]:
+    """The deployment with everything sized, and its cluster, before anything of it is started.
+
     Raises CrossPoolError for what no machine could serve, then for what this one cannot give.
     """
     specs = whole_models(models)
@@ -35,14 +45,14 @@ def start_engine(
             "none that the kernels for prompts take; use kv_split one, or prefill inline"
         )
     config = with_prefill_room(config, specs)
-    cluster = replace(cluster_config(config), log=log)
+    cluster = cluster_config(config)
     check_machine(config.pools)
     check_gpus(cluster)
     check_whole_models(
         config.pools,
         {model.served.name: whole_bytes(model.served.spec) for model in models if model.served.prefill_ranks},
     )
-    return AsyncEngine(Engine(engine_config(config), _start_cluster(cluster, config)).start())
+    return config, cluster
 
 
 async def load_models(

@@ -6,7 +6,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 GROUPS: Mapping[str, str] = {
-    "Models": "config plan plan_group served_model_name max_model_len chat_template dtype weights download_dir",
+    "Models": "config plan plan_group check served_model_name max_model_len chat_template dtype weights download_dir",
     "Server": "host port api_key admin_api_key ssl_certfile ssl_keyfile allowed_origins root_path "
     "sse_keep_alive_interval shutdown_timeout",
     "Requests": "max_num_seqs max_num_batched_tokens max_queue max_queue_per_key queue_timeout admission "

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from crosspool.cluster.rank_log import RankLog
+from crosspool.commands import check
 from crosspool.commands.loading import shown_while_loading
 from crosspool.commands.rank_lines import above_bars
 from crosspool.commands.told import teller
@@ -31,12 +32,20 @@ def run(
     flags: Mapping[str, Any],
     plan_file: Path | None = None,
     plan_group: str | None = None,
+    *,
+    only_check: bool = False,
 ) -> None:
-    """Serve until a signal. Raises CrossPoolError, in one line, for whatever keeps the server from starting."""
+    """Serve until a signal, or only look at what would be served.
+
+    Raises CrossPoolError, in one line, for whatever keeps the server from starting.
+    """
     config = deployment(sources, served_names, config_file, flags, plan_file, plan_group)
     console = Console(stderr=True)
     set_up_logging(config.server.log_level, console, config.server.log_format)
-    run_loop(_serve(config, console))
+    if only_check:
+        check.run(config, console)
+    else:
+        run_loop(_serve(config, console))
 
 
 def deployment(
