@@ -135,11 +135,11 @@ def print_plan(args: argparse.Namespace) -> bool:
         loads = list(group)
         kind = layout.partition(".")[0]
         flags = (*GPU_LAYOUTS[kind], *served_with(args.kv_pool_bytes), *loads[0].flags)
-        lines, fits = plan_lines(kind, flags, args.models)
+        lines, fits = plan_lines(layout, flags, args.models)
         print("\n".join(lines))
         for load in loads:
             sent = planned_requests(load.settings("http://localhost", args.trace_dir, args.models), args.models)
-            rates = ", ".join(f"{name} {rate:.2f}/s" for name, rate in realised_rates(sent).items())
+            rates = ", ".join(f"{name} {rate:.2f}/s" for name, rate in realised_rates(sent, sent[-1].due_s).items())
             print(f"  {load.name}: {len(sent)} requests in {sent[-1].due_s:.0f} s; {rates}")
         is_ready = is_ready and fits
     return is_ready

@@ -204,6 +204,7 @@ WRONG = {
     "--extra-body [1]": "--extra-body is a list; give a JSON object",
     "--max-concurrency 0": "max-concurrency is 0",
     "--trace /nowhere.csv": "cannot read /nowhere.csv",
+    "--tokenizer /nowhere": "--tokenizer is /nowhere",
     "--num-prompts 0": "num-prompts is 0; it must be above 0",
     "--trace-start 5": "trace-start is 5 without --trace or --servegen-client",
     "--trace-start -1": "trace-start is -1.0; it must be 0 or more seconds",

@@ -106,6 +106,7 @@ def _target(settings: BenchSettings, base_url: str) -> Target:
         ignore_eos=settings.ignore_eos,
         temperature=settings.temperature,
         vocab_size=settings.vocab_size,
+        tokenizer=settings.tokenizer,
         extra_body=extra,
         seed=settings.seed,
     )

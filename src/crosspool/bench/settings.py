@@ -38,6 +38,7 @@ class BenchSettings:
     ignore_eos: bool = True
     temperature: float | None = None
     vocab_size: int = 1000
+    tokenizer: Path | None = None  # of chat prompts, which then have exactly the tokens asked for
     extra_body: str | None = None
     seed: int = 0
     num_warmups: int = 1

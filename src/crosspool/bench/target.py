@@ -6,13 +6,14 @@ import socket
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from crosspool.bench.prompt_text import read_tokenizer, some_words, text_of
 from crosspool.bench.traffic import PlannedRequest
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
-WORDS = ("the", "sea", "was", "calm", "and", "ship", "went", "on", "under", "stars", "a", "captain", "looked", "at")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +22,8 @@ class Target:
 
     `/v1/completions` gets token ids, drawn from [10, vocab_size), so prompts have exactly the tokens asked for and no
     two begin alike; `/v1/chat/completions` gets as many common words, and the server says how many tokens they were.
-    extra_body: fields of every request. Raises ValueError for an address that is none.
+    With a tokenizer these make as many tokens, and ids are drawn from all of its vocabulary.
+    extra_body: fields of every request. Raises ValueError for an address that is none, and for no tokenizer.
     """
 
     base_url: str
@@ -30,6 +32,7 @@ class Target:
     ignore_eos: bool = True
     temperature: float | None = None
     vocab_size: int = 1000
+    tokenizer: Path | None = None
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -41,6 +44,8 @@ class Target:
             raise ValueError(f"endpoint is {self.endpoint!r}; it must be one of {', '.join(ENDPOINTS)}")
         if self.vocab_size <= 10:
             raise ValueError(f"vocab-size is {self.vocab_size}; it must be above 10")
+        if self.tokenizer is not None:
+            read_tokenizer(self.tokenizer)  # refused now rather than at the first request
 
     @property
     def is_tls(self) -> bool:
@@ -79,9 +84,11 @@ class Target:
         body: dict[str, Any] = {"model": planned.model, "max_tokens": planned.output_tokens, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if self.endpoint == ENDPOINTS[0]:
-            body["prompt"] = [rng.randrange(10, self.vocab_size) for _ in range(planned.prompt_tokens)]
+            stop = self.vocab_size if self.tokenizer is None else read_tokenizer(self.tokenizer).get_vocab_size()
+            body["prompt"] = [rng.randrange(10, stop) for _ in range(planned.prompt_tokens)]
         else:
-            text = " ".join(rng.choice(WORDS) for _ in range(planned.prompt_tokens))
+            num = planned.prompt_tokens
+            text = some_words(rng, num) if self.tokenizer is None else text_of(read_tokenizer(self.tokenizer), rng, num)
             body["messages"] = [{"role": "user", "content": text}]
         if self.ignore_eos:
             body["ignore_eos"] = True

@@ -67,6 +67,9 @@ def bench(
     ignore_eos: Annotated[bool, typer.Option(help="answers are as long as asked for")] = True,
     temperature: Annotated[float | None, typer.Option(help="of every request")] = None,
     vocab_size: Annotated[int, typer.Option(help="prompt token ids are drawn below this")] = 1000,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="model directory: chat prompts of as many tokens, ids of its whole vocabulary")
+    ] = None,
     extra_body: Annotated[str | None, typer.Option(help="JSON object of more fields of every request")] = None,
     seed: Annotated[int, typer.Option(help="the same seed sends the same requests")] = 0,
     num_warmups: Annotated[int, typer.Option(min=0, help="requests of each model before, not counted")] = 1,
@@ -121,6 +124,7 @@ def bench(
             ignore_eos=ignore_eos,
             temperature=temperature,
             vocab_size=vocab_size,
+            tokenizer=tokenizer,
             extra_body=extra_body,
             seed=seed,
             num_warmups=num_warmups,

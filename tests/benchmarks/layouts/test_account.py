@@ -36,7 +36,9 @@ def test_a_plan_of_four_gpus_needs_none(traces, monkeypatch, capsys):
     assert code == 0
     assert not (traces / "runs").exists()
     assert told.count("crosspool serve") == 4
+    assert "crosspool-1+3.resident: crosspool serve" in told
     assert "--control resident" in told
+    assert "18 requests in 2 s; deepseek-v2-lite 2.40/s, glm-4.7-flash 2.40/s" in told
     assert "GPU 3: w2: weights 44.8, KV 0.0, beside 4.0; 48.8 of 140.4 GiB" in told
     assert "GPU 3: nothing" in told, "three whole models leave a GPU of the static layout idle"
     assert "load_static-4_0.8: 18 requests in 2 s" in told
