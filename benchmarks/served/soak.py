@@ -85,7 +85,7 @@ class SoakResult:
 
 def run_soak(minutes: float, seed: int = 2026) -> SoakResult:
     """Start a server, load it for `minutes`, let it settle, look at what is left, stop it."""
-    with _server() as (process, url, log_path):
+    with running_server("--kv-pool-bytes", KV_POOL, "--log-level", "warning") as (process, url, log_path):
         result = asyncio.run(_soak(process, url, 60 * minutes, seed))
         process.send_signal(signal.SIGTERM)
         result.exit_code = process.wait(60)
@@ -95,14 +95,15 @@ def run_soak(minutes: float, seed: int = 2026) -> SoakResult:
 
 
 @contextlib.contextmanager
-def _server() -> Iterator[tuple[subprocess.Popen[bytes], str, str]]:
+def running_server(*flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str, str]]:
+    """`crosspool serve` of the demo models in processes of its own, ready; its URL and the file of its log."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.NamedTemporaryFile(prefix="crosspool-soak-", suffix=".log", delete=False) as log:
         log_path = log.name
-        command = [sys.executable, "-m", "crosspool", "serve", "--port", str(port), "--kv-pool-bytes", KV_POOL]
-        process = subprocess.Popen([*command, "--log-level", "warning"], stdout=log, stderr=log)
+        command = [sys.executable, "-m", "crosspool", "serve", "--port", str(port), *flags]
+        process = subprocess.Popen(command, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -127,20 +128,26 @@ async def _soak(process: subprocess.Popen[bytes], url: str, seconds: float, seed
     root = psutil.Process(process.pid)
     async with httpx2.AsyncClient(base_url=url, timeout=FILL_TIMEOUT_S) as http:
         await _fill(http)
-        tasks = await _num_tasks(http)
-        files = sum(child.num_fds() for child in _processes(root))
+        tasks = await num_tasks(http)
+        files = sum(child.num_fds() for child in processes(root))
     deadline = time.monotonic() + seconds
     clients = [asyncio.create_task(_client(url, random.Random(seed + n), deadline, result)) for n in range(NUM_CLIENTS)]
+    await watch_memory(root, clients, result)
+    await settle(root, url, files, tasks, result)
+    return result
+
+
+async def watch_memory(root: psutil.Process, clients: list[asyncio.Task[None]], result: SoakResult) -> None:
+    """Read the memory of every process until the clients have ended; what one raises is raised at once."""
     started = time.monotonic()
-    while not all(client.done() for client in clients):
-        for child in _processes(root):
+    left: set[asyncio.Task[None]] = set(clients)
+    while left:
+        for child in processes(root):
             name = f"{child.pid} {' '.join(child.cmdline()[-2:])[:60]}"
             result.rss.setdefault(name, []).append((time.monotonic() - started, child.memory_info().rss))
-        await asyncio.wait(clients, timeout=SAMPLE_EVERY_S)
-    for client in clients:
-        client.result()
-    await _settle(root, url, files, tasks, result)
-    return result
+        ended, left = await asyncio.wait(left, timeout=SAMPLE_EVERY_S, return_when=asyncio.FIRST_EXCEPTION)
+        for client in ended:
+            client.result()
 
 
 async def _fill(http: httpx2.AsyncClient) -> None:
@@ -151,34 +158,34 @@ async def _fill(http: httpx2.AsyncClient) -> None:
     assert all(answer.status_code == 200 for answer in answers), Counter(answer.status_code for answer in answers)
 
 
-async def _num_tasks(http: httpx2.AsyncClient) -> int:
+async def num_tasks(http: httpx2.AsyncClient) -> int:
     """Tasks of the server's event loop, that of this request and of its connection included."""
     found = re.search(r"^crosspool:server_tasks (\d+)", (await http.get("/metrics")).text, re.MULTILINE)
     assert found is not None, "the server tells no tasks"
     return int(found[1])
 
 
-async def _settle(root: psutil.Process, url: str, files: int, tasks: int, result: SoakResult) -> None:
+async def settle(root: psutil.Process, url: str, files: int, tasks: int, result: SoakResult) -> None:
     """Wait until nothing is left, at most SETTLE_S, and note what is."""
     until = time.monotonic() + SETTLE_S
     while True:
         async with httpx2.AsyncClient(base_url=url, timeout=30) as http:
             stats = (await http.get("/stats")).json()
-            result.tasks_left = await _num_tasks(http) - tasks
+            result.tasks_left = await num_tasks(http) - tasks
         result.frames_left = sum(pool["frames_used"] + pool["frames_reserved"] for pool in stats["pools"])
         counts = ("num_queued", "num_prefilling", "num_decoding", "num_parked")
         result.sequences_left = sum(model[count] for model in stats["models"] for count in counts)
         await asyncio.sleep(0.5)
-        connections = [c for child in _processes(root) for c in child.net_connections("tcp")]
+        connections = [c for child in processes(root) for c in child.net_connections("tcp")]
         result.sockets_left = sum(connection.status == "ESTABLISHED" for connection in connections)
-        result.files_grown = sum(child.num_fds() for child in _processes(root)) - files
+        result.files_grown = sum(child.num_fds() for child in processes(root)) - files
         left = result.frames_left or result.sequences_left or result.sockets_left or result.files_grown > 0
         left = left or result.tasks_left > 0
         if not left or time.monotonic() > until:
             return
 
 
-def _processes(root: psutil.Process) -> list[psutil.Process]:
+def processes(root: psutil.Process) -> list[psutil.Process]:
     return [root, *root.children(recursive=True)]
 
 
