@@ -1,0 +1,55 @@
+"""Measurements that are kept. A script that needs a GPU says so in one line where there is none, and what runs instead.
+
+It is said here, before the script itself is imported, since most of them cannot even be imported without CUDA.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Sequence
+
+ALIKE_ON_CPUS: dict[str, str] = {
+    "ablation": "the same with --backend numpy",
+    "decode_step": "benchmarks.bench_numpy_decode",
+    "host_tier_gpu": "benchmarks.bench_host_tier",
+    "kv_pool_gpu": "benchmarks.bench_kv_pool",
+    "recovery": "the same with --backend numpy",
+    "split_kv_gpu": "benchmarks.bench_split_kv",
+}
+"""Scripts for GPUs that have another for the NumPy backend."""
+
+FOR_GPUS = frozenset(
+    (
+        *("attention", "attention_half", "beside_prompts", "control", "device_loop", "equality", "ffn_server", "hop"),
+        *("invariance", "kv_ranks_gpu", "lanes", "lanes_steady", "long_request", "moe_layer", "page_cache", "prefill"),
+        *("prefill_dedicated", "prefill_kernels", "reload", "serve_gpus", "serve_http", "swap", "trace"),
+        *ALIKE_ON_CPUS,
+    )
+)
+"""Names behind `bench_`."""
+
+
+def missing_gpu(words: Sequence[str], has_driver: bool) -> str | None:
+    """What to say instead of running the command line of `words` (`sys.orig_argv`); None where it can run."""
+    script = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
+    name = script.removeprefix("benchmarks.bench_")
+    is_asked_for_help = {"-h", "--help"} & set(words)
+    is_for_numpy = "numpy" in words or "--backend=numpy" in words
+    if has_driver or name not in FOR_GPUS or name == script or is_asked_for_help or is_for_numpy:
+        return None
+    instead = f"on CPUs there is {ALIKE_ON_CPUS[name]}" if name in ALIKE_ON_CPUS else "nothing like it runs on CPUs"
+    return f"{script} measures NVIDIA GPUs, and this machine has no driver for one; {instead}"
+
+
+def _has_driver() -> bool:
+    """Looked at without starting it: scripts may still choose among the GPUs."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+if said := missing_gpu(sys.orig_argv, _has_driver()):
+    raise SystemExit(f"error: {said}")
