@@ -1,4 +1,6 @@
-"""ArenaBacking: one allocation, cut into frames once. Every model reaches every frame where it lies."""
+"""ArenaBacking: a backing that does nothing, since every model reaches every frame where it lies. VMM's plain twin."""
+
+from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
