@@ -25,12 +25,12 @@ from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.rank_cluster import RankCluster
 from crosspool.cluster.start import start_cluster
 from crosspool.config import DeploymentConfig, ModelConfig, Pipeline, SchedulingConfig
+from crosspool.deployment.engine_and_cluster import cluster_config, engine_config
+from crosspool.deployment.launch import load_models
+from crosspool.deployment.prepared_model import demo_models, prepare_models
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.engine import Engine
-from crosspool.engine_and_cluster import cluster_config, engine_config
-from crosspool.launch import load_models
 from crosspool.pools_config import Control, PoolsConfig
-from crosspool.prepared_model import demo_models, prepare_models
 from crosspool.units import GiB, MiB
 
 MODES: dict[str, tuple[Control, Pipeline]] = {

@@ -21,10 +21,10 @@ from pathlib import Path
 from benchmarks.ranks.engine_drive import engine_of, greedy_outputs
 from benchmarks.report import Report
 from crosspool.config import DeploymentConfig, ModelConfig
+from crosspool.deployment.prepared_model import DEMO_MODELS, demo_models
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.models.directory import read_model_dir
 from crosspool.pools_config import PoolsConfig
-from crosspool.prepared_model import DEMO_MODELS, demo_models
 from crosspool.units import KiB, MiB
 
 SEED = 6

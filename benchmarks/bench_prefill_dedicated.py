@@ -29,12 +29,12 @@ from benchmarks.full_models import full_spec, write_model_dir
 from benchmarks.report import RESULTS, Report
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.core import SamplingParams
+from crosspool.deployment.launch import start_engine
+from crosspool.deployment.prepared_model import prepare_models
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.request import GenerationRequest
-from crosspool.launch import start_engine
 from crosspool.models.whole_size import whole_bytes
 from crosspool.pools_config import PoolsConfig
-from crosspool.prepared_model import prepare_models
 from crosspool.units import GiB
 
 BUS_GB_PER_S = 55.0

@@ -21,6 +21,7 @@ from benchmarks.ranks.engine_drive import engine_of, greedy_outputs
 from benchmarks.report import Report
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.core import Request, SamplingParams
+from crosspool.deployment.prepared_model import DEMO_MODELS, demo_models
 from crosspool.engine.admission import PageBudget
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.output import RequestOutput
@@ -32,7 +33,6 @@ from crosspool.kv_pool.block_table import BlockTable
 from crosspool.kv_pool.pool import KVPool
 from crosspool.models.directory import read_model_dir
 from crosspool.pools_config import PoolsConfig
-from crosspool.prepared_model import DEMO_MODELS, demo_models
 from crosspool.units import KiB, MiB
 
 SEED = 5

@@ -35,12 +35,12 @@ from crosspool.cluster.rank_cluster import RankCluster
 from crosspool.cluster.start import start_cluster
 from crosspool.cluster.supervisor import RankState
 from crosspool.config import PREFILL_TOKENS, DeploymentConfig, ModelConfig, SchedulingConfig
+from crosspool.deployment.engine_and_cluster import cluster_config, engine_config
+from crosspool.deployment.launch import load_models
+from crosspool.deployment.prepared_model import prepare_models
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.engine import Engine
-from crosspool.engine_and_cluster import cluster_config, engine_config
-from crosspool.launch import load_models
 from crosspool.pools_config import PoolsConfig, Prefill
-from crosspool.prepared_model import prepare_models
 from crosspool.units import GiB
 
 PROMPTS = "20,700,30,3000,28,1500"

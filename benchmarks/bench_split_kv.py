@@ -19,11 +19,11 @@ from benchmarks.ranks.engine_drive import engine_of
 from benchmarks.report import Report
 from crosspool.config import DeploymentConfig
 from crosspool.core import SamplingParams
+from crosspool.deployment.prepared_model import DEMO_MODELS, demo_models
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.request import GenerationRequest
 from crosspool.models.directory import read_model_dir
 from crosspool.pools_config import PoolsConfig
-from crosspool.prepared_model import DEMO_MODELS, demo_models
 from crosspool.units import KiB, MiB
 
 SEED = 11

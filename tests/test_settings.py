@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from crosspool.config import DeploymentConfig, ModelConfig
-from crosspool.deployment import load_deployment
+from crosspool.deployment.load import load_deployment
 from crosspool.settings import Settings, deployment_schema
 from crosspool.units import MiB
 

@@ -12,11 +12,11 @@ from benchmarks.bench_recovery import deployment, on_gpus
 from benchmarks.judges.judged_traffic import Answer, Plan, Traffic
 from benchmarks.report import Report
 from crosspool.cluster.start import start_cluster
+from crosspool.deployment.engine_and_cluster import engine_config
+from crosspool.deployment.launch import load_models
+from crosspool.deployment.prepared_model import prepare_models
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.engine import Engine
-from crosspool.engine_and_cluster import engine_config
-from crosspool.launch import load_models
-from crosspool.prepared_model import prepare_models
 
 BATCHES = (2, 4, 8)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.layouts.memory import kv_room, tokens_in
 from crosspool.config import DeploymentConfig, ModelConfig
-from crosspool.deployment import load_deployment
+from crosspool.deployment.load import load_deployment
+from crosspool.deployment.ranks import gpu_of, kv_bytes_of_each, kv_ranks, kv_ranks_of, weights_ranks, weights_ranks_of
 from crosspool.planner.catalogue import catalogue_facts
-from crosspool.ranks import gpu_of, kv_bytes_of_each, kv_ranks, kv_ranks_of, weights_ranks, weights_ranks_of
 from crosspool.units import GiB
 
 H200_BYTES = 150_754_820_096

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.core import SamplingParams
+from crosspool.deployment.launch import load_models, start_engine
+from crosspool.deployment.prepared_model import prepare_models
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
-from crosspool.launch import load_models, start_engine
 from crosspool.pools_config import Layout, PoolsConfig
-from crosspool.prepared_model import prepare_models
 from crosspool.units import KiB, MiB
 
 

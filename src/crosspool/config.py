@@ -1,6 +1,6 @@
 """A whole deployment as frozen data: which models, how the pools and the engine are sized, how the server listens.
 
-`deployment.py` fills these from settings; nothing below the CLI reads flags, environment or YAML.
+`deployment/load.py` fills these from settings; nothing below the CLI reads flags, environment or YAML.
 """
 
 from dataclasses import dataclass, field

@@ -2,7 +2,7 @@
 
 One name everywhere: the flag `--max-num-seqs`, the variable `CROSSPOOL_MAX_NUM_SEQS` and the YAML key `max_num_seqs`
 are the same setting. The JSON schema of the YAML file is published as docs/deployment.schema.json. Which source wins,
-and what a deployment makes of the values, is in `deployment.py`.
+and what a deployment makes of the values, is in `deployment/load.py`.
 """
 
 import json

@@ -13,7 +13,7 @@ from benchmarks.layouts.server import LAYOUTS
 from benchmarks.report import Report
 from crosspool.bench.requests import planned_requests
 from crosspool.commands.serve import deployment
-from crosspool.ranks import kv_bytes_of_each, kv_ranks
+from crosspool.deployment.ranks import kv_bytes_of_each, kv_ranks
 
 MODELS = ("austen", "holmes", "shakespeare")
 

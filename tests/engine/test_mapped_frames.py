@@ -151,6 +151,6 @@ async def test_a_model_that_goes_gives_its_range_back(directories: dict[str, Pat
 
 
 def _served(directories: dict[str, Path]) -> list:
-    from crosspool.prepared_model import prepare_models
+    from crosspool.deployment.prepared_model import prepare_models
 
     return [model.served for model in prepare_models(deployment(directories, "vmm"))]

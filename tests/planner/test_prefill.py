@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from crosspool.commands.serve import deployment
+from crosspool.deployment.prefill_room import prefill_summary, with_prefill_room
 from crosspool.errors import CapacityError
 from crosspool.models.whole_size import whole_bytes
 from crosspool.planner.catalogue import model_facts
@@ -14,7 +15,6 @@ from crosspool.planner.plan import Plan, plan_from_json
 from crosspool.planner.planner import plan_deployment
 from crosspool.planner.saved import with_saved_plan
 from crosspool.planner.serve_config import serve_settings
-from crosspool.prefill_room import prefill_summary, with_prefill_room
 from crosspool.units import GiB
 from tests.support.tiny_models import write_tiny_model
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from crosspool.commands.serve import deployment
-from crosspool.deployment import load_deployment
+from crosspool.deployment.engine_and_cluster import engine_config
+from crosspool.deployment.load import load_deployment
+from crosspool.deployment.prepared_model import prepare_model
 from crosspool.engine.scheduler_core import EngineCore
-from crosspool.engine_and_cluster import engine_config
 from crosspool.errors import CrossPoolError
 from crosspool.planner.deployment import parse_plan_input
 from crosspool.planner.plan import Plan
 from crosspool.planner.planner import plan_deployment
 from crosspool.planner.serve_config import serve_settings, write_serve_configs
-from crosspool.prepared_model import prepare_model
 from tests.support.tiny_models import write_tiny_model
 
 

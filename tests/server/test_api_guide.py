@@ -13,7 +13,7 @@ import httpx2
 import pytest
 import yaml
 
-from crosspool.deployment import load_deployment
+from crosspool.deployment.load import load_deployment
 from tests.support.fake_engine import FakeEngine
 from tests.support.live_server import live_server
 from tests.support.server_fixtures import fake_app

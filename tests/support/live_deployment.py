@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from crosspool.config import DeploymentConfig, ModelConfig
+from crosspool.deployment.launch import start_engine
+from crosspool.deployment.prepared_model import PreparedModel, catalogue, prepare_model, prepare_models
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.stats import EngineStats
-from crosspool.launch import start_engine
-from crosspool.prepared_model import PreparedModel, catalogue, prepare_model, prepare_models
 from crosspool.server.app import create_app
 from tests.support.live_server import live_server
 

@@ -6,13 +6,13 @@ from rich.console import Console
 
 from crosspool.commands.told import teller
 from crosspool.config import DeploymentConfig
+from crosspool.deployment.engine_and_cluster import engine_config
+from crosspool.deployment.launch import checked
+from crosspool.deployment.prepared_model import PreparedModel, prepare_models
 from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.served_model import ServedModel
-from crosspool.engine_and_cluster import engine_config
 from crosspool.errors import CheckpointError, CrossPoolError
-from crosspool.launch import checked
 from crosspool.models.tensors import model_tensors
-from crosspool.prepared_model import PreparedModel, prepare_models
 from crosspool.server.run import check_tls
 from crosspool.units import format_bytes
 from crosspool.weights_pool.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ import sys
 from importlib import metadata
 
 from crosspool import __version__
-from crosspool.preflight import physical_memory_bytes
+from crosspool.deployment.preflight import physical_memory_bytes
 from crosspool.units import GiB
 
 PACKAGES = (

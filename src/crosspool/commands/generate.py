@@ -18,11 +18,11 @@ from crosspool.commands.loading import shown_while_loading
 from crosspool.commands.serve import deployment
 from crosspool.commands.told import teller
 from crosspool.core import TokenConstraint
+from crosspool.deployment.launch import load_models, start_engine
+from crosspool.deployment.prepared_model import catalogue, prepare_models
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.request import GenerationRequest
 from crosspool.errors import CrossPoolError, QueueFullError, unreadable_because
-from crosspool.launch import load_models, start_engine
-from crosspool.prepared_model import catalogue, prepare_models
 from crosspool.server.catalogue import Catalogue, ModelFrontend
 from crosspool.server.chat_plan import chat_plan
 from crosspool.server.errors import APIError, from_validation

@@ -7,8 +7,8 @@ from urllib.parse import quote
 
 from rich.console import Console
 
+from crosspool.deployment.model_source import is_hub_id, named_source
 from crosspool.errors import CrossPoolError
-from crosspool.model_source import is_hub_id, named_source
 from crosspool.server_client import ServerClient
 from crosspool.units import format_bytes
 

@@ -13,13 +13,13 @@ from crosspool.commands.loading import shown_while_loading
 from crosspool.commands.rank_lines import above_bars
 from crosspool.commands.told import teller
 from crosspool.config import DeploymentConfig, LogFormat
-from crosspool.deployment import load_deployment
+from crosspool.deployment.launch import load_models, start_engine
+from crosspool.deployment.load import load_deployment
+from crosspool.deployment.model_source import named_source
+from crosspool.deployment.prefill_room import prefill_summary, with_prefill_room
+from crosspool.deployment.prepared_model import catalogue, demo_models, prepare_model, prepare_models, whole_models
 from crosspool.errors import CrossPoolError
-from crosspool.launch import load_models, start_engine
 from crosspool.log_lines import text_formatter
-from crosspool.model_source import named_source
-from crosspool.prefill_room import prefill_summary, with_prefill_room
-from crosspool.prepared_model import catalogue, demo_models, prepare_model, prepare_models, whole_models
 from crosspool.server.app import create_app
 from crosspool.server.json_logs import json_formatter
 from crosspool.server.run import check_tls, listen, run_loop, serve

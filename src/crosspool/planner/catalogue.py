@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from crosspool.deployment.model_source import is_hub_id
 from crosspool.errors import UnsupportedModelError
-from crosspool.model_source import is_hub_id
 from crosspool.models.config_json import read_json
 from crosspool.models.directory import read_model_dir
 from crosspool.models.families.registry import spec_from_config

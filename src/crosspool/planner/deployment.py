@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from crosspool.config import PREFILL_TOKENS
+from crosspool.deployment.yaml_file import read_mapping
 from crosspool.planner.gpus import gpu_kind
 from crosspool.planner.group import GPUSet
 from crosspool.planner.memory import MemoryFigures, StepBounds
 from crosspool.planner.parallelism import Wanted
 from crosspool.units import GiB, MiB, parse_size
-from crosspool.yaml_file import read_mapping
 
 Rate = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from crosspool.deployment.prefill_room import default_room, has_prompt_kernels
 from crosspool.errors import CapacityError
 from crosspool.models.whole_size import whole_bytes
 from crosspool.planner.deployment import GPUs
 from crosspool.planner.facts import ModelFacts
 from crosspool.planner.memory import MemoryFigures, StepBounds, fill_gpu, prefill_rank_parts
 from crosspool.planner.plan import ModelPlan, PrefillPlan, WholeModel
-from crosspool.prefill_room import default_room, has_prompt_kernels
 from crosspool.scheduler.residency import SWITCH_BYTES_PER_S
 from crosspool.units import ceil_div, format_bytes
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import yaml
 
+from crosspool.deployment.prefill_room import default_room
 from crosspool.planner.catalogue import hub_id
 from crosspool.planner.plan import GroupPlan, ModelPlan, Plan, PrefillPlan
-from crosspool.prefill_room import default_room
 from crosspool.units import ceil_div
 
 

@@ -17,12 +17,12 @@ torch = pytest.importorskip("torch")
 from crosspool.cluster.start import start_cluster  # noqa: E402
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig  # noqa: E402
 from crosspool.core import SamplingParams  # noqa: E402
+from crosspool.deployment.engine_and_cluster import cluster_config, engine_config  # noqa: E402
+from crosspool.deployment.prepared_model import prepare_models  # noqa: E402
 from crosspool.engine.async_engine import AsyncEngine  # noqa: E402
 from crosspool.engine.engine import Engine  # noqa: E402
 from crosspool.engine.request import GenerationRequest  # noqa: E402
-from crosspool.engine_and_cluster import cluster_config, engine_config  # noqa: E402
 from crosspool.pools_config import PoolsConfig  # noqa: E402
-from crosspool.prepared_model import prepare_models  # noqa: E402
 from crosspool.units import MiB  # noqa: E402
 from tests.support.tiny_models import write_tiny_model  # noqa: E402
 

@@ -8,11 +8,8 @@ from crosspool.backends.cuda.steps.passes import PASS_TOKENS
 from crosspool.cluster.apart import own_rank
 from crosspool.cluster.config import ClusterConfig
 from crosspool.config import DeploymentConfig
-from crosspool.engine.config import EngineConfig
-from crosspool.errors import CrossPoolError
-from crosspool.pools_config import BACKEND_DTYPES
-from crosspool.preflight import host_bytes_for_models
-from crosspool.ranks import (
+from crosspool.deployment.preflight import host_bytes_for_models
+from crosspool.deployment.ranks import (
     are_apart,
     arenas,
     devices,
@@ -25,6 +22,9 @@ from crosspool.ranks import (
     prefill_ranks,
     weights_ranks,
 )
+from crosspool.engine.config import EngineConfig
+from crosspool.errors import CrossPoolError
+from crosspool.pools_config import BACKEND_DTYPES
 
 BACKEND_NAMES = {"numpy": "NumPy", "cuda": "CUDA"}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from crosspool.yaml_file import read_mapping
+from crosspool.deployment.yaml_file import read_mapping
 
 
 @pytest.fixture

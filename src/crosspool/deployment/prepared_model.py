@@ -7,21 +7,21 @@ from pathlib import Path
 
 from crosspool.backends.cuda.steps.passes import PASS_TOKENS, max_passes
 from crosspool.config import DeploymentConfig, ModelConfig
+from crosspool.deployment.model_source import model_directory
+from crosspool.deployment.prefill_room import has_prompt_kernels
+from crosspool.deployment.preflight import check_slices
+from crosspool.deployment.ranks import kv_ranks_of, prefill_ranks, weights_ranks_of
 from crosspool.engine.serve_directory import served_model
 from crosspool.engine.served_model import ServedModel
 from crosspool.errors import CheckpointError, UnsupportedModelError
-from crosspool.model_source import model_directory
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
 from crosspool.pools_config import BACKEND_DTYPES, KVSplit
-from crosspool.prefill_room import has_prompt_kernels
-from crosspool.preflight import check_slices
-from crosspool.ranks import kv_ranks_of, prefill_ranks, weights_ranks_of
 from crosspool.server.catalogue import Catalogue, ModelFrontend, SamplingDefaults
 from crosspool.server.chat import load_chat_template
 from crosspool.server.tokenizer import TextTokenizer
 
-DEMO_MODELS = Path(__file__).parent / "demo_models"
+DEMO_MODELS = Path(__file__).parent.parent / "demo_models"
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,11 @@ import httpx2
 import pytest
 
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig, ServerConfig
-from crosspool.engine_and_cluster import cluster_config, engine_config
-from crosspool.errors import CrossPoolError
-from crosspool.launch import start_engine
-from crosspool.models.whole_size import whole_bytes
-from crosspool.pools_config import PoolsConfig
-from crosspool.prefill_room import prefill_summary, with_prefill_room
-from crosspool.prepared_model import demo_models, prepare_models, whole_models
-from crosspool.ranks import (
+from crosspool.deployment.engine_and_cluster import cluster_config, engine_config
+from crosspool.deployment.launch import start_engine
+from crosspool.deployment.prefill_room import prefill_summary, with_prefill_room
+from crosspool.deployment.prepared_model import demo_models, prepare_models, whole_models
+from crosspool.deployment.ranks import (
     hosts,
     kv_bytes_of_each,
     kv_ranks,
@@ -25,6 +22,9 @@ from crosspool.ranks import (
     weights_ranks,
     weights_ranks_of,
 )
+from crosspool.errors import CrossPoolError
+from crosspool.models.whole_size import whole_bytes
+from crosspool.pools_config import PoolsConfig
 from crosspool.units import GiB, KiB, MiB
 from tests.support.live_deployment import live_deployment
 

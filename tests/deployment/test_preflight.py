@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from crosspool import preflight
 from crosspool.config import DeploymentConfig, ModelConfig
-from crosspool.engine_and_cluster import cluster_config
+from crosspool.deployment import preflight
+from crosspool.deployment.engine_and_cluster import cluster_config
+from crosspool.deployment.launch import start_engine
+from crosspool.deployment.prepared_model import prepare_models
 from crosspool.errors import CheckpointError, CrossPoolError
-from crosspool.launch import start_engine
 from crosspool.pools_config import PoolsConfig
-from crosspool.prepared_model import prepare_models
 from crosspool.units import GiB
 from tests.support.tiny_models import write_tiny_model
 
@@ -92,7 +92,9 @@ def test_nvshmem_is_looked_for_where_it_may_be_installed(place, monkeypatch):
 
 def test_the_engine_is_not_started_on_a_machine_that_is_too_small(monkeypatch):
     monkeypatch.setattr(preflight, "physical_memory_bytes", lambda: GiB)
-    monkeypatch.setattr("crosspool.launch.start_cluster", lambda config: pytest.fail("the ranks were started"))
+    monkeypatch.setattr(
+        "crosspool.deployment.launch.start_cluster", lambda config: pytest.fail("the ranks were started")
+    )
     with pytest.raises(CrossPoolError, match="kv_pool_bytes is"):
         start_engine(DeploymentConfig(models=(), pools=PoolsConfig(kv_pool_bytes=2 * GiB)))
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
-from crosspool.engine_and_cluster import cluster_config, engine_config
+from crosspool.deployment.engine_and_cluster import cluster_config, engine_config
+from crosspool.deployment.prepared_model import prepare_models
 from crosspool.errors import CrossPoolError
 from crosspool.pools_config import PoolsConfig
-from crosspool.prepared_model import prepare_models
 from tests.support.tiny_models import write_tiny_model
 
 

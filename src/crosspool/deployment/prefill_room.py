@@ -6,9 +6,9 @@ from itertools import accumulate
 
 from crosspool.backends.cuda.chunks.chunk_support import is_supported
 from crosspool.config import DeploymentConfig
+from crosspool.deployment.ranks import gpu_of, prefill_ranks
 from crosspool.models.spec import ModelSpec
 from crosspool.models.whole_size import whole_bytes
-from crosspool.ranks import gpu_of, prefill_ranks
 from crosspool.scheduler.residency import SWITCH_BYTES_PER_S
 from crosspool.units import GiB, align_up, format_bytes
 

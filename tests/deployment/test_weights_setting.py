@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crosspool.deployment import load_deployment
+from crosspool.deployment.load import load_deployment
 
 
 def test_random_weights_need_gpus():

@@ -9,15 +9,15 @@ from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.rank_log import WARNINGS, RankLog
 from crosspool.cluster.start import start_cluster
 from crosspool.config import DeploymentConfig
+from crosspool.deployment.engine_and_cluster import cluster_config, engine_config
+from crosspool.deployment.prefill_room import with_prefill_room
+from crosspool.deployment.preflight import check_gpus, check_machine, check_whole_models
+from crosspool.deployment.prepared_model import PreparedModel, whole_models
+from crosspool.deployment.ranks import are_apart, num_slots, prefill_ranks
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.engine import Engine
-from crosspool.engine_and_cluster import cluster_config, engine_config
 from crosspool.errors import CrossPoolError
 from crosspool.models.whole_size import whole_bytes
-from crosspool.prefill_room import with_prefill_room
-from crosspool.preflight import check_gpus, check_machine, check_whole_models
-from crosspool.prepared_model import PreparedModel, whole_models
-from crosspool.ranks import are_apart, num_slots, prefill_ranks
 
 
 def start_engine(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from crosspool.demo.scenario import demo_model_dirs
-from crosspool.model_source import is_hub_id
+from crosspool.deployment.model_source import is_hub_id
 from tests.support.fake_hub import fake_hub
 
 

@@ -17,11 +17,11 @@ from crosspool.config import (
     SchedulingConfig,
     ServerConfig,
 )
-from crosspool.model_source import is_hub_id
+from crosspool.deployment.model_source import is_hub_id
+from crosspool.deployment.yaml_file import read_mapping
 from crosspool.pools_config import PoolsConfig
 from crosspool.settings import ENV_PREFIX, Settings
 from crosspool.units import parse_size
-from crosspool.yaml_file import read_mapping
 
 
 def load_deployment(
