@@ -139,20 +139,22 @@ def add_change(report: Report, layout: str, name: str, rate: str, groups: Sequen
     report.metric(f"simulated_busy.{case}.weights.{rate}", busy[1], limit=1.0, note=told)
 
 
-def as_table(report: Report, rate: str) -> str:
-    """Markdown: what each change gives."""
-    lines = ["| layout | change | P50 / P99 GLM | Qwen3 | DeepSeek | tokens/s | TTFT P50 |"]
-    lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+def as_list(report: Report, rate: str) -> str:
+    """Markdown: what each change gives, a line for each."""
+    lines = []
     for layout in LAYOUTS:
         for name, change in CHANGES.items():
             case = f"{layout}.{name}"
             figures = []
             for model in MODELS:
                 p50, p99 = (report.metrics[f"simulated_tbt_ms.{case}.{model}.{rate}.{at}"] for at in ("p50", "p99"))
-                figures.append(f"{p50:.1f} / {p99:.1f}")
+                figures.append(f"{model} {p50:.1f} / {p99:.1f}")
             tokens = report.metrics[f"simulated_tokens_per_s.{case}.{rate}"]
-            ttft = report.metrics[f"simulated_ttft_ms.{case}.all.{rate}.p50"]
-            lines.append(f"| {layout} | {change.words} | {' | '.join(figures)} | {tokens:,.0f} | {ttft:.0f} |")
+            ttft_ms = report.metrics[f"simulated_ttft_ms.{case}.all.{rate}.p50"]
+            lines.append(
+                f"- {layout}, {change.words}: {', '.join(figures)} ms; {tokens:,.0f} tokens/s; first tokens after "
+                f"{ttft_ms:.0f} ms"
+            )
     return "\n".join(lines)
 
 
@@ -174,7 +176,7 @@ def main() -> int:
     report.summary = (
         f"SIMULATED, nothing here was measured: the first {args.seconds:g} s of the trace of {args.rate} requests/s of "
         "each of three models on two H200s, from kept stage times, one change at a time; medians of "
-        f"{TIMES} simulations whose arrivals differ by up to {1e3 * SHIFT_S:g} ms.\n\n" + as_table(report, args.rate)
+        f"{TIMES} simulations whose arrivals differ by up to {1e3 * SHIFT_S:g} ms.\n\n" + as_list(report, args.rate)
     )
     for path in report.write(args.out):
         print(path)
