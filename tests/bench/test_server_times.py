@@ -33,3 +33,19 @@ def test_our_own_names_win_over_others_beside_them():
 
 def test_a_server_without_the_histogram_tells_nothing():
     assert read_queue_times("# TYPE x counter\nx_total 1\n") == {}
+
+
+def test_series_of_an_engines_ranks_are_added_and_sglangs_name_is_known():
+    rows = []
+    for rank in "01":
+        labels = f'model_name="m",dp_rank="{rank}"'
+        rows += [
+            f'sglang:queue_time_seconds_bucket{{{labels},le="0.1"}} 2',
+            f'sglang:queue_time_seconds_bucket{{{labels},le="+Inf"}} 3',
+        ]
+        rows += [f"sglang:queue_time_seconds_sum{{{labels}}} 0.5", f"sglang:queue_time_seconds_count{{{labels}}} 3"]
+    text = "\n".join(["# TYPE sglang:queue_time_seconds histogram", *rows, ""])
+    times = read_queue_times(text)["m"]
+    assert (times.num, times.total_s) == (6, 1.0)
+    assert times.buckets == ((0.1, 4.0), (float("inf"), 6.0))
+    assert times.quantile_s(0.5) == pytest.approx(0.075)

@@ -1,6 +1,7 @@
 """How long requests waited in the server's queues: from its /metrics, before and after the run.
 
-The histogram `request_queue_time_seconds` is read under any prefix, so CrossPool and engines with its names are alike.
+The histogram `request_queue_time_seconds` is read under any prefix, so CrossPool and engines with its names are alike;
+SGLang's is `queue_time_seconds`.
 """
 
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-SUFFIX = "request_queue_time_seconds"
+SUFFIX = "queue_time_seconds"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,10 +57,18 @@ def read_queue_times(metrics_text: str) -> dict[str, QueueTimes]:
     found: dict[str, QueueTimes] = {}
     for family in families[:1]:
         for model in {sample.labels.get("model_name", "") for sample in family.samples}:
-            samples = [sample for sample in family.samples if sample.labels.get("model_name", "") == model]
-            buckets = sorted((float(s.labels["le"]), s.value) for s in samples if s.name.endswith("_bucket"))
-            sums = {sample.name.rsplit("_", 1)[1]: sample.value for sample in samples}
-            found[model] = QueueTimes(num=sums.get("count", 0.0), total_s=sums.get("sum", 0.0), buckets=tuple(buckets))
+            buckets: dict[float, float] = {}
+            sums = {"count": 0.0, "sum": 0.0}
+            for sample in family.samples:  # one series for each of an engine's ranks, where it has several
+                if sample.labels.get("model_name", "") != model:
+                    continue
+                kind = sample.name.rsplit("_", 1)[1]
+                if kind == "bucket":
+                    bound = float(sample.labels["le"])
+                    buckets[bound] = buckets.get(bound, 0.0) + sample.value
+                elif kind in sums:
+                    sums[kind] += sample.value
+            found[model] = QueueTimes(num=sums["count"], total_s=sums["sum"], buckets=tuple(sorted(buckets.items())))
     return found
 
 
