@@ -1,15 +1,14 @@
 """Steps handed out behind running ones: what they hold, what becomes of them, and that no token is another one."""
 
-from dataclasses import dataclass
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from crosspool.cluster.base import RankLost, StepFailed
 from crosspool.core import FinishReason
+from tests.support.any_token import AnyToken
 from tests.support.core_drive import Drive, a_config, a_model
-from tests.support.scripted_tokens import VOCAB_SIZE, token_at
+from tests.support.scripted_tokens import token_at
 
 STEP_S = 0.01
 
@@ -91,23 +90,6 @@ def test_an_abort_leaves_pages_until_both_steps_have_ended():
     assert free[0] < free[-1]
     assert len(set(free)) == 2
     drive.check_all_ended()
-
-
-@dataclass
-class AnyToken:
-    """A grammar that allows everything, but has to see each token."""
-
-    num_seen: int = 0
-
-    @property
-    def allowed(self) -> bytes:
-        return bytes([255]) * (VOCAB_SIZE // 8)
-
-    def advance(self, token_id: int) -> None:
-        self.num_seen += 1
-
-    def fork(self) -> "AnyToken":
-        return AnyToken()
 
 
 def test_a_sequence_with_a_grammar_is_never_handed_out_ahead():

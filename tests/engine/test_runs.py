@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crosspool.core import FinishReason
-from tests.engine.test_ahead import AnyToken
+from tests.support.any_token import AnyToken
 from tests.support.core_drive import Drive, a_config, a_model
 from tests.support.scripted_tokens import token_at
 

@@ -6,8 +6,8 @@ import pytest
 from crosspool.backends.numpy.layer_router import KVRouters, LayerRouter, choices_of
 from crosspool.models.spec import MoEFFNSpec
 from crosspool.weights_pool.loader import load_attention_weights
-from tests.backends.numpy.test_workers import FRAME_BYTES, NUM_FRAMES, PAGE_TOKENS, model_dir, script, split
 from tests.support.direct_lanes import SplitModel
+from tests.support.split_and_whole import FRAME_BYTES, NUM_FRAMES, PAGE_TOKENS, model_dir, script, split
 from tests.support.tiny_models import CONFIGS
 
 ROUTERS = frozenset({"router", "router_bias", "choice_bias", "shared_expert_gate"})

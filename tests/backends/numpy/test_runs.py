@@ -8,8 +8,8 @@ import pytest
 from crosspool.core import SamplingParams
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.scheduler.step import run_over
-from tests.backends.numpy.test_workers import FRAME_BYTES, PAGE_TOKENS, model_dir, split
 from tests.support.run_schedules import one_by_one, prefill, runs
+from tests.support.split_and_whole import FRAME_BYTES, PAGE_TOKENS, model_dir, split
 
 GREEDY = SamplingParams(max_tokens=50, temperature=0.0)
 SEEDED = SamplingParams(max_tokens=50, temperature=1.2, seed=5, top_p=0.95, presence_penalty=0.5, num_logprobs=3)
