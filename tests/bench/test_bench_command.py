@@ -205,6 +205,9 @@ WRONG = {
     "--max-concurrency 0": "max-concurrency is 0",
     "--trace /nowhere.csv": "cannot read /nowhere.csv",
     "--tokenizer /nowhere": "--tokenizer is /nowhere",
+    "--trace t.csv --request-rate 2": "--request-rate beside --trace, which has its own requests; use --trace-speed",
+    "--trace t.csv --output-len 9": "--output-len beside --trace, which has its own requests; use --length-scale",
+    "--burstiness 0.5": "burstiness is 0.5 of requests that all come at once; give --request-rate",
     "--num-prompts 0": "num-prompts is 0; it must be above 0",
     "--trace-start 5": "trace-start is 5 without --trace or --servegen-client",
     "--trace-start -1": "trace-start is -1.0; it must be 0 or more seconds",
@@ -236,3 +239,13 @@ def test_no_server_is_one_line():
     shown = bench("http://127.0.0.1:9")
     assert isinstance(shown.exception, CrossPoolError)
     assert "no server answers at http://127.0.0.1:9" in str(shown.exception)
+
+
+def test_help_has_every_option_below_a_heading():
+    shown = CliRunner().invoke(cli.app, ["bench", "--help"], env={"COLUMNS": "100"}).stdout
+    assert [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")] == [
+        "Server:", "When requests come:", "What they are:", "Recorded traces:", "Measuring:", "Results:", "Others:",
+        "Commands:",
+    ]  # fmt: skip
+    assert shown.partition("Others:")[2].partition("Commands:")[0].split()[0] in ("-h,", "--help"), "nothing else"
+    assert "compare" in shown.partition("Commands:")[2]

@@ -68,6 +68,22 @@ class BenchSettings:
             self._check_ramp()
         if self.trace is not None and (self.lengths or self.servegen_clients):
             raise ValueError("a trace has its own requests; give either --trace, or --lengths and ServeGen clients")
+        if self.trace is not None:
+            self._check_trace()
+        elif self.burstiness != 1.0 and self.request_rate == ("inf",) and self.ramp is None:
+            raise ValueError(f"burstiness is {self.burstiness} of requests that all come at once; give --request-rate")
+
+    def _check_trace(self) -> None:
+        """What a trace has itself, and the flag that changes it."""
+        given = {
+            "request-rate": (self.request_rate, ("inf",), "--trace-speed"),
+            "burstiness": (self.burstiness, 1.0, "--trace-speed"),
+            "input-len": (self.input_len, ("128",), "--length-scale"),
+            "output-len": (self.output_len, ("64",), "--length-scale"),
+        }
+        for name, (value, usual, instead) in given.items():
+            if value != usual:
+                raise ValueError(f"--{name} beside --trace, which has its own requests; use {instead}, or leave it out")
 
     def _check_ramp(self) -> None:
         if self.ramp not in ("linear", "exponential"):

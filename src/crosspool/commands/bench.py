@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
+from crosspool.commands.help import BenchCommands
 from crosspool.errors import CrossPoolError
 
-app = typer.Typer(no_args_is_help=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=BenchCommands, no_args_is_help=False, pretty_exceptions_enable=False)
 Words = list[str] | None
 LOCAL = "http://localhost:8000"
 OF_MODELS = "VALUE, or MODEL=VALUE for one; repeat for more"

@@ -1,4 +1,4 @@
-"""How help is written: summaries of commands whole, and the options of `crosspool serve` by what they are about."""
+"""How help is written: summaries of commands whole, and the options of `serve` and `bench` by what they are about."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,18 +20,36 @@ GROUPS: Mapping[str, str] = {
 """Names of parameters, by heading, in the order in which they are shown. The others come last."""
 
 
+BENCH_GROUPS: Mapping[str, str] = {
+    "Server": "base_url endpoint api_key model timeout",
+    "When requests come": "request_rate burstiness ramp_up_strategy ramp_up_start_rps ramp_up_end_rps max_concurrency "
+    "num_prompts duration",
+    "What they are": "input_len output_len lengths max_model_len ignore_eos temperature vocab_size tokenizer "
+    "extra_body seed",
+    "Recorded traces": "trace trace_format trace_model trace_name trace_speed trace_start trace_skip_unserved "
+    "length_scale servegen_rates servegen_lengths servegen_client",
+    "Measuring": "num_warmups client_processes percentile_metrics metric_percentiles goodput",
+    "Results": "save_result save_detailed report result_dir result_filename label as_json",
+}
+"""The same of `crosspool bench`."""
+
+
+def write_options(groups: Mapping[str, str], parameters: Mapping[str, Any], ctx: Any, formatter: Any) -> None:
+    """A heading for each group; `ctx` and `formatter` are those of the library that Typer brings along."""
+    grouped = {name for names in groups.values() for name in names.split()}
+    others = " ".join(name for name in parameters if name not in grouped)
+    for heading, names in {**groups, "Others": others}.items():
+        records = [parameters[name].get_help_record(ctx) for name in names.split()]
+        with formatter.section(heading):
+            formatter.write_dl([record for record in records if record is not None], col_max=36)
+
+
 class ServeCommand(TyperCommand):
     """Writes a heading for each group of options where other commands write one for all."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """`ctx` and `formatter` are those of the library that Typer brings along."""
-        parameters = {parameter.name: parameter for parameter in self.get_params(ctx) if parameter.name != "models"}
-        grouped = {name for names in GROUPS.values() for name in names.split()}
-        others = " ".join(name for name in parameters if name not in grouped)
-        for heading, names in {**GROUPS, "Others": others}.items():
-            records = [parameters[name].get_help_record(ctx) for name in names.split()]
-            with formatter.section(heading):
-                formatter.write_dl([record for record in records if record is not None], col_max=36)
+        parameters = {str(each.name): each for each in self.get_params(ctx) if each.name != "models"}
+        write_options(GROUPS, parameters, ctx, formatter)
 
 
 class Commands(TyperGroup):
@@ -41,3 +59,11 @@ class Commands(TyperGroup):
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, each.get_short_help_str(1000)) for name, each in commands if each is not None])
+
+
+class BenchCommands(Commands):
+    """As `ServeCommand`, of a command that has another below it."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write_options(BENCH_GROUPS, {str(each.name): each for each in self.get_params(ctx)}, ctx, formatter)
+        self.format_commands(ctx, formatter)
