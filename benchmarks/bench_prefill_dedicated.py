@@ -242,7 +242,7 @@ def main() -> None:
         hardware="h200" if options.gpus == 1 else f"h200-x{options.gpus}",
         config=config,
         seed=7,
-        summary=SUMMARIES[options.gpus],
+        summary=SUMMARIES[options.gpus] + (f" The first {options.layers} layers of each." if options.layers else ""),
         origin=origin,
     )
     with tempfile.TemporaryDirectory() as directory:
