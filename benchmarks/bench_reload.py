@@ -1,6 +1,6 @@
 """How fast does a rank's share come from the page cache onto its GPU?
 
-    python -m benchmarks.bench_reload [--models a,b] [--layers 24] [--directory DIR] [--ways pages,8,12] [--extents 4,8]
+    python -m benchmarks.bench_reload [--models a,b] [--layers 24] [--directory DIR] [--readers 8,12,15] [--extents 4,8]
 
 Writes checkpoints of the models' true shapes and names (bf16, shards of 4 GB), so that they lie in the page cache, then
 streams their FFN shares again and again, in turn and at once, and compares tensors with the files. The limit is a copy
@@ -134,13 +134,9 @@ class Reload:
 
 
 def shares(
-    directories: Sequence[ModelDirectory], device: torch.device, way: str, extent_bytes: int, *, at_once: bool
+    directories: Sequence[ModelDirectory], device: torch.device, count: int, extent_bytes: int, *, at_once: bool
 ) -> Reload:
-    """The FFN shares of all models, one after another, or at once as a restarted rank loads them.
-
-    way: "pages" where the GPU reads the page cache itself, or how many processes read it.
-    """
-    by_pages = way == "pages"
+    """The FFN shares of all models, one after another, or at once as a restarted rank loads them."""
     torch.cuda.empty_cache()  # a rank that was restarted has no memory either
 
     def load(directory: ModelDirectory) -> tuple[list[dict[str, torch.Tensor]], float, float, float]:
@@ -157,9 +153,8 @@ def shares(
             "weights",
             device,
             tell,
-            num_readers=1 if by_pages else int(way),
+            num_readers=count,
             extent_bytes=extent_bytes,
-            may_register=by_pages,
         )
         torch.cuda.synchronize(device)
         return layers, time.perf_counter() - begin, moments[0] - begin, time.thread_time() - own
@@ -175,8 +170,8 @@ def main() -> None:
     parser.add_argument("--models", default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=0, help="of every model; 0: all")
     parser.add_argument("--directory", type=Path, help="where the checkpoints are written; they may exist")
-    parser.add_argument("--ways", default="pages,12", help="pages: the GPU reads the page cache itself; or readers")
-    parser.add_argument("--extents", default="8", help="MiB that are read at once")
+    parser.add_argument("--readers", default="12,15")
+    parser.add_argument("--extents", default="4", help="MiB that are read at once")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--only-write", action="store_true", help="checkpoints, and keep them")
     parser.add_argument("--keep", action="store_true")
@@ -214,11 +209,11 @@ def measure(
     gigabytes = [weight_bytes(directory.spec, "weights") / 1e9 for directory in directories]
     report.metric("share_gb", sum(gigabytes), note="of all models")
     turns = (False, True) if len(directories) > 1 else (False,)
-    cases = itertools.product(turns, options.ways.split(","), map(int, options.extents.split(",")))
-    for index, (at_once, way, mib) in enumerate(cases):
+    cases = itertools.product(turns, map(int, options.readers.split(",")), map(int, options.extents.split(",")))
+    for index, (at_once, count, mib) in enumerate(cases):
         found = []
         for repeat in range(options.repeats):
-            one = shares(directories, device, way, mib * MiB, at_once=at_once)
+            one = shares(directories, device, count, mib * MiB, at_once=at_once)
             if index == 0 and repeat == 0:
                 pairs = zip(directories, one.held, strict=True)
                 different = sum(num_different(directory, layers) for directory, layers in pairs)
@@ -227,7 +222,7 @@ def measure(
             one.held.clear()
             found.append(one)
         best = min(found, key=lambda each: each.whole_s)
-        label = f"{'at_once' if at_once else 'in_turn'}.{way if way == 'pages' else f'{way}_readers'}.{mib}_mib"
+        label = f"{'at_once' if at_once else 'in_turn'}.{count}_readers.{mib}_mib"
         whole = sum(gigabytes) / best.whole_s
         report.metric(f"reload_gb_per_s.{label}", whole, limit=bus, note="all models; the bus; target 40")
         report.metric(f"reload_own_s.{label}", best.own_s, limit=best.whole_s, note="of the planning thread's CPU time")

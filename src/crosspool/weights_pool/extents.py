@@ -16,7 +16,7 @@ from crosspool.weights_pool.checkpoint import ITEM_BYTES, Checkpoint
 from crosspool.weights_pool.loader import Read
 from crosspool.weights_pool.regions import Index
 
-EXTENT_BYTES = 8 * 1024 * 1024
+EXTENT_BYTES = 4 * 1024 * 1024
 GAP_BYTES = 256 * 1024
 """Bytes between two reads that are read along with them."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,7 @@ from crosspool.weights_pool.loader import load_attention_weights, load_ffn_weigh
 from tests.support.tiny_models import write_tiny_model
 
 torch = pytest.importorskip("torch")
-from crosspool.backends.cuda.device.launch import CudaError  # noqa: E402
-from crosspool.backends.cuda.loading import registered, share, streaming  # noqa: E402
+from crosspool.backends.cuda.loading import share, streaming  # noqa: E402
 from crosspool.backends.cuda.loading.streaming import ahead, stream_share  # noqa: E402
 
 pytestmark = pytest.mark.judge
@@ -48,113 +46,6 @@ def same(found, expected):
     for name, array in expected.items():
         wide = np.asarray(array, np.float32)
         np.testing.assert_array_equal(found[name].float().numpy(), wide, err_msg=name)
-
-
-class Pages:
-    """Stands where a driver pins pages: notes what is pinned, and fails from the `fails_at`-th on."""
-
-    def __init__(self, fails_at=None):
-        self.pinned, self.count, self.fails_at = {}, 0, fails_at
-
-    def register(self, address, num_bytes):
-        self.count += 1
-        if self.fails_at is not None and self.count > self.fails_at:
-            raise CudaError("cuMemHostRegister failed: OUT_OF_MEMORY")
-        assert (address % mmap.PAGESIZE, num_bytes % mmap.PAGESIZE) == (0, 0)
-        assert not any(other < address + num_bytes and address < other + size for other, size in self.pinned.items())
-        self.pinned[address] = num_bytes
-
-    def unregister(self, address):
-        del self.pinned[address]
-
-    def files(self, checkpoint, device):
-        return registered.RegisteredFiles(registered.Pinning(self.register, self.unregister), lambda: None)
-
-
-@pytest.fixture
-def pages(monkeypatch):
-    """Files are read where they are mapped, a region being one page."""
-    found = Pages()
-    monkeypatch.setattr(registered, "REGION_BYTES", mmap.PAGESIZE)
-    monkeypatch.setattr(streaming, "_registered", found.files)
-    return found
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_share_read_in_its_files_pages_is_the_one_read_in_turn(tmp_path, monkeypatch, pages, family, fused, dtype):
-    path = write_tiny_model(tmp_path, family, seed=5, dtype=dtype, fused=fused, num_shards=3, tokenizer=False)
-    directory = read_model_dir(path)
-    copied = []
-
-    def copier(device, stream):
-        def copy(to, source, num_bytes):
-            pinned = [size - (source - begin) for begin, size in pages.pinned.items() if 0 <= source - begin < size]
-            assert [size >= num_bytes for size in pinned] == [True], "a copy lies in one pinned piece"
-            copied.append(num_bytes)
-            ctypes.memmove(to, source, num_bytes)
-
-        return copy
-
-    monkeypatch.setattr(streaming, "_copier", copier)
-    expected = load_ffn_weights(directory, 0, 1, ml_dtypes.bfloat16)
-    told = Told()
-    _, layers = stream_share(directory, "weights", CPU, told, extent_bytes=60_000)
-    for found, layer in zip(layers, expected.layers, strict=True):
-        same(found, layer)
-    assert told.loaded[-1] == told.total > 0
-    model, layers = stream_share(directory, "kv", CPU, ignore, extent_bytes=60_000)
-    expected = load_attention_weights(directory, ml_dtypes.bfloat16)
-    same(model, expected.model)
-    for found, layer in zip(layers, expected.layers, strict=True):
-        same(found, layer)
-    assert max(copied) <= mmap.PAGESIZE
-    until(lambda: not pages.pinned)
-
-
-def test_where_pages_cannot_be_pinned_after_all_processes_read_the_share(tmp_path, pages, caplog):
-    directory = read_model_dir(write_tiny_model(tmp_path, "qwen3_moe", seed=5, num_shards=3, tokenizer=False))
-    pages.fails_at = 3
-    expected = load_ffn_weights(directory, 0, 1, ml_dtypes.bfloat16)
-    _, layers = stream_share(directory, "weights", CPU, ignore, num_readers=1, extent_bytes=60_000)
-    for found, layer in zip(layers, expected.layers, strict=True):
-        same(found, layer)
-    assert pages.count > 3
-    assert "OUT_OF_MEMORY" in caplog.text
-    until(lambda: not pages.pinned)
-
-
-@pytest.mark.parametrize(("seconds", "is_taken"), [(0.0, True), (0.02, False)])
-def test_files_are_read_by_processes_where_pinning_is_slow(tmp_path, monkeypatch, seconds, is_taken):
-    file = tmp_path / "file"
-    file.write_bytes(bytes(6 * mmap.PAGESIZE))
-    monkeypatch.setattr(registered, "REGION_BYTES", mmap.PAGESIZE)
-    monkeypatch.setattr(registered, "MIN_GB_PER_S", 4 * mmap.PAGESIZE / 1e9 / 0.04)
-    pages = Pages()
-
-    def register(address, num_bytes):
-        time.sleep(seconds)
-        pages.register(address, num_bytes)
-
-    pinning = registered.Pinning(register, pages.unregister)
-    found = registered.register_files([file], pinning, lambda: None)
-    assert (found is not None) == is_taken
-    assert registered.register_files([file], None, lambda: None) is None
-    pages.fails_at = pages.count
-    assert registered.register_files([file], pinning, lambda: None) is None
-    if found is not None:
-        assert len(pages.pinned) == registered.TRIED_REGIONS
-        found.close()
-    until(lambda: not pages.pinned)
-
-
-def until(is_so):
-    for _ in range(500):
-        if is_so():
-            return
-        time.sleep(0.01)
-    raise AssertionError("not within five seconds")
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -82,6 +82,7 @@ class DeviceKernels:
         self._smem_bytes: dict[str, int] = {}
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # makes torch's primary context current
+            self._index = torch.cuda.current_device()
             capability = torch.cuda.get_device_capability(device)
             self.is_hopper = self._can_overlap = capability[0] >= 9
             self.has_warpgroups = capability[0] == 9
@@ -110,20 +111,24 @@ class DeviceKernels:
     ) -> None:
         driver = self._driver
         function = self._function(source, kernel, smem_bytes)
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if not cooperative and not (overlap and self._can_overlap):  # making a configuration costs the host more
+            shape = (*grid, threads, 1, 1, smem_bytes, stream)
+            self._call("cuLaunchKernel", function, *shape, ctypes.addressof(arguments), 0, what=kernel)
+            return
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
         config.sharedMemBytes = smem_bytes
-        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
+        config.hStream = stream
         ids = driver.CUlaunchAttributeID
         if cooperative:
             config.attrs = [self._attribute(ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, "cooperative")]
-            config.numAttrs = 1
-        elif overlap and self._can_overlap:
+        else:
             overlapping = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             config.attrs = [self._attribute(overlapping, "programmaticStreamSerializationAllowed")]
-            config.numAttrs = 1
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        config.numAttrs = 1
         self._call("cuLaunchKernelEx", config, function, ctypes.addressof(arguments), 0, what=kernel)
 
     def _load_functions(self, module: Any, shared_first: bool) -> None:

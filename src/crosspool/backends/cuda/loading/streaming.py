@@ -1,22 +1,21 @@
 """A rank's share of a checkpoint, streamed to its device.
 
-Files that lie in the page cache are read there by the copy engine itself, where their pages can be pinned fast enough
-(`registered.py`). Otherwise processes read extents of them into pinned memory (`weights_pool/readers.py`), and one
-thread plans them and enqueues the copies from there (`moving.py`). What is under way then keeps the bus busy for two
-milliseconds, so that thread may never be away for longer: between two extents of a layer it plans a few parts of the
-next one. An extent is so small that the buffers of all readers stay in the processor's caches.
+Processes read extents of the files into pinned memory (`weights_pool/readers.py`), and one thread plans them and
+enqueues the copies from there (`moving.py`). What is under way keeps the bus busy for two milliseconds, so that thread
+may never be away for longer: between two extents of a layer it plans a few parts of the next one. An extent is so small
+that the buffers of all readers stay in the processor's caches: those of 16 MiB go through main memory. Pinning the page
+cache's own pages, for the copy engine to read them there, gave 5 to 16 GB/s: pages are pinned at up to 47, but not
+while copies run.
 """
 
 import ctypes
 import gc
-import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,16 +24,12 @@ import torch
 from crosspool.backends.base import Progress
 from crosspool.backends.cuda.device.launch import CudaError
 from crosspool.backends.cuda.loading.moving import Moving, pin
-from crosspool.backends.cuda.loading.registered import RegisteredFiles, device_pinning, register_files
 from crosspool.backends.cuda.loading.share import Room, Share, ShareKey, Tensors, arrange
 from crosspool.models.directory import ModelDirectory
 from crosspool.models.tensors import Pool
 from crosspool.weights_pool.checkpoint import Checkpoint
 from crosspool.weights_pool.extents import EXTENT_BYTES, Extent
-from crosspool.weights_pool.page_cache import are_cached
 from crosspool.weights_pool.readers import Readers
-
-logger = logging.getLogger(__name__)
 
 Copy = Callable[[int, int, int], None]
 """(to address, from address, bytes): enqueued on a stream."""
@@ -67,12 +62,10 @@ def stream_share(
     extent_bytes: int = EXTENT_BYTES,
     also: Collection[str] = (),
     room: Room | None = None,
-    may_register: bool = True,
 ) -> tuple[Tensors, list[Tensors]]:
     """(the model's own tensors, those of each layer): bf16, the router's fp32. also: as `plan_load` takes it.
 
-    room: where tensors lie on `device`; None: in memory of their own. may_register: whether the device may read the
-    page cache itself, as it does where a share is whole: pinning takes as long for pages of which a slice is read.
+    room: where tensors lie on `device`; None: in memory of their own.
     Host memory beyond the page cache are two buffers a reader. An error leaves nothing allocated.
     """
     key = ShareKey(
@@ -83,71 +76,9 @@ def stream_share(
         shares=shares,
         also=also,
     )
+    share = Share(key, device, room)
     stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-    with _no_collection(), Checkpoint(directory.path) as checkpoint:
-        files = _registered(checkpoint, device) if may_register and num_slices == 1 else None
-        share = Share(key, device, room)
-        if files is not None:
-            try:
-                _by_registration(share, checkpoint, files, stream, progress, extent_bytes)
-                return share.model, share.layers
-            except CudaError as failure:
-                logger.warning("weights are read by processes after all: %s", failure)
-                share = Share(key, device, room)
-        _by_readers(share, checkpoint, stream, progress, num_readers, extent_bytes)
-    return share.model, share.layers
-
-
-def _registered(checkpoint: Checkpoint, device: torch.device) -> RegisteredFiles | None:
-    """The checkpoint's files, where the device can read them in the page cache fast enough."""
-    files = sorted({stored.file for stored in checkpoint.tensors.values()})
-    if device.type != "cuda" or not are_cached(files):
-        return None
-    return register_files(files, device_pinning(device), partial(torch.cuda.set_device, device))
-
-
-def _by_registration(
-    share: Share, checkpoint: Checkpoint, files: RegisteredFiles, stream: Any, progress: Progress, extent_bytes: int
-) -> None:
-    """Every part is copied out of its file's pages. Copies are enqueued far ahead: nothing has to be free for them."""
-    copy, loaded = _copier(share.device, stream), 0
-
-    def plans() -> Iterator[list[Extent] | None]:
-        for found in share.plans(checkpoint, extent_bytes):
-            if found is not None:
-                files.expect(found)
-            yield found
-
-    def place(to: int, file: Any, start: int, stop: int) -> None:
-        for address, num_bytes in files.runs(file, start, stop):
-            copy(to, address, num_bytes)
-            to += num_bytes
-
-    try:
-        with _turn(lambda: progress(0, share.total)):
-            for extent in ahead(plans()):
-                for part in extent.parts:
-                    to = share.address(part)
-                    if to is not None:
-                        place(to, part.file, part.start, part.stop)
-                        continue
-                    with _on(stream):
-                        stored = torch.empty(part.stop - part.start, dtype=torch.uint8, device=share.device)
-                        place(stored.data_ptr(), part.file, part.start, part.stop)
-                        arrange(part, stored, share.target(part))
-                loaded += extent.payload_bytes
-                progress(loaded, share.total)
-    finally:
-        if stream is not None:
-            stream.synchronize()  # the pages are still read
-        files.close()
-
-
-def _by_readers(
-    share: Share, checkpoint: Checkpoint, stream: Any, progress: Progress, num_readers: int, extent_bytes: int
-) -> None:
-    """Processes read extents into pinned buffers, which are copied from."""
-    copy, device = _copier(share.device, stream), share.device
+    copy = _copier(device, stream)
 
     def place(extent: Extent, block: torch.Tensor) -> None:
         address = block.data_ptr() - extent.start
@@ -162,12 +93,14 @@ def _by_readers(
 
     num_readers = max(1, min(num_readers, (os.cpu_count() or 2) - 1))
     with (
+        _no_collection(),
         Readers(num_readers, int(BUFFER_FACTOR * extent_bytes)) as readers,
         ThreadPoolExecutor(NUM_MOVERS, thread_name_prefix="crosspool-stream") as movers,
         pin(readers, device, movers) as pinned,
+        Checkpoint(directory.path) as checkpoint,
     ):
         work = ahead(share.plans(checkpoint, extent_bytes))
-        first = next(work, None)  # a layer is planned while the buffers are pinned
+        first = next(work, None)  # files are opened and a layer is planned while readers start and buffers are pinned
         buffers = pinned.result()
         with _turn(lambda: progress(0, share.total)):
             moving = Moving(readers, buffers, stream, movers, place, lambda loaded: progress(loaded, share.total))
@@ -178,6 +111,7 @@ def _by_readers(
             finally:
                 if stream is not None:
                     stream.synchronize()  # the buffers are still read
+    return share.model, share.layers
 
 
 @contextmanager
