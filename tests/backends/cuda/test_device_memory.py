@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from crosspool.backends.cuda.device import device_memory  # noqa: E402
 from crosspool.backends.cuda.device.device_memory import naming_consumers, remainder  # noqa: E402
 from crosspool.units import GiB  # noqa: E402
 
@@ -18,6 +19,7 @@ GPU = torch.device("cuda", 1)
 def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * GiB, 140 * GiB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 101 * GiB)
+    monkeypatch.setattr(device_memory, "_known_bytes", {})
 
 
 def test_running_out_of_memory_names_every_consumer():
@@ -40,6 +42,18 @@ def test_other_errors_are_left_alone():
 
 def test_kinds_add_up_to_what_the_gpu_reports_as_used():
     known = {"kv_cache": 90 * GiB, "attention_weights": 8 * GiB, "graphs": GiB, "channels": 2 * GiB}
-    rest = remainder(GPU, known)
+    rest = remainder("kv0", GPU, known)
     assert rest == {"workspace": 3 * GiB, "other": 34 * GiB}
     assert sum(known.values()) + sum(rest.values()) == 138 * GiB
+
+
+def test_ranks_that_share_a_process_and_a_gpu_add_up_together():
+    known = {"kv0": {"kv_cache": 60 * GiB}, "w0": {"ffn_weights": 30 * GiB, "graphs": GiB}}
+    first = [remainder(rank, GPU, parts) for rank, parts in known.items()]
+    assert first[1] == {"workspace": 0, "other": 0}, "the first of them tells"
+    rest = remainder("kv0", GPU, known["kv0"])
+    assert rest == {"workspace": 11 * GiB, "other": 36 * GiB}
+    used = sum(size for parts in known.values() for size in parts.values())
+    assert used + sum(rest.values()) == 138 * GiB
+    elsewhere = torch.device("cuda", 2)
+    assert remainder("w0", elsewhere, {"ffn_weights": 100 * GiB}) == {"workspace": GiB, "other": 37 * GiB}

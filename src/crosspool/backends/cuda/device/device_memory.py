@@ -11,18 +11,26 @@ Consumers = Mapping[str, int]
 """Bytes by what they are for."""
 
 
-def remainder(device: torch.device, known: Consumers, num_mapped_bytes: int = 0) -> dict[str, int]:
+_known_bytes: dict[torch.device, dict[str, tuple[int, int]]] = {}
+"""By GPU and rank of this process: bytes whose use is known, and those of them that are not torch's."""
+
+
+def remainder(rank: str, device: torch.device, known: Consumers, num_mapped_bytes: int = 0) -> dict[str, int]:
     """The GPU's other bytes in use: `workspace`, torch's beyond what is known; `other`, contexts and other processes.
 
-    With `known` they add up to what the device reports as used. num_mapped_bytes: of the KV cache, where the driver
-    maps it and torch does not know of it.
+    With `known` of all ranks that this process has there they add up to what the device reports as used; the first of
+    those ranks tells them. num_mapped_bytes: of the KV cache, where the driver maps it and torch does not know of it.
     """
     if device.type != "cuda":
         return {"workspace": 0, "other": 0}
+    ranks = _known_bytes.setdefault(device, {})
+    ranks[rank] = (sum(known.values()), known.get("graphs", 0) + known.get("channels", 0) + num_mapped_bytes)
+    if rank != next(iter(ranks)):
+        return {"workspace": 0, "other": 0}
+    in_all, outside = (sum(sizes) for sizes in zip(*ranks.values(), strict=True))
     free, total = torch.cuda.mem_get_info(device)
-    outside = known.get("graphs", 0) + known.get("channels", 0) + num_mapped_bytes  # not torch's
-    workspace = max(0, torch.cuda.memory_reserved(device) - sum(known.values()) + outside)
-    return {"workspace": workspace, "other": max(0, total - free - sum(known.values()) - workspace)}
+    workspace = max(0, torch.cuda.memory_reserved(device) - in_all + outside)
+    return {"workspace": workspace, "other": max(0, total - free - in_all - workspace)}
 
 
 REMEDY = "lower kv_pool_bytes, serve fewer models, or give the models more weights ranks"

@@ -277,5 +277,7 @@ class CudaAttentionWorker:
             "ffn_weights": 0,
             **self._lanes.memory_bytes(),
         }
-        known |= remainder(self._site.device, known, 0 if self._frames.is_torch_memory else cache_bytes)
+        known |= remainder(
+            self._site.rank, self._site.device, known, 0 if self._frames.is_torch_memory else cache_bytes
+        )
         return known if self.host_frames is None else known | {"host_kv_cache": self.host_frames.num_bytes}

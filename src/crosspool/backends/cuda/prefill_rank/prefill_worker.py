@@ -168,7 +168,7 @@ class CudaPrefillWorker:
             "kv_cache": int(self._cache.nbytes),
             **self._lanes.memory_bytes(),
         }
-        return known | remainder(self._site.device, known) | {"host_weights": self._models.host_bytes}
+        return known | remainder(self._site.rank, self._site.device, known) | {"host_weights": self._models.host_bytes}
 
 
 def _one_layer(spec: ModelSpec, placement: ModelPlacement) -> PageGeometry:

@@ -238,4 +238,4 @@ class CudaFFNWorker:
     def memory_bytes(self) -> Mapping[str, int]:
         weights = sum(num_bytes(model.layers) for model in tuple(self._models.values()))
         known = {"ffn_weights": weights, "kv_cache": 0, **self._lanes.memory_bytes()}
-        return known | remainder(self._site.device, known)
+        return known | remainder(self._site.rank, self._site.device, known)
