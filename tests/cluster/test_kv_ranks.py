@@ -13,9 +13,10 @@ from crosspool.cluster.base import ModelReady, RankLost, RankReady, StepDone, St
 from crosspool.cluster.channel import link_bytes
 from crosspool.cluster.channel_book import ChannelBook, Link
 from crosspool.cluster.config import ClusterConfig
+from crosspool.cluster.make_worker import make_worker
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.region import ArrayRegion
-from crosspool.cluster.worker import RankWorker, make_worker
+from crosspool.cluster.worker import RankWorker
 from crosspool.models.directory import read_model_dir
 from crosspool.scheduler.order import by_priority
 from crosspool.scheduler.step import StepDescriptor, StepHeader

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell
+from crosspool.cluster.make_worker import make_worker
 from crosspool.cluster.messages import FromRank, ToRank
 from crosspool.cluster.rank_cluster import RankCluster
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.region import ArrayRegion
-from crosspool.cluster.worker import make_worker
 from crosspool.scheduler.order import ORDER_POLICIES
 from tests.support.loading import start_now
 

@@ -8,9 +8,9 @@ from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell, ringer
 from crosspool.cluster.host_loop import HostLoop, Inbox
 from crosspool.cluster.loading import Start
+from crosspool.cluster.make_worker import join_workers, make_worker
 from crosspool.cluster.messages import FromRank, ToRank
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
-from crosspool.cluster.worker import join_workers, make_worker
 from crosspool.scheduler.order import ORDER_POLICIES
 
 
