@@ -12,6 +12,7 @@ are those of the hosts' threads alone.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import select
 import time
 from collections.abc import Iterator
@@ -50,14 +51,24 @@ class Lane:
         }
         for host, peer in zip(self.hosts.values(), ("w0", "kv0"), strict=True):
             host.send(messages.OpenChannels(0, peer, ranks.capacity, ranks.region))
+        for host in self.hosts.values():  # one after another: nothing is captured while the other one loads
             host.send(messages.AddModel(ranks.placement, 1))
+            while not any(isinstance(message, messages.Loaded) for message in self._said_by(host)):
+                time.sleep(0.01)
         self._seq, self._cached, self._flying = 0, options.context, 0
 
     def _submit(self) -> None:
         self._seq += 1
-        steps = self._options.steps
-        header = StepHeader(lane=0, model="m", step_seq=self._seq, phase="decode", num_tokens=1, num_steps=steps)
-        is_first = self._seq == 1
+        is_first = self._seq == 1  # the last token of its prompt
+        steps = 1 if is_first else self._options.steps
+        header = StepHeader(
+            lane=0,
+            model="m",
+            step_seq=self._seq,
+            phase="prefill" if is_first else "decode",
+            num_tokens=1,
+            num_steps=steps,
+        )
         row = StepRow(
             sequence_id=1,
             token_ids=(5,) if is_first else None,
@@ -87,17 +98,23 @@ class Lane:
             select.select([self._bells[2].read_fd], [], [], 0.05)
             self._board.set_asleep(2, False)
             self._bells[2].drain()
-            for _, message in self.hosts["kv0"].control.receive():
+            list(self._said_by(self.hosts["w0"]))
+            for message in self._said_by(self.hosts["kv0"]):
                 match message:
                     case messages.StepTold(_, _, steps):
                         yield len(steps)
                     case messages.StepFinished(_, told):
                         self._flying -= 1
                         yield 1 + len(told)
-                    case messages.StepEnded(error=error):
-                        raise RuntimeError(error)
                     case _:
                         pass
+
+    def _said_by(self, host: Hosted) -> Iterator[messages.FromRank]:
+        """What has come from it. Raises RuntimeError for a load or a step that failed."""
+        for _, message in host.control.receive():
+            if isinstance(message, messages.StepEnded | messages.LoadFailed):
+                raise RuntimeError(message.error)
+            yield message
 
 
 def measure(options: argparse.Namespace, report: Report) -> None:
@@ -142,7 +159,9 @@ def main() -> None:
     parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--name", default="host_cpu", help="of the result")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--hang-seconds", type=float, default=120.0, help="give up where nothing ends")
     options = parser.parse_args()
+    faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
     config = {"steps_of_a_run": options.steps, "tokens": options.tokens, "batch": 1, "context": options.context}
     config |= (
         {"model": options.model, "server_sms": options.server_sms} if options.model else {"step_ms": options.step_ms}

@@ -104,11 +104,16 @@ async def with_faults(
         report.metric(f"recovery_s.{name}", worst, limit=options.target_s, note=note)
     verdict = await judge(traffic, [(expected[index], answer) for index, answer in found if not answer.has_left])
     tell("faults", verdict, report)
-    left = [(expected[index].token_ids, answer.token_ids) for index, answer in found if answer.has_left]
-    same = sum(tokens == whole[: len(tokens)] for whole, tokens in left)
+    left = [(expected[index], answer) for index, answer in found if answer.has_left]
+    parted = [(whole, part) for whole, part in left if part.token_ids != whole.token_ids[: len(part.token_ids)]]
+    ties, same = sum([await traffic.is_tie(*pair) for pair in parted]), len(left) - len(parted)
     report.metric("faults_left_same_tokens", same, limit=len(left), note="of clients that left, as far as they stayed")
+    report.metric("faults_left_same_but_ties", same + ties, limit=len(left), note=f"{TIE_NATS} nats")
     errors = {answer.error[:160] for _, answer in found if answer.error}
-    print(f"with faults: {verdict}; {same} of {len(left)} that left; errors {sorted(errors)[:5]}", flush=True)
+    print(
+        f"with faults: {verdict}; {same} and {ties} ties of {len(left)} that left; errors {sorted(errors)[:5]}",
+        flush=True,
+    )
     stats = traffic.engine.stats()
     frames = {pool.kv_rank: (pool.frames_used, pool.frames_reserved) for pool in stats.pools}
     print(f"replays {stats.num_replays}, ranks lost {stats.num_ranks_lost}, frames left {frames}", flush=True)

@@ -60,6 +60,9 @@ class ReadyFFN(CudaFFNWorker):
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
         self.add_weights(placement.name, *self.ready)
+        if self._resident is not None:  # later the server would have to leave for that, and may wait for this thread
+            for number, lane, links in self._lanes.open_to([placement.kv_rank]):
+                self._resident.prepare(placement.name, self.ready[1], number, lane, links, (1,))
 
 
 @dataclass

@@ -54,7 +54,7 @@ class Hosted:
             start=lambda run, name: run(),
         )
         self._host = HostLoop([RankLoop(name, worker, around)], inbox, self._bell, board, number, SPIN_US)
-        self._thread = threading.Thread(target=self._host.run)
+        self._thread = threading.Thread(target=self._host.run, daemon=True)
         self._thread.start()
 
     def send(self, message: ToRank) -> None:

@@ -21,6 +21,7 @@ from crosspool.backends.cuda.kv_rank.kv_passes import KVPassKind, KVWay
 from crosspool.backends.cuda.kv_rank.kv_worker import CudaAttentionWorker
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.loading.weights import AttentionWeights, random_attention_weights, random_ffn_weights
+from crosspool.backends.cuda.steps.lane import enter
 from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker
 from crosspool.cluster.base import ModelPlacement
@@ -35,15 +36,18 @@ PAGE_TOKENS, SEED, DEADLINE_S = 256, 7, 4.0
 
 
 class PreparedKV(CudaAttentionWorker):
-    """Has weights; a load captures the loop of one row, since nothing may be captured while a server waits for it."""
+    """Has weights; a load captures the passes of one row, since nothing may be captured while a server waits for it."""
 
     ready: tuple[ModelSpec, AttentionWeights]
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
+        enter(self._site.device)
         self.add_weights(placement, *self.ready, 0)
-        model, kind = self._models.led(placement.name), KVPassKind(1, samples=True, is_decode=True)
+        model = self._models.led(placement.name)
         for number, lane, links in self._lanes.open_to(placement.weights_ranks):
-            self._passes.find(KVWay(placement.name, model, number, lane, links), kind)
+            for is_decode in (False, True):
+                kind = KVPassKind(1, samples=True, is_decode=is_decode)
+                self._passes.find(KVWay(placement.name, model, number, lane, links), kind)
             lane.prepare_loop(placement.name, links, kind)
 
 
@@ -53,6 +57,7 @@ class PreparedFFN(CudaFFNWorker):
     ready: tuple[ModelSpec, Sequence[FFNLayerWeights]]
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
+        enter(self._site.device)
         self.add_weights(placement.name, *self.ready)
         assert self._resident is not None
         for number, lane, links in self._lanes.open_to([placement.kv_rank]):
@@ -64,13 +69,15 @@ def ranks_on_one_gpu(model: str, server_sms: int, num_tokens: int, *, is_ahead: 
     ask_for_queues()
     device, spec = torch.device("cuda", 0), full_spec(model)
     torch.cuda.set_device(device)
-    whole, numbers, rule = DeviceKernels(device), {"kv0": 0, "w0": 0}, WaitRule(deadline_s=DEADLINE_S)
+    numbers, rule = {"kv0": 0, "w0": 0}, WaitRule(deadline_s=DEADLINE_S)
+    kernels = [DeviceKernels(device) for _ in numbers]
+    attention_sms = kernels[0].num_sms - server_sms
     geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
     width, num_pages = geometry.frames_per_page, ceil_div(num_tokens, PAGE_TOKENS) + 2
     arena = torch.zeros(1 + width * num_pages, 2 * MiB, dtype=torch.uint8, device=device)
     arena.view(torch.bfloat16).normal_(0, 0.5, generator=torch.Generator(device=device).manual_seed(SEED))
     sites = [Site(rank, device, Driver(rank), numbers, None) for rank in numbers]
-    parts: list[Any] = [MostOfAGpu(whole, whole.num_sms - server_sms), MostOfAGpu(whole, server_sms)]
+    parts: list[Any] = [MostOfAGpu(own, sms) for own, sms in zip(kernels, (attention_sms, server_sms), strict=True)]
     kv = PreparedKV(sites[0], parts[0], rule, ArenaFrames(arena), goes_ahead=is_ahead, run_lanes=1)
     ffn = PreparedFFN(sites[1], parts[1], rule, control="resident", goes_ahead=is_ahead, run_lanes=1)
     kv.ready = (spec, random_attention_weights(spec, SEED, device))

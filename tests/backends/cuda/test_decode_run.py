@@ -223,3 +223,14 @@ def test_a_rank_without_rows_looks_at_the_end_of_a_run_that_none_follows(monkeyp
     assert wait.rest(runs.now_s) == pytest.approx(left_s, abs=4e-4)
     runs.post()
     assert wait.rest(runs.now_s) > left_s + STEPS * 2e-3 / 2, "one was handed over since"
+
+
+def test_a_device_in_the_middle_of_a_run_tells_when_that_has_begun_at_the_latest(monkeypatch):
+    runs = FollowingRuns(monkeypatch, 2e-3)
+    runs.post()
+    first = runs.memory.last_epoch
+    half = runs.post()
+    runs.advance((STEPS + 1.5) * 2e-3)
+    runs.memory.note_end(first, runs.now_s)  # thought to have ended just now
+    next(half)
+    assert runs.pace._begun_s + runs.pace.step_s <= runs.now_s + 1e-9

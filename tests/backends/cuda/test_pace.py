@@ -113,6 +113,8 @@ def follow(pace: Pace, step_s: float, num_runs: int, num_steps: int = 21, late_s
     pace._clock = lambda: now
     for number in range(num_runs):
         pace.begin(now, ended_s)
+        if 0 < (num_ended := int((now - begun) / step_s + 1e-9)) < num_steps:
+            pace.goes_on(now, num_ended)
         num_read = 0
         while num_read < num_steps:
             wanted = num_read + pace.num_at_once(num_steps - num_read)
@@ -144,9 +146,37 @@ def test_runs_that_follow_each_other_are_kept_pace_with(step_s, most):
     assert pace.step_s == pytest.approx(step_s, rel=0.01)
 
 
+def test_runs_that_are_read_with_one_look_are_kept_pace_with():
+    """Where the device is when its host comes to the next run tells how late it has come to look at the last."""
+    _, latest_s = follow(Pace(), 1.1e-3, 400, num_steps=16)
+    assert latest_s < 3 * 1.1e-3
+
+
 def test_runs_that_follow_each_other_are_kept_pace_with_when_a_neighbour_comes_and_goes():
     pace = Pace()
     for step_s in (2.5e-3, 3.7e-3, 2.5e-3):
         idle_looks, latest_s = follow(pace, step_s, 60)
         assert idle_looks < 0.6
         assert latest_s < 1.5 * step_s
+
+
+def test_a_run_whose_beginning_nobody_could_see_teaches_no_quick_steps():
+    """Its device may have ended all of it when its host comes to look for the first time."""
+    now, pace = 100.0, Pace()
+    pace._clock = lambda: now
+    pace.step_s = 4.4e-3
+    pace.begin(now, is_ahead=True)
+    pace.look_for(18, lambda: False)
+    pace.arrived(0)
+    now += 1e-3
+    pace.arrived(0)
+    pace.ends(now, 18)
+    assert pace.step_s == pytest.approx(4.4e-3, rel=0.01)
+
+
+def test_a_pace_that_was_far_off_is_found_again_in_a_few_runs():
+    pace = Pace()
+    pace.step_s = 5e-5
+    _, latest_s = follow(pace, 4.4e-3, 16)
+    assert pace.step_s == pytest.approx(4.4e-3, rel=0.02)
+    assert latest_s < 1.5 * 4.4e-3

@@ -12,6 +12,7 @@ from crosspool.backends.cuda.channels.link import DeviceInlet
 from crosspool.backends.cuda.kernels.sampling import fill_sampling, needs_host, sampling_records
 from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory, RunPlace, RunRows
+from crosspool.backends.cuda.steps.pace import Pace
 from crosspool.backends.cuda.steps.passes import PASS_TOKENS
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepHeader, epoch, run_over
@@ -86,7 +87,7 @@ def read_run(
     ended: set[int] = set()
     told: list[tuple[SampledToken, ...]] = []
     num_read = 0
-    pace.begin(time.monotonic(), memory.end_of(follows))
+    _begin(memory, pace, step.header, follows, num_layers)
     while num_read < num_steps and len(ended) < num_rows:
         wanted = num_read + pace.num_at_once(num_steps - num_read)
         memory.nears_end = wanted == num_steps
@@ -122,6 +123,15 @@ def read_run(
     return told[-1]
 
 
+def _begin(memory: LaneMemory, pace: Pace, header: StepHeader, follows: int, num_layers: int) -> None:
+    """The run begins, or it has: where the device is in the middle of it, that tells when at the latest."""
+    num_ended = (memory.done_epoch - epoch(header.step_seq, 0) + 1) // num_layers
+    now_s = time.monotonic()
+    pace.begin(now_s, memory.end_of(follows), is_ahead=follows > 0)
+    if 0 < num_ended < header.num_steps:
+        pace.goes_on(now_s, num_ended)
+
+
 def read_end(
     memory: LaneMemory, header: StepHeader, num_layers: int, inlet: DeviceInlet, follows: int = 0
 ) -> HalfStep[None]:
@@ -133,7 +143,7 @@ def read_end(
     num_steps, first_base = header.num_steps, epoch(header.step_seq, 0) - 1
     pace, over = memory.pace_of(header.model, header.num_tokens), run_over(header.step_seq, num_steps, num_layers)
     last_epoch = first_base + num_steps * num_layers
-    pace.begin(time.monotonic(), memory.end_of(follows))
+    _begin(memory, pace, header, follows, num_layers)
     memory.nears_end = False
     half = num_steps // 2
     pace.look_for(half, lambda: False)

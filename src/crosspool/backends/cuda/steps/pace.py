@@ -19,7 +19,10 @@ NAP_S, URGENT_NAP_S = 5e-4, 5e-5
 
 FASTER, SLOWER = 0.98, 1.1
 """Where the first look finds that the run is over already: how much sooner the next one's comes. And how much later at
-most, however long a run took: one that was held up once says little of the next."""
+most, unless they take FAR_OFF times as long: a run that was held up once says little of the next."""
+
+FAR_OFF = 2.0
+"""So many times what was thought, and more: not a run that was held up, but a pace that was wrong."""
 
 EASY_FASTER = 0.9995
 """FASTER where the device goes on: a look for nothing costs more there than a late one."""
@@ -46,6 +49,7 @@ class Pace:
         self._was_urgent = False
         self._num_looks = 0  # since it was time for the first one
         self._num_before = 0  # steps between what was last known for certain and the run's beginning
+        self._was_seen = True  # when the run began
 
     def arrived(self, epoch: int) -> bool:
         """Somebody looks."""
@@ -56,15 +60,18 @@ class Pace:
     def take(self, layer: int, num_tokens: int, width: int) -> Any:
         raise TypeError("it carries no rows")
 
-    def begin(self, now_s: float, follows_s: float | None = None) -> None:
+    def begin(self, now_s: float, follows_s: float | None = None, *, is_ahead: bool = False) -> None:
         """A run's first step begins: now or, where it follows another run on the device, when that is thought to end.
 
-        follows_s: what `ends` has said of that one.
+        follows_s: what `ends` has said of that one. is_ahead: the run was handed over before it could begin; where
+        nothing is known of what it follows, the device may be anywhere in it.
         """
+        self._missed_s = self._looked_s = -math.inf
         if follows_s is None:
             self._begun_s, self._num_before = now_s, 0
         else:
             self._begun_s = min(now_s, follows_s)
+        self._was_seen = follows_s is not None or not is_ahead
 
     def look_for(self, num_ended: int, is_urgent: Callable[[], bool], num_later: int = 0) -> None:
         """From now on the end of so many steps of the run is looked for; is_urgent: the device then stands still.
@@ -108,12 +115,14 @@ class Pace:
     def _correct(self, now_s: float, num_ended: int) -> None:
         """By now so many steps have ended; those looked for had not at the look before the last."""
         sooner_s = self._begun_s + num_ended * self.step_s - now_s
-        if sooner_s > 0:
+        if sooner_s > 0 and self._was_seen:
             self._move(-sooner_s, num_ended)
-            return
-        later_s = self._missed_s - self._begun_s - self._num_awaited * self.step_s
-        if self._missed_s > self._begun_s and later_s > 0:
-            self._move(later_s, self._num_awaited)
+        elif sooner_s > 0:
+            self._begun_s -= sooner_s
+        elif self._missed_s > self._begun_s:
+            later_s = self._missed_s - self._begun_s - self._num_awaited * self.step_s
+            if later_s > 0:
+                self._move(later_s, self._num_awaited)
 
     def _move(self, seconds: float, num: int) -> None:
         """The run's step `num` ended so much later than was thought: steps are slower or, in small, began later."""
@@ -121,6 +130,6 @@ class Pace:
         since = max(1, min(self._num_before + num, STEADY_STEPS)) if is_small else num
         before_s, self.step_s = self.step_s, self.step_s + seconds / since
         if before_s:
-            self.step_s = min(self.step_s, SLOWER * before_s)
+            self.step_s = min(self.step_s, max(SLOWER * before_s, self.step_s / FAR_OFF))
         self._begun_s += seconds - num * (self.step_s - before_s)
         self._num_before = -num
