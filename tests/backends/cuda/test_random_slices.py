@@ -39,3 +39,25 @@ def test_both_pools_shares_are_drawn_apart():
     assert "embed" in model
     assert all("expert_down" not in tensors for tensors in layers)
     assert all(torch.equal(model[name], again[name]) for name in model)
+
+
+def test_whole_tensors_are_gone_before_memory_is_given_back(monkeypatch):
+    """The allocator can return only what nothing lies in: else a rank's slices keep the memory of whole layers."""
+    import weakref
+
+    from crosspool.backends.cuda.loading import random_slices
+
+    spec = spec_from_config(
+        {**CONFIGS["qwen3_moe"], "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 3}
+    )
+    whole, alive, plain = [], [], random_slices.cut
+
+    def watched(name, tensor, *rest):
+        if name == "expert_down":
+            whole.append(weakref.ref(tensor))
+        return plain(name, tensor, *rest)
+
+    monkeypatch.setattr(random_slices, "cut", watched)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(sum(ref() is not None for ref in whole)))
+    draw_share(spec, "weights", CPU, lambda done, total: None, 0, 2, (3.0, 1.0))
+    assert alive == [0, 0, 0]

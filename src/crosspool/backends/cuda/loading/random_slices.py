@@ -59,6 +59,9 @@ def draw_share(
             for name, tensor in tensors.items()
         }
         layers.append(own)
+        if pool == "weights" and num_slices > 1:
+            tensors.clear()
+            torch.cuda.empty_cache()  # else slices lie in what whole tensors had, with gaps too small for the next one
         done += sum(tensor.nbytes for tensor in own.values())
         progress(min(done, total), total)
     return dict(model), layers

@@ -43,7 +43,7 @@ def pack_ffn_weights(spec: ModelSpec, layers: Iterator[Tensors]) -> tuple[FFNLay
 
 def random_layers(
     spec: ModelSpec, pool: Pool, seed: int, device: torch.device, also: Collection[str] = ()
-) -> Iterator[tuple[int | None, Tensors]]:
+) -> Iterator[tuple[int | None, dict[str, torch.Tensor]]]:
     """(layer, canonical tensors) of one pool, drawn on the device at true shapes; the model's own under None, first.
 
     also: names of the other pool's tensors that come with them.
