@@ -137,6 +137,6 @@ def test_ranks_on_gpus_that_are_not_there_are_told_in_one_line_before_any_starts
         preflight.check_gpus(cluster, num_gpus=2)
     preflight.check_gpus(replace(cluster, layout="inprocess"), num_gpus=1)
     monkeypatch.setattr(preflight, "find_spec", lambda name: name)
-    monkeypatch.setattr(preflight, "count_gpus", lambda: 0)
+    monkeypatch.setattr(preflight, "gpu_sizes", lambda: ())
     with pytest.raises(CrossPoolError, match="this machine has no GPU; use backend numpy"):
         start_engine(DeploymentConfig(models=(), pools=pools))

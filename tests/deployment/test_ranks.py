@@ -10,7 +10,7 @@ import pytest
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig, ServerConfig
 from crosspool.deployment.engine_and_cluster import cluster_config, engine_config
 from crosspool.deployment.launch import start_engine
-from crosspool.deployment.prefill_room import prefill_summary, with_prefill_room
+from crosspool.deployment.prefill_room import BESIDE_BYTES, prefill_summary, with_prefill_room
 from crosspool.deployment.prepared_model import demo_models, prepare_models, whole_models
 from crosspool.deployment.ranks import (
     hosts,
@@ -194,6 +194,26 @@ def test_a_prefill_ranks_room_is_two_of_the_largest_model_unless_it_is_given():
     assert prefill_summary(inline, models) is None
     assert with_prefill_room(inline, models) == inline
     assert with_prefill_room(config, []) == config, "no model says how much"
+
+
+def test_a_prefill_ranks_room_is_no_more_than_its_gpu_has():
+    models = [prepared.served.spec for prepared in prepare_models(deployment(models=demo_models()))]
+    own, shared = (
+        deployment(backend="cuda", prefill="dedicated", models=demo_models(), **pools)
+        for pools in ({}, {"num_gpus": 1})
+    )
+
+    def room(config, *gpus):
+        return with_prefill_room(config, models, gpus).pools.prefill_pool_bytes
+
+    assert room(own, GiB, GiB, 80 * GiB) == room(own, GiB, GiB) == GiB, "two of the largest"
+    small = BESIDE_BYTES + max(map(whole_bytes, models))
+    assert room(own, GiB, GiB, small) == max(map(whole_bytes, models))
+    with pytest.raises(
+        CrossPoolError, match=r"^the largest model takes .* whole, and GPU 2 of p0 has .*; use a larger"
+    ):
+        room(own, GiB, GiB, small - 1)
+    assert room(shared, GiB) == GiB, "what pools leave of a GPU that they share is not known"
 
 
 def test_a_weights_rank_beside_the_kv_rank_may_take_less():

@@ -5,22 +5,49 @@ from dataclasses import replace
 from itertools import accumulate
 
 from crosspool.backends.cuda.chunks.chunk_support import is_supported
+from crosspool.backends.cuda.device.gpu_sizes import gpu_sizes
 from crosspool.config import DeploymentConfig
 from crosspool.deployment.ranks import gpu_of, prefill_ranks
+from crosspool.errors import CrossPoolError
 from crosspool.models.spec import ModelSpec
 from crosspool.models.whole_size import whole_bytes
 from crosspool.scheduler.residency import SWITCH_BYTES_PER_S
 from crosspool.units import GiB, align_up, format_bytes
 
+BESIDE_BYTES = 4 * GiB
+"""On a prefill rank's GPU beside whole models: activations of a chunk, a layer's KV, channels, the driver's context."""
 
-def with_prefill_room(config: DeploymentConfig, models: Sequence[ModelSpec]) -> DeploymentConfig:
-    """The same, with room for two of the largest of its models on prefill ranks' GPUs where nothing was said."""
+
+def with_prefill_room(
+    config: DeploymentConfig, models: Sequence[ModelSpec], gpu_bytes: Sequence[int] | None = None
+) -> DeploymentConfig:
+    """The same; where nothing was said, with room on prefill ranks' GPUs for two of the largest models, or what is left.
+
+    gpu_bytes: of this machine's GPUs, found out if None. Raises CrossPoolError where one has no room for a model.
+    """
     pools = config.pools
     if pools.backend != "cuda" or pools.prefill != "dedicated" or pools.prefill_pool_bytes is not None or not models:
         return config
-    return replace(
-        config, pools=replace(pools, prefill_pool_bytes=default_room([whole_bytes(spec) for spec in models]))
-    )
+    if gpu_bytes is None:
+        gpu_bytes = gpu_sizes() if pools.layout == "processes" else None  # the driver must not start here before ranks
+    sizes = [whole_bytes(spec) for spec in models]
+    room = default_room(sizes)
+    for rank, gpu in _own_gpus(config).items():
+        have = gpu_bytes[gpu] - BESIDE_BYTES if gpu_bytes is not None and gpu < len(gpu_bytes) else room
+        if have < max(sizes):
+            raise CrossPoolError(
+                f"the largest model takes {format_bytes(max(sizes))} whole, and GPU {gpu} of {rank} has "
+                f"{format_bytes(max(0, have))} for whole models; use a larger GPU, or prefill inline"
+            )
+        room = min(room, have)
+    return replace(config, pools=replace(pools, prefill_pool_bytes=room))
+
+
+def _own_gpus(config: DeploymentConfig) -> dict[str, int]:
+    """GPUs of the prefill ranks that share theirs with nobody."""
+    gpus = gpu_of(config)
+    taken = list(gpus.values())
+    return {rank: gpus[rank] for rank in prefill_ranks(config) if taken.count(gpus[rank]) == 1}
 
 
 def default_room(sizes: Sequence[int]) -> int:

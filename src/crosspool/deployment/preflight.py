@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from ctypes.util import find_library
 from importlib.util import find_spec
 
-from crosspool.backends.cuda.device.gpu_count import count_gpus
+from crosspool.backends.cuda.device.gpu_sizes import gpu_sizes
 from crosspool.cluster.checks import check_devices
 from crosspool.cluster.config import ClusterConfig
 from crosspool.errors import CrossPoolError
@@ -52,7 +52,8 @@ def check_gpus(cluster: ClusterConfig, num_gpus: int | None = None) -> None:
     """
     if cluster.backend != "cuda" or cluster.layout != "processes":
         return
-    have = count_gpus() if num_gpus is None else num_gpus
+    sizes = gpu_sizes() if num_gpus is None else None
+    have = num_gpus if sizes is None else len(sizes)
     if have is not None:
         try:
             check_devices(cluster.device_of, have)
