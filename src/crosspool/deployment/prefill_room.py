@@ -21,7 +21,7 @@ BESIDE_BYTES = 4 * GiB
 def with_prefill_room(
     config: DeploymentConfig, models: Sequence[ModelSpec], gpu_bytes: Sequence[int] | None = None
 ) -> DeploymentConfig:
-    """The same; where nothing was said, with room on prefill ranks' GPUs for two of the largest models, or what is left.
+    """The same; where nothing was said, with room on prefill ranks' GPUs for two of its largest, or what is left.
 
     gpu_bytes: of this machine's GPUs, found out if None. Raises CrossPoolError where one has no room for a model.
     """
