@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from benchmarks.ranks.driven import DrivenRanks  # noqa: E402
+from benchmarks.ranks.driven import RANKS, DrivenRanks  # noqa: E402
 from crosspool.cluster import messages  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from crosspool.units import MiB  # noqa: E402
@@ -44,7 +44,9 @@ class Rig:
         self.device_share = self.random.choice((0.3, 0.7, 0.95))
         arena = torch.zeros(48, 2 * MiB, dtype=torch.uint8)
         kernels = EmulatedKernels()
-        self.ranks = DrivenRanks((kernels, kernels), (CPU, CPU), *model, arena, "graphs", goes_ahead=goes_ahead)
+        self.ranks = DrivenRanks(
+            (kernels, kernels), (CPU, CPU), *model, arena, "graphs", ahead=RANKS if goes_ahead else ()
+        )
         self.num_ahead = 0
         for loop in self.ranks._loops:
             begin = loop._begin_ahead
