@@ -24,11 +24,6 @@ from tests.support.engine_deployment import (
 from tests.support.tiny_models import write_tiny_model
 
 
-def dedicated_steps(deployment: Deployment) -> int:
-    """Prefill steps that a prefill rank computed, as the cluster was given them."""
-    return deployment.num_dedicated
-
-
 def count_dedicated(deployment: Deployment) -> None:
     deployment.num_dedicated = deployment.num_inline = 0
     submit = deployment.cluster.submit

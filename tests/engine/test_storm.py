@@ -40,6 +40,18 @@ def a_request(rng: random.Random, index: int, max_tokens: int = 40) -> Generatio
     )
 
 
+def wanted_of(undivided, request: GenerationRequest) -> list[int]:
+    """The request's tokens from its model undivided, by its own seed."""
+    sampling = SamplingParams(
+        max_tokens=request.sampling.max_tokens,
+        temperature=request.sampling.temperature,
+        top_k=request.sampling.top_k,
+        presence_penalty=request.sampling.presence_penalty,
+        seed=request.seed,
+    )
+    return undivided[request.model].generate(request.prompt_token_ids, sampling)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", ["inprocess", "processes"])
@@ -77,14 +89,7 @@ async def test_two_hundred_requests_at_once_with_disconnects(directories, layout
         for request, task in running:
             outputs = await task
             assert outputs[-1].finish_reason is FinishReason.LENGTH
-            want = SamplingParams(
-                max_tokens=request.sampling.max_tokens,
-                temperature=request.sampling.temperature,
-                top_k=request.sampling.top_k,
-                presence_penalty=request.sampling.presence_penalty,
-                seed=request.seed,
-            )
-            assert token_ids(outputs) == undivided[request.model].generate(request.prompt_token_ids, want)
+            assert token_ids(outputs) == wanted_of(undivided, request)
         await deployment.until_free()
         assert left > 20
         assert len(running) > 100
@@ -107,14 +112,7 @@ async def test_killed_and_frozen_workers_under_load_lose_nothing(directories):
             for request, task in zip(batch, tasks, strict=True):
                 outputs = await task
                 assert outputs[-1].error is None, outputs[-1].error
-                want = SamplingParams(
-                    max_tokens=request.sampling.max_tokens,
-                    temperature=request.sampling.temperature,
-                    top_k=request.sampling.top_k,
-                    presence_penalty=request.sampling.presence_penalty,
-                    seed=request.seed,
-                )
-                assert token_ids(outputs) == undivided[request.model].generate(request.prompt_token_ids, want)
+                assert token_ids(outputs) == wanted_of(undivided, request)
             await deployment.until_free()
             while deployment.engine.stats().ranks_down:
                 await asyncio.sleep(0.02)
