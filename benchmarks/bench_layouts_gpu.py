@@ -90,6 +90,7 @@ class Load:
             temperature=1.0,
             vocab_size=VOCABULARY,
             seed=SEED,
+            skips_unserved=True,  # where --models leaves some out
             num_warmups=0,  # `warm_up_together` has been
             detailed=True,
         )

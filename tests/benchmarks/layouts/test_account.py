@@ -17,7 +17,8 @@ MODELS = ("glm-4.7-flash", "qwen3-30b-a3b", "deepseek-v2-lite")
 
 
 def plan(monkeypatch, capsys, traces, *loads):
-    words = ["bench", "--trace-dir", str(traces), "--runs", str(traces / "runs"), "--plan", *loads]
+    words = ["bench", "--trace-dir", str(traces), "--runs", str(traces / "runs"), "--kv-pool-bytes", "40GiB"]
+    words += ["--plan", *loads]
     monkeypatch.setattr(sys, "argv", words)
     code = bench_layouts_gpu.main()
     return code, capsys.readouterr().out
@@ -70,3 +71,10 @@ def test_the_account_by_shapes_is_that_of_the_memory_that_was_measured():
         rooms = (kv_room(memory, layout, MODELS) for memory in (computed, measured))
         tokens = [{model: tokens_in(model, room) for model, room in found.items()} for found in rooms]
         assert tokens[0] == pytest.approx(tokens[1], rel=0.04)
+
+
+def test_some_of_the_models_may_be_left_out(traces, monkeypatch, capsys):
+    code, told = plan(monkeypatch, capsys, traces, "static-1:0.8", "--models", *MODELS[1:])
+    assert code == 0
+    assert "GPU 0: kv0 kv1 w0 w1: weights 86.2" in told
+    assert "12 requests in 2 s; deepseek-v2-lite 2.40/s, qwen3-30b-a3b 2.40/s" in told
