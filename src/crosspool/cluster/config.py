@@ -103,6 +103,20 @@ class ClusterConfig:
         grouped = {rank for host in self.hosts for rank in host}
         return self.hosts + tuple((rank,) for rank in self.ranks if rank not in grouped)
 
+    def control_of(self, rank: str) -> Control:
+        """What drives decode's steps on this rank.
+
+        No resident server stays on a GPU that a rank of the same process needs too, since it holds all of it while it
+        waits for that one's rows; nor where the host that would end it also starts the KV halves which it waits for.
+        """
+        if self.control != "resident":
+            return self.control
+        (host,) = [ranks for ranks in self.all_hosts if rank in ranks]
+        in_process = self.ranks if self.layout == "inprocess" else host
+        on_gpu = [other for other in in_process if self.device_of[other] == self.device_of[rank]]
+        has_kv = any(other in self.kv_ranks for other in host)
+        return "graphs" if len(on_gpu) > 1 or has_kv else "resident"
+
     @property
     def all_arenas(self) -> tuple[tuple[str, ...], ...]:
         """Every arena's KV ranks, in the order in which their frames are numbered."""

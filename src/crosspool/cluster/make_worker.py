@@ -95,7 +95,7 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
         rank,
         config.device_of,
         has_processes=config.layout == "processes",
-        control=config.control,
+        control=config.control_of(rank),
         goes_ahead=config.steps_ahead == "device",
         run_lanes=config.run_lanes,
         prefill_share=config.prefill_share,
