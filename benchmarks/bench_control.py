@@ -118,6 +118,7 @@ class Bench:
                 self.asleep(ranks, name, way)
                 self.early_end(ranks, name, way, tokens)
             self.two_lanes(ranks, name, way, steps, tokens)
+            self.report.write(self.options.out)
             del ranks
             gc.collect()  # now: what frees device memory waits for the device, which may wait for this thread
         self.add_gaps(name)
