@@ -1,10 +1,10 @@
 """How fast does the resident FFN server answer?
 
-    CUDA_MODULE_LOADING=EAGER python -m benchmarks.bench_ffn_server [--out DIRECTORY] [--rounds 1000000]
+    CUDA_MODULE_LOADING=EAGER python -m benchmarks.bench_ffn_server [--out DIRECTORY]
 
 Round trip: a kernel on one GPU stands where attention would be; it puts rows into the weights GPU's memory, waits for
 the sums in its own, and goes on with the next layer. Layers rotate, so weights come from device memory. Decode steps
-with the server are among those of `bench_decode_step`.
+with the server are among those of `bench_decode_step`, rounds after random pauses those of `bench_ffn_stress`.
 """
 
 from __future__ import annotations
@@ -112,30 +112,6 @@ def prepare_routing(
     return sum(unique) / len(unique)
 
 
-def stress(gpus: Gpus, report: Report, rounds: int, name: str, batch: int) -> None:
-    """Random pauses before every put; the sums of every round must be those of the first pass, bit for bit."""
-    spec = full_spec(name, NUM_LAYERS)
-    with torch.cuda.device(gpus.devices[1]):
-        layers = random_ffn_weights(spec, SEED, gpus.devices[1])
-    client = FFNClient(gpus, [layers], batch, seed=3)
-    client.run(1)
-    error = client.error()
-    client.expect()
-    begin = time.perf_counter()
-    done = 0
-    while done < rounds:
-        passes = min(1000, max(1, (rounds - done) // NUM_LAYERS))
-        done += (len(client.run(passes, pause_mask=0x1FFF)) + (3 if passes > 3 else 0)) * NUM_LAYERS
-    note = (
-        f"{name}, batch {batch}, random pauses of up to 8 us, every sum compared; {time.perf_counter() - begin:.1f} s"
-    )
-    report.metric(f"ffn_stress_rounds.b{batch}", done, note=note)
-    report.metric(f"ffn_stress_wrong_sums.b{batch}", client.num_wrong, limit=0)
-    report.metric(f"ffn_stress_error.b{batch}", error, limit=2e-3)
-    print(f"stress b{batch}: {done} rounds, {client.num_wrong} wrong sums, {note}", flush=True)
-    client.close()
-
-
 def idle_power(gpus: Gpus, report: Report, before: float) -> None:
     spec = full_spec("deepseek-v2-lite", 2)
     with torch.cuda.device(gpus.devices[1]):
@@ -169,9 +145,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--models", default=",".join(CONFIGS))
-    parser.add_argument("--rounds", type=int, default=100_000, help="of the stress run")
     parser.add_argument("--passes", type=int, default=60)
-    parser.add_argument("--skip", default="", help="parts to leave out: roundtrip,stress,power")
+    parser.add_argument("--skip", default="", help="parts to leave out: roundtrip,power")
     parser.add_argument("--routes", default="ffn,kv")
     parser.add_argument("--routings", default="uniform,distinct")
     parser.add_argument("--one-gpu", action="store_true", help="both sides on one GPU")
@@ -199,10 +174,6 @@ def main() -> None:
                     ),
                     failures,
                 )
-    if "stress" not in skipped:
-        for batch in (1, 8):
-            rounds = options.rounds if batch == 1 else options.rounds // 10
-            guarded("stress", lambda r=rounds, b=batch: stress(gpus, report, r, names[0], b), failures)  # type: ignore[misc]
     if "power" not in skipped:
         guarded("idle power", lambda: idle_power(gpus, report, idle_watts), failures)
     report.write(options.out)

@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--models", default=",".join(CONFIGS))
-    parser.add_argument("--batches", default="1,2,4,8,16,32")
+    parser.add_argument("--batches", default="1,2,4,8,12,16,24,32")
     parser.add_argument("--other-batches", default="", help="of models behind the first; default: the same")
     parser.add_argument("--fused", action="store_true", help="router and FFN as one cooperative kernel")
     options = parser.parse_args()

@@ -55,11 +55,13 @@ def _once_s(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def _warm_up(graph: torch.cuda.CUDAGraph, seconds: float, replays: int) -> None:
-    """Bring the clocks up, then the graph's own pace."""
-    keep_busy(seconds)
-    for _ in range(replays):
-        graph.replay()
-    torch.cuda.synchronize()
+    """Bring the clocks up by the graph's own replays: matrix products draw so much power that what follows them for a
+    while runs at lower clocks."""
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        for _ in range(replays):
+            graph.replay()
+        torch.cuda.synchronize()
     for _ in range(3):
         graph.replay()
 

@@ -11,11 +11,15 @@ from crosspool.backends.cuda.device.queues import ask_for_queues
 
 
 class OneGpu(Gpus):
-    """Stands where two GPUs would: crossings stay within L2, so they take about a microsecond less each."""
+    """Stands where several GPUs would: crossings stay within L2, so they take about a microsecond less each.
 
-    def __init__(self) -> None:
+    servers: how many weights sides share the multiprocessors that are left.
+    """
+
+    def __init__(self, servers: int = 1) -> None:
         ask_for_queues()
         device = torch.device("cuda", 0)
         kernels = DeviceKernels(device)
-        self.devices = [device, device]
-        self.kernels = [kernels, MostOfAGpu(kernels, kernels.num_sms - 1)]  # type: ignore[list-item]
+        share = MostOfAGpu(kernels, (kernels.num_sms - 1) // servers)
+        self.devices = [device] * (1 + servers)
+        self.kernels = [kernels, *[share] * servers]  # type: ignore[list-item]

@@ -266,6 +266,7 @@ typedef u8* SharedAddress;
 inline SharedAddress shared_address(const void* p) { return static_cast<u8*>(const_cast<void*>(p)); }
 inline uint4 load16_shared(SharedAddress p) { return load16(p); }
 inline void copy_async16(void* shared, const void* global) { copy_async16(shared, global, true); }
+inline void copy_streamed16(SharedAddress shared, const void* global, bool valid = true) { copy_async16(shared, global, valid); }
 inline void copy_async_commit() {}
 template <int N>
 inline void copy_async_wait() {}

@@ -49,8 +49,8 @@ KERNEL(chunk_route, ChunkRouteParams, ROUTER_THREADS, 1) {
   warp_sync();
   const LogitRow logits{parts};
   float *choice = s.choice + warp * MAX_EXPERTS, *scores = s.scores + warp * MAX_EXPERTS;
-  if (r.experts <= 128) choose<4>(r, logits, token, choice, scores, r.topk_ids);
-  else choose<MAX_EXPERTS / 32>(r, logits, token, choice, scores, r.topk_ids);
+  if (r.experts <= 128) choose<4>(r, logits, logits.look<4>(r.experts), token, choice, scores, r.topk_ids);
+  else choose<MAX_EXPERTS / 32>(r, logits, logits.look<MAX_EXPERTS / 32>(r.experts), token, choice, scores, r.topk_ids);
   if (lane < r.top_k) {
     const i64 pair = static_cast<i64>(token) * r.top_k + lane;
     p.ranks[pair] = atomic_add(p.counts + r.topk_ids[pair], 1);

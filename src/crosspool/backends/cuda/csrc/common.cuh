@@ -143,6 +143,21 @@ DEVICE void copy_async16(SharedAddress shared, const void* global, bool valid) {
 DEVICE void copy_async16(SharedAddress shared, const void* global) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
+// The same of bytes that are read once: they are the first to leave L2 again.
+DEVICE u64 leaves_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+DEVICE void copy_streamed16(SharedAddress shared, const void* global, bool valid) {
+  int size = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global), "r"(size),
+               "l"(leaves_first()) : "memory");
+}
+DEVICE void copy_streamed16(SharedAddress shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(leaves_first())
+               : "memory");
+}
 DEVICE void copy_async16(void* shared, const void* global, bool valid) {
   copy_async16(static_cast<SharedAddress>(__cvta_generic_to_shared(shared)), global, valid);
 }

@@ -14,7 +14,7 @@ struct FusedParams {
   u64* meetings;   // arrivals of blocks; every launch on it has the same grid
   u64* logits;     // (tokens, rows): value below, epoch above; of one counter of meetings
   int rows;        // of the router; 0: none here
-  int work_bytes;  // scratch between the streams and the lists: of the router, of sums, and of `near_values`
+  int work_bytes;  // scratch between the streams and the lists: of the router, of sums and columns, or `near_values`
 };
 
 struct FusedLayer {
@@ -29,7 +29,7 @@ struct FusedLayer {
   const RouterRow first;  // this block's first row of the router
 
   DEVICE FusedLayer(const FusedParams& p, u8* smem)
-      : p(p), smem(smem), work(smem + STREAM_BYTES), weights(reinterpret_cast<float*>(work + p.work_bytes)),
+      : p(p), smem(smem), work(smem + UP_STREAM_BYTES), weights(reinterpret_cast<float*>(work + p.work_bytes)),
         unique(reinterpret_cast<int*>(weights + p.moe.tokens * p.moe.top_k)), lists(p.moe, unique + 1),
         router(router_smem(work)), up(p.moe, smem, lists, reinterpret_cast<float*>(work)),
         first(p.route, min_int(blockIdx.x, p.rows - 1)) {}
@@ -46,36 +46,33 @@ struct FusedLayer {
     else *unique = 0;
     block_sync();
     // As words only where every block makes some: then none is left behind by those that find all.
-    const bool are_near = Acts::num_values(m) <= m.near_values;
+    const bool are_near = m.tokens == 1 && Acts::num_values(m) <= m.near_values;
     const int tiles = up.shared_tiles + *unique * up.tiles;
     const bool are_words = are_near && m.act_words != nullptr && tiles >= static_cast<int>(gridDim.x);
     up.writes_words = are_words;
     up.epoch = epoch;
-    up.run(*unique);
+    float* sums = reinterpret_cast<float*>(work);
+    u8* near = work + MOE_WARPS * m.tokens * OUT_STRIDE * 4;
+    DownStep down(m, smem, near, lists, weights, sums, *unique);
+    down.choose_tile(blockIdx.x);
+    const int first_stage = up.run(*unique, down);  // weights of down follow those of gate and up
 
     block_sync();  // the scratch changes hands
     if (are_words) meeting.pass_by();
     else meeting.arrive();
-    float* sums = reinterpret_cast<float*>(work);
-    float* few = sums + MOE_WARPS * m.tokens * OUT_STRIDE;
-    u16* near = reinterpret_cast<u16*>(few + TokenTable::num_floats(m));
-    const TokenTable table(few, m.max_unique);
-    DownStep down(m, smem, lists, weights, sums, *unique);
     const int row_tiles = ceil_div(m.hidden, TILE_ROWS);
-    if (static_cast<int>(blockIdx.x) < row_tiles) down.begin(blockIdx.x);
-    const bool are_few = TokenTable::serves(m.tokens);
-    if (are_few) table.fill(lists, weights, *unique);
-    if (are_words) gather_words(m, epoch, near);
+    down.go_on(first_stage);
+    u16* own = reinterpret_cast<u16*>(near);
+    if (are_words) gather_words(m, epoch, own);
     else meeting.wait();
     if (are_near) {
-      if (!are_words) gather(m, near);
-      down.acts = Acts(m, near);
+      if (!are_words) gather(m, own);
+      down.acts = Acts(m, own);
       block_sync();
     }
     for (int tile = blockIdx.x; tile < row_tiles; tile += gridDim.x) {
       if (tile != static_cast<int>(blockIdx.x)) down.begin(tile);
-      if (are_near && m.tokens == 1) down.run_one(epoch_out);
-      else if (are_few) down.run_few(table, epoch_out);
+      if (are_near) down.run_one(epoch_out);
       else down.run(epoch_out);
     }
   }
@@ -84,21 +81,26 @@ struct FusedLayer {
   // Logits of this block's rows to all, choices from everybody's.
   DEVICE void choose_here(u32 epoch) {
     const MoeParams& m = p.moe;
-    int row = blockIdx.x;
-    const auto put = [&](int t, float logit) {
+    const auto put = [&](int t, int row, float logit) {
       store_relaxed_device(p.logits + t * p.rows + row, LogitWords::word(logit, epoch));
     };
-    RouterRow weight = first;
+    const int blocks = gridDim.x;
+    if (m.tokens > RouterTile::AT_ONCE) {
   #pragma unroll 1
-    while (row < p.rows) {
-      weight.logits(p.route, row, router.sums, put);
-      row += gridDim.x;
-      if (row < p.rows) weight = RouterRow(p.route, row);
+      for (int tile = blockIdx.x; tile < RouterTile::num_tiles(m.tokens, p.rows, blocks); tile += blocks)
+        RouterTile::at(p.route, p.rows, tile, blocks).logits(router.choice, put);
+    } else {
+      RouterRow weight = first;
+  #pragma unroll 1
+      for (int row = blockIdx.x; row < p.rows; row += blocks) {
+        if (row != static_cast<int>(blockIdx.x)) weight = RouterRow(p.route, row);
+        weight.logits(p.route, row, router.sums, [&](int t, float logit) { put(t, row, logit); });
+      }
     }
     up.load_shared();
 
     RouterParams local = p.route;  // every block chooses for itself
-    local.topk_ids = lists.tokens;  // in the meantime
+    local.topk_ids = router.chosen;
     local.topk_weights = weights;
     local.num_unique = unique;
     local.unique_ids = lists.ids;
@@ -108,7 +110,7 @@ struct FusedLayer {
     block_sync();
   #pragma unroll 1
     for (int i = threadIdx.x; i < p.route.tokens * m.top_k; i += MOE_THREADS) {
-      lists.tokens[i] = lists.pairs[i] / m.top_k;
+      lists.pairs[i] = Lists::entry(lists.pairs[i], m.top_k);
       if (blockIdx.x == 0) p.route.topk_ids[i] = router.chosen[i], p.route.topk_weights[i] = weights[i];
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) *p.route.num_unique = *unique;
@@ -130,6 +132,6 @@ struct FusedLayer {
     list_experts(local, router);
     block_sync();
   #pragma unroll 1
-    for (int i = threadIdx.x; i < pairs; i += MOE_THREADS) lists.tokens[i] = lists.pairs[i] / p.moe.top_k;
+    for (int i = threadIdx.x; i < pairs; i += MOE_THREADS) lists.pairs[i] = Lists::entry(lists.pairs[i], p.moe.top_k);
   }
 };

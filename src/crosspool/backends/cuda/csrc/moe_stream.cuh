@@ -10,18 +10,19 @@
 #include "moe.cuh"
 
 #if (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900) || defined(CROSSPOOL_SMALL_SMEM)
-constexpr int MOE_STAGES = 3;  // 163 KiB of shared memory a block at most
+constexpr int UP_STAGES = 3, DOWN_STAGES = 2;  // 163 KiB of shared memory a block at most
 #else
-constexpr int MOE_STAGES = 5;
+constexpr int UP_STAGES = 4, DOWN_STAGES = 4;  // the same: weights of down follow those of gate and up
 #endif
 constexpr int MOE_WARPS = 8, MOE_THREADS = MOE_WARPS * 32;
-constexpr int UP_STAGES = MOE_STAGES, UP_CHUNKS = 4;      // a stage: 4 chunks of 32 elements of k a warp
-constexpr int DOWN_STAGES = MOE_STAGES, DOWN_CHUNKS = 4;  // a warp's unit: 128 elements of k of one expert
+constexpr int UP_CHUNKS = 4;    // a stage: 4 chunks of 32 elements of k a warp
+constexpr int DOWN_CHUNKS = 4;  // a warp's unit: 128 elements of k of one expert
 constexpr int UP_K = MOE_WARPS * UP_CHUNKS * 32;       // 1,024 elements of k a stage of the block
 constexpr int DOWN_K = DOWN_CHUNKS * 32;               // 128: each warp has its own units
 constexpr int MAX_GROUPS = 4;                    // groups of 8 tokens
 constexpr int OUT_STRIDE = 20;                   // floats a token takes in a warp's sums
-constexpr int STREAM_BYTES = MOE_STAGES * 32768;  // of either step
+constexpr int UP_STREAM_BYTES = UP_STAGES * 32768, DOWN_STREAM_BYTES = DOWN_STAGES * 32768;
+constexpr int COLUMN_BYTES = DOWN_STAGES * 16384;  // eight activations of each unit
 
 // A warp's stages: [stage][chunk][row of the pair][lane] of 16 bytes.
 template <int STAGES, int CHUNKS>
@@ -37,8 +38,8 @@ struct Stream {
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
       const bool inside = k + c * 32 < k_end;
-      copy_async16(to + c * 1024, inside ? low_row + k + c * 32 : low_row, inside);
-      copy_async16(to + c * 1024 + 512, inside ? high_row + k + c * 32 : high_row, inside);
+      copy_streamed16(to + c * 1024, inside ? low_row + k + c * 32 : low_row, inside);
+      copy_streamed16(to + c * 1024 + 512, inside ? high_row + k + c * 32 : high_row, inside);
     }
   }
   // The same where all of it lies inside the rows; `low`, `high`: at this lane's first k.
@@ -46,27 +47,26 @@ struct Stream {
     const SharedAddress to = mine + stage * CHUNKS * 1024;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
-      copy_async16(to + c * 1024, low + c * 32);
-      copy_async16(to + c * 1024 + 512, high + c * 32);
+      copy_streamed16(to + c * 1024, low + c * 32);
+      copy_streamed16(to + c * 1024 + 512, high + c * 32);
     }
   }
   DEVICE uint4 low(int stage, int c) const { return load16_shared(mine + (stage * CHUNKS + c) * 1024); }
   DEVICE uint4 high(int stage, int c) const { return load16_shared(mine + (stage * CHUNKS + c) * 1024 + 512); }
 };
 
-// The chosen experts and their pairs, copied to shared memory. Entries past the number of chosen experts mean nothing.
+// The chosen experts and their pairs, in shared memory; of each pair its token too. Entries past the number of chosen experts
+// mean nothing.
 struct Lists {
-  int *ids, *offsets, *pairs, *tokens;
+  int *ids, *offsets, *pairs;
 
-  DEVICE Lists(const MoeParams& p, int* smem)
-      : ids(smem), offsets(ids + p.max_unique), pairs(offsets + p.max_unique + 1), tokens(pairs + p.tokens * p.top_k) {}
+  DEVICE Lists(const MoeParams& p, int* smem) : ids(smem), offsets(ids + p.max_unique), pairs(offsets + p.max_unique + 1) {}
+  DEVICE static int entry(int pair, int top_k) { return pair | pair / top_k << 16; }
+  DEVICE int pair(int at) const { return pairs[at] & 0xffff; }
+  DEVICE int token(int at) const { return pairs[at] >> 16; }
   DEVICE void copy(const MoeParams& p) const {
     for (int i = threadIdx.x; i < p.max_unique; i += MOE_THREADS) ids[i] = p.unique_ids[i];
     for (int i = threadIdx.x; i <= p.max_unique; i += MOE_THREADS) offsets[i] = p.unique_offsets[i];
-    for (int i = threadIdx.x; i < p.tokens * p.top_k; i += MOE_THREADS) {
-      const int pair = p.expert_pairs[i];
-      pairs[i] = pair;
-      tokens[i] = pair / p.top_k;
-    }
+    for (int i = threadIdx.x; i < p.tokens * p.top_k; i += MOE_THREADS) pairs[i] = entry(p.expert_pairs[i], p.top_k);
   }
 };

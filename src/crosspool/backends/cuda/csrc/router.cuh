@@ -65,16 +65,28 @@ DEVICE void mask_groups(const RouterParams& p, float* choice) {
   warp_sync();
 }
 
-// Logits that an earlier kernel, or this one before a fence, left in device memory.
+// Logits that an earlier kernel, or this one before a fence, left in device memory. A lane looks after PER_LANE neighbours.
 struct LogitRow {
   const float* row;
   template <int PER_LANE>
-  DEVICE void load(float (&held)[PER_LANE], int experts) const {
+  struct Look {
+    float logits[PER_LANE];
+  };
+  template <int PER_LANE>
+  DEVICE Look<PER_LANE> look(int experts) const {
+    Look<PER_LANE> seen;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {  // all loads before the first use
       const int e = threadIdx.x % 32 * PER_LANE + i;
-      if (e < experts) held[i] = load_float_l2(row + e);
+      seen.logits[i] = e < experts ? load_float_l2(row + e) : 0.0f;
     }
+    return seen;
+  }
+  template <int PER_LANE>
+  DEVICE void read(const Look<PER_LANE>& seen, float (&held)[PER_LANE], int experts) const {
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i)
+      if (static_cast<int>(threadIdx.x % 32) * PER_LANE + i < experts) held[i] = seen.logits[i];
   }
 };
 
@@ -82,32 +94,94 @@ struct LogitRow {
 struct LogitWords {
   const u64* row;
   u32 epoch;
+  template <int PER_LANE>
+  struct Look {
+    u64 words[PER_LANE];
+  };
   static DEVICE u64 word(float value, u32 epoch) { return static_cast<u64>(epoch) << 32 | bits_of_float(value); }
   template <int PER_LANE>
-  DEVICE void load(float (&held)[PER_LANE], int experts) const {
-    u64 words[PER_LANE];
-    bool complete;
-    do {
-      complete = true;
+  DEVICE Look<PER_LANE> look(int experts) const {
+    Look<PER_LANE> seen;
 #pragma unroll
-      for (int i = 0; i < PER_LANE; ++i) {
-        const int e = threadIdx.x % 32 * PER_LANE + i;
-        words[i] = e < experts ? load_relaxed_device(row + e) : word(0.0f, epoch);
-      }
+    for (int i = 0; i < PER_LANE; ++i) {
+      const int e = threadIdx.x % 32 * PER_LANE + i;
+      seen.words[i] = e < experts ? load_relaxed_device(row + e) : word(0.0f, epoch);
+    }
+    return seen;
+  }
+  // Looks again until all are there.
+  template <int PER_LANE>
+  DEVICE void read(Look<PER_LANE> seen, float (&held)[PER_LANE], int experts) const {
+    while (true) {
+      bool is_whole = true;
 #pragma unroll
-      for (int i = 0; i < PER_LANE; ++i) complete = complete && static_cast<u32>(words[i] >> 32) == epoch;
-      if (!complete) spin();
-    } while (!complete);
+      for (int i = 0; i < PER_LANE; ++i) is_whole = is_whole && static_cast<u32>(seen.words[i] >> 32) == epoch;
+      if (is_whole) break;
+      spin();
+      seen = look<PER_LANE>(experts);
+    }
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i)
-      if (static_cast<int>(threadIdx.x % 32) * PER_LANE + i < experts) held[i] = float_of_bits(static_cast<u32>(words[i]));
+      if (static_cast<int>(threadIdx.x % 32) * PER_LANE + i < experts)
+        held[i] = float_of_bits(static_cast<u32>(seen.words[i]));
   }
 };
 
+// ids: the experts of the `top_k` best keys, best first, the lowest expert among equals; a lane has PER_LANE neighbours.
+template <int PER_LANE>
+DEVICE void take_best(u32 (&keys)[PER_LANE], int* ids, int top_k) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int k = 0; k < top_k; ++k) {
+    u32 mine = keys[0];
+#pragma unroll
+    for (int i = 1; i < PER_LANE; ++i) mine = keys[i] > mine ? keys[i] : mine;
+    const u32 best = warp_max_u32(mine);
+    if (lane == first_lane(mine == best)) {
+      int found = 0;
+#pragma unroll
+      for (int i = PER_LANE - 1; i >= 0; --i) found = keys[i] == best ? i : found;
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) keys[i] = i == found ? 0 : keys[i];
+      ids[k] = lane * PER_LANE + found;
+    }
+  }
+}
+
+// The same where a lane has few: it sorts them first, and then looks at the best of them only.
+template <int PER_LANE>
+DEVICE void take_best_sorted(u32 (&keys)[PER_LANE], int* ids, int top_k) {
+  const int lane = threadIdx.x % 32;
+  int expert[PER_LANE];
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) expert[i] = lane * PER_LANE + i;
+#pragma unroll
+  for (int pass = 1; pass < PER_LANE; ++pass)
+#pragma unroll
+    for (int i = PER_LANE - 1; i >= pass; --i) {  // only a larger key passes a lower expert
+      const bool is_larger = keys[i] > keys[i - 1];
+      const u32 key = keys[i];
+      const int id = expert[i];
+      keys[i] = is_larger ? keys[i - 1] : key, expert[i] = is_larger ? expert[i - 1] : id;
+      keys[i - 1] = is_larger ? key : keys[i - 1], expert[i - 1] = is_larger ? id : expert[i - 1];
+    }
+#pragma unroll 1
+  for (int k = 0; k < top_k; ++k) {
+    const bool is_taken = lane == first_lane(keys[0] == warp_max_u32(keys[0]));
+    if (is_taken) ids[k] = expert[0];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) {
+      keys[i] = !is_taken ? keys[i] : i + 1 < PER_LANE ? keys[i + 1 < PER_LANE ? i + 1 : i] : 0;
+      expert[i] = is_taken && i + 1 < PER_LANE ? expert[i + 1 < PER_LANE ? i + 1 : i] : expert[i];
+    }
+  }
+}
+
 // One warp, one token: scores, choice, weights. `choice` and `scores` are this warp's rows of shared memory; a lane
-// looks after PER_LANE neighbouring experts.
-template <int PER_LANE, class Logits>
-DEVICE void choose(const RouterParams& p, const Logits& logits, int token, float* choice, float* scores, int* chosen) {
+// looks after PER_LANE neighbouring experts. seen: a look at the token's logits.
+template <int PER_LANE, class Logits, class Look>
+DEVICE void choose(const RouterParams& p, const Logits& logits, const Look& seen, int token, float* choice, float* scores,
+                   int* chosen) {
   const int lane = threadIdx.x % 32;
   float held[PER_LANE], bias[PER_LANE], top = -__builtin_huge_valf();
 #pragma unroll
@@ -116,7 +190,7 @@ DEVICE void choose(const RouterParams& p, const Logits& logits, int token, float
     held[i] = -__builtin_huge_valf();
     bias[i] = p.logit_bias != nullptr && e < p.experts ? p.logit_bias[e] : 0.0f;
   }
-  logits.load(held, p.experts);
+  logits.read(seen, held, p.experts);
 #pragma unroll
   for (int i = 0; i < PER_LANE; ++i) held[i] += bias[i];
 #pragma unroll
@@ -156,21 +230,8 @@ DEVICE void choose(const RouterParams& p, const Logits& logits, int token, float
     keys[i] = lane * PER_LANE + i >= p.experts ? 0 : key > 0 ? key : 1;
   }
   int* ids = chosen + token * p.top_k;
-#pragma unroll 1
-  for (int k = 0; k < p.top_k; ++k) {
-    u32 mine = keys[0];
-#pragma unroll
-    for (int i = 1; i < PER_LANE; ++i) mine = keys[i] > mine ? keys[i] : mine;
-    const u32 best = warp_max_u32(mine);
-    if (lane == first_lane(mine == best)) {  // the lowest expert among equals
-      int found = 0;
-#pragma unroll
-      for (int i = PER_LANE - 1; i >= 0; --i) found = keys[i] == best ? i : found;
-#pragma unroll
-      for (int i = 0; i < PER_LANE; ++i) keys[i] = i == found ? 0 : keys[i];
-      ids[k] = lane * PER_LANE + found;
-    }
-  }
+  if constexpr (PER_LANE <= 4) take_best_sorted(keys, ids, p.top_k);
+  else take_best(keys, ids, p.top_k);
   warp_sync();
   const int id = lane < p.top_k ? ids[lane] : 0;
   float weight = lane < p.top_k ? scores[id] : 0.0f;  // of choice `lane`
@@ -347,16 +408,101 @@ struct RouterRow {
   }
 };
 
+// Several rows of the router's weight and a part of many tokens: every block would else read all of them. A logit's sum has the
+// same order as `RouterRow` gives it.
+struct RouterTile {
+  static constexpr int ROWS = 4, AT_ONCE = 4, PIECES = 2, STEP = ROUTER_THREADS * 4;
+  const RouterParams& p;
+  const int rows, row0, begin, end;  // of the router, and this tile's first; tokens
+
+  // How many tiles there are over one group of rows, where `blocks` share the work.
+  static DEVICE int num_groups(int tokens, int rows, int blocks) {
+    return max_int(1, min_int(ceil_div(tokens, AT_ONCE), blocks / ceil_div(rows, ROWS)));
+  }
+  static DEVICE int num_tiles(int tokens, int rows, int blocks) {
+    return ceil_div(rows, ROWS) * num_groups(tokens, rows, blocks);
+  }
+  static DEVICE RouterTile at(const RouterParams& p, int rows, int tile, int blocks) {
+    const int groups = num_groups(p.tokens, rows, blocks), each = ceil_div(p.tokens, groups), group = tile % groups;
+    return RouterTile{p, rows, tile / groups * ROWS, min_int(group * each, p.tokens), min_int((group + 1) * each, p.tokens)};
+  }
+  // `put(token, row, logit)`; sums: ROWS * MAX_TOKENS * ROUTER_WARPS.
+  template <class Put>
+  DEVICE void logits(float* sums, const Put& put) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int t0 = begin; t0 < end; t0 += AT_ONCE) {
+      float sum[ROWS][AT_ONCE] = {};
+#pragma unroll 1
+      for (int i0 = threadIdx.x * 4; i0 < p.hidden; i0 += PIECES * STEP) {
+        float4 w[ROWS][PIECES];
+        uint2 x[AT_ONCE][PIECES];
+#pragma unroll
+        for (int c = 0; c < PIECES; ++c) {
+          const int i = i0 + c * STEP;
+#pragma unroll
+          for (int n = 0; n < AT_ONCE; ++n) {
+            x[n][c] = uint2{0, 0};
+            if (t0 + n < end && i < p.hidden) x[n][c] = load8(p.x + static_cast<i64>(t0 + n) * p.hidden + i);
+          }
+#pragma unroll
+          for (int r = 0; r < ROWS; ++r) {
+            w[r][c] = float4{0.0f, 0.0f, 0.0f, 0.0f};
+            if (row0 + r < rows && i < p.hidden) w[r][c] = load_float4(p.weight + static_cast<i64>(row0 + r) * p.hidden + i);
+          }
+        }
+#pragma unroll
+        for (int c = 0; c < PIECES; ++c)
+#pragma unroll
+          for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; ++n) sum[r][n] += RouterRow::product(w[r][c], x[n][c]);
+      }
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n) sum[r][n] = warp_sum(sum[r][n]);
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; ++n)
+          if (lane == r * AT_ONCE + n && t0 + n < end) sums[((t0 + n - begin) * ROWS + r) * ROUTER_WARPS + warp] = sum[r][n];
+    }
+    block_sync();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (end - begin) * ROWS; i += ROUTER_THREADS) {
+      const int t = begin + i / ROWS, row = row0 + i % ROWS;
+      float sum = 0.0f;
+#pragma unroll
+      for (int w = 0; w < ROUTER_WARPS; ++w) sum += sums[i * ROUTER_WARPS + w];
+      if (row < p.experts) put(t, row, sum);
+      else if (row < rows) p.shared_scale[t] = 1.0f / (1.0f + exp_full(-sum));
+    }
+    block_sync();
+  }
+};
+
+// The tokens of this warp; it looks at the next one's logits while it chooses.
+template <int PER_LANE, class Row>
+DEVICE void choose_own(const RouterParams& p, const RouterSmem& s, const Row& row) {
+  const int warp = threadIdx.x / 32;
+  float *choice = s.choice + warp * MAX_EXPERTS, *scores = s.scores + warp * MAX_EXPERTS;
+  if (warp >= p.tokens) return;
+  auto seen = row(warp).template look<PER_LANE>(p.experts);
+#pragma unroll 1
+  for (int t = warp; t < p.tokens; t += ROUTER_WARPS) {
+    auto coming = seen;
+    if (t + ROUTER_WARPS < p.tokens) coming = row(t + ROUTER_WARPS).template look<PER_LANE>(p.experts);
+    choose<PER_LANE>(p, row(t), seen, t, choice, scores, s.chosen);
+    seen = coming;
+  }
+}
+
 // Ids and weights of every token to where `p` points. `row(token)`: the token's logits.
 template <class Row>
 DEVICE void choose_tokens(const RouterParams& p, const RouterSmem& s, const Row& row) {
-  const int warp = threadIdx.x / 32;
-  float *choice = s.choice + warp * MAX_EXPERTS, *scores = s.scores + warp * MAX_EXPERTS;
-#pragma unroll 1
-  for (int t = warp; t < p.tokens; t += ROUTER_WARPS) {
-    if (p.experts <= 128) choose<4>(p, row(t), t, choice, scores, s.chosen);
-    else choose<MAX_EXPERTS / 32>(p, row(t), t, choice, scores, s.chosen);
-  }
+  if (p.experts <= 128) choose_own<4>(p, s, row);
+  else choose_own<MAX_EXPERTS / 32>(p, s, row);
   block_sync();
 }
 

@@ -15,16 +15,15 @@ from crosspool.units import align_up, ceil_div
 
 WARPS = 8
 STAGE_BYTES = 32 * 1024  # of the block's weight streams
+COLUMN_BYTES = 16 * 1024  # of a stage's activations in the down projection
+STAGES = 4
 RED_FLOATS, OUT_STRIDE = 160, 20
-TABLE_TOKENS = 8
-"""Most tokens of which every block tables the experts, pair by pair."""
-SMEM_BYTES = 224 * 1024
-"""What a layer may take of a block's 227 KiB: the server has words of its own."""
 
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """The parameters, and the shared memory that a block needs on Hopper."""
+    """The parameters, and the shared memory that a block needs on Hopper: at most 224 KiB, for 32 tokens with 32 of 512
+    experts each; the server's own words still fit beside it."""
 
     params: FusedParams
     smem_bytes: int
@@ -43,14 +42,11 @@ def fused_layer(
     moe = moe_params(weights, x, out, scratch, departure, choices)
     tokens, pairs, routing = moe.tokens, moe.tokens * moe.top_k, scratch.routing
     up_bytes, down_bytes = 2 * WARPS * ceil_div(tokens, 8) * RED_FLOATS * 4, WARPS * OUT_STRIDE * tokens * 4
-    if 1 < tokens <= TABLE_TOKENS:
-        down_bytes += 2 * TABLE_TOKENS * moe.max_unique * 4
-    lists_bytes = (3 * pairs + 2 * moe.max_unique + 2) * 4
+    lists_bytes = (2 * pairs + 2 * moe.max_unique + 2) * 4
     values = pairs * moe.width + tokens * moe.shared_width
-    work_bytes = align_up(max(up_bytes, down_bytes, ROUTER_SMEM_BYTES), 16)
-    with_values = align_up(max(work_bytes, down_bytes + 2 * values), 16)
-    if 5 * STAGE_BYTES + with_values + lists_bytes <= SMEM_BYTES:
-        moe.near_values, work_bytes = values, with_values
+    work_bytes = align_up(max(up_bytes, down_bytes + STAGES * COLUMN_BYTES, ROUTER_SMEM_BYTES), 16)
+    if tokens == 1 and 2 * values <= STAGES * COLUMN_BYTES:
+        moe.near_values = values
         moe.act_words = address(scratch.act_words) if values <= WORD_VALUES else None
     params = FusedParams(
         moe=moe, meetings=address(routing.meetings), logits=address(routing.logit_words), work_bytes=work_bytes
@@ -62,7 +58,7 @@ def fused_layer(
     else:
         params.route = router_params(weights.spec, weights.router, x, routing, arrival)
         params.rows = router_rows(weights.router)
-    return FusedLayer(params, 5 * STAGE_BYTES + work_bytes + lists_bytes)
+    return FusedLayer(params, STAGES * STAGE_BYTES + work_bytes + lists_bytes)
 
 
 def launch_fused(kernels: Launcher, layer: FusedLayer) -> None:

@@ -6,9 +6,11 @@ from crosspool.backends.cuda.channels.channel_map import Choices
 from crosspool.backends.cuda.channels.transport_params import Meeting
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.kernels.fused_layer import (
+    COLUMN_BYTES,
     OUT_STRIDE,
     RED_FLOATS,
     STAGE_BYTES,
+    STAGES,
     WARPS,
     fused_layer,
     launch_fused,
@@ -55,15 +57,15 @@ def ffn(
     elif is_moe and not routed:
         route(kernels, weights, x, routing, overlap=overlap)
     tokens, hidden, top_k = params.tokens, params.hidden, params.top_k
-    stream_bytes = STAGE_BYTES * (5 if kernels.is_hopper else 3)
-    lists_bytes = (2 * params.max_unique + 1 + 2 * tokens * top_k) * 4
+    up_stages, down_stages = (STAGES, STAGES) if kernels.is_hopper else (3, 2)
+    lists_bytes = (2 * params.max_unique + 1 + tokens * top_k) * 4
     tiles = params.shared_width // 8 + (params.width // 8 * params.max_unique if is_moe else 0)
     kernels.launch(
         "moe",
         "moe_gate_up",
         grid=(min(kernels.num_sms, tiles), 1, 1),
         threads=WARPS * 32,
-        smem_bytes=stream_bytes + 2 * WARPS * ceil_div(tokens, 8) * RED_FLOATS * 4 + lists_bytes,
+        smem_bytes=up_stages * STAGE_BYTES + 2 * WARPS * ceil_div(tokens, 8) * RED_FLOATS * 4 + lists_bytes,
         params=params,
         overlap=overlap or (is_moe and not routed),
     )
@@ -72,6 +74,6 @@ def ffn(
         "moe_down",
         grid=(ceil_div(hidden, 16), 1, 1),
         threads=WARPS * 32,
-        smem_bytes=stream_bytes + (WARPS * OUT_STRIDE + top_k) * tokens * 4 + lists_bytes,
+        smem_bytes=down_stages * (STAGE_BYTES + COLUMN_BYTES) + (WARPS * OUT_STRIDE + top_k) * tokens * 4 + lists_bytes,
         params=params,
     )
