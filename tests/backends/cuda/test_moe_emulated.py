@@ -61,11 +61,13 @@ def test_a_tokens_ffn_has_the_same_bits_in_every_batch(options):
         return out
 
     apart, fused = (EmulatedKernels(num_sms=3, is_hopper=is_fused) for is_fused in (False, True))
+    many = EmulatedKernels(num_sms=40, is_hopper=True)  # parts of the tokens go to different blocks' routers
     together = outputs(list(range(19)), apart)
-    for kernels in (apart, fused):
+    for kernels in (apart, fused, many):
         for rows in ([0], [7], [18], [7, 3], [9, 10, 11, 12, 7, 14, 15, 16, 17]):
             assert torch.equal(outputs(rows, kernels), together[rows])
     assert torch.equal(outputs(list(range(19)), fused), together)
+    assert torch.equal(outputs(list(range(19)), many), together)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,18 @@ def test_router_chooses_and_weighs_as_numpy_does(name, tokens):
     assert routing.ticket.item() == 0
 
 
+@pytest.mark.parametrize("experts", [64, 130])
+def test_of_equal_experts_the_lowest_are_chosen(experts):
+    """Two of every three experts share the best logit, within a lane's neighbours and across lanes."""
+    layer = moe_layer(ROUTERS["softmax"], experts=experts)
+    best = layer.router.weight[0].clone()
+    for expert in range(experts):
+        layer.router.weight[expert] = best * (1.0 if expert % 3 == 1 else 2.0)
+    routing = Routing.allocate(1, experts, 6, CPU)
+    route(EmulatedKernels(), layer, best.bfloat16().unsqueeze(0), routing)
+    assert routing.topk_ids[:6].tolist() == [0, 2, 3, 5, 6, 8]
+
+
 def assert_lists(routing, ids):
     unique = np.unique(ids)
     assert routing.num_unique.item() == len(unique)
