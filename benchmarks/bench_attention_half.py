@@ -3,9 +3,10 @@
     python -m benchmarks.bench_attention_half [--out DIRECTORY] [--contexts 4096] [--batches 1] [--parts]
 
 Layers rotate, so weights and cache come from device memory. `behind_a_wait`: a kernel that spins stands for the FFN
-elsewhere before every layer's first norm, and its time is taken off: what is left is the way from a layer's FFN output
-to the rows for the next, with all that does not depend on it loaded meanwhile. --parts: what the chain takes less
-without each of its kernels, at 4K and batch 1.
+elsewhere before every layer's first norm, and its 25 us are taken off: what is left is the way from a layer's FFN
+output to the rows for the next, with all that does not depend on it loaded meanwhile. That still has the way from one
+kernel to the next that only the stand-in adds (in a step the norm itself waits): `wait_us` is what such a kernel takes
+in a chain of nothing else. --parts: what the chain takes less without each of its kernels, at 4K and batch 1.
 """
 
 from __future__ import annotations
@@ -45,6 +46,24 @@ def attention_bytes(spec: ModelSpec, context: int, batch: int) -> float:
     return 2.0 * (weights + batch * context * spec.layers[layer].attention.kv_elements_per_token)
 
 
+def wait(kernels: DeviceKernels) -> None:
+    """What stands for an FFN elsewhere."""
+    params = DelayParams(WAIT_US * 1000)
+    kernels.launch("transport", "delay", grid=(1, 1, 1), threads=32, smem_bytes=0, params=params)
+
+
+def measure_wait(report: Report, kernels: DeviceKernels) -> None:
+    """The stand-in alone: each of a chain ends before the next begins to spin."""
+
+    def work() -> None:
+        for _ in range(NUM_LAYERS):
+            wait(kernels)
+
+    times = replay_us(work, units=NUM_LAYERS, replays=30, warm_up_s=0.05)
+    report.samples("wait_us", times, limit=WAIT_US, note="a stand-in for an FFN elsewhere, in a chain of nothing else")
+    print(f"a wait of {WAIT_US} us in a chain takes {sorted(times)[len(times) // 2]:.2f} us", flush=True)
+
+
 def measure(report: Report, kernels: DeviceKernels, name: str, context: int, batch: int, tb_per_s: float) -> None:
     spec = full_spec(name, NUM_LAYERS)
     weights = random_attention_weights(spec, SEED, kernels.device)
@@ -64,8 +83,7 @@ def measure(report: Report, kernels: DeviceKernels, name: str, context: int, bat
     def work_apart() -> None:
         for layer in range(NUM_LAYERS):
             half.attend(layer)
-            delay = DelayParams(WAIT_US * 1000)
-            kernels.launch("transport", "delay", grid=(1, 1, 1), threads=32, smem_bytes=0, params=delay)
+            wait(kernels)
             half.add(layer, [partial])
 
     times = replay_us(work, units=NUM_LAYERS, warm_up_s=0.05)
@@ -163,6 +181,7 @@ def main() -> None:
             guarded(f"{name} parts", lambda n=name: measure_parts(report, kernels, n), failures)  # type: ignore[misc]
         report.write(options.out)
         return write_failures(failures, options.out)
+    guarded("wait", lambda: measure_wait(report, kernels), failures)
     for name in CONFIGS:
         for context in map(int, options.contexts.split(",")):
             for batch in map(int, options.batches.split(",")):
