@@ -24,6 +24,7 @@ struct Fiber {
   Dim thread{0, 0, 0};
   struct Block* block = nullptr;
   char* stack = nullptr;
+  unsigned cluster_turn = 0;  // of the cluster's meetings, where this thread has arrived
 };
 struct Barrier { unsigned arrived = 0, generation = 0; };
 struct Warp { Barrier barrier; u64 slot[32][12]; };
@@ -38,6 +39,8 @@ struct Block {
 
 inline std::vector<Fiber> fibers;
 inline bool cooperative = false;  // all blocks run side by side; else one after another
+inline std::vector<Block>* together = nullptr;  // the blocks that run side by side: of a cluster, it
+inline Barrier cluster_barrier;
 inline Fiber* current = nullptr;
 inline jmp_buf scheduler;
 inline bool backwards = false;  // blocks run last to first: what depends on their order fails one way or the other
@@ -70,6 +73,8 @@ inline void start(Fiber& fiber, Block& block, unsigned thread) {
 }
 
 inline void run_blocks(std::vector<Block>& blocks, unsigned threads, unsigned smem_bytes) {
+  together = &blocks;
+  cluster_barrier = Barrier{};
   const unsigned count = blocks.size() * threads;
   if (fibers.size() < count) fibers.resize(count);
   for (unsigned b = 0; b < blocks.size(); ++b) {
@@ -95,7 +100,8 @@ inline void run_blocks(std::vector<Block>& blocks, unsigned threads, unsigned sm
       if (block.smem[i] != 0xff) { fprintf(stderr, "wrote past %u bytes of shared memory\n", smem_bytes); abort(); }
 }
 
-inline void launch(std::function<void()> kernel, const unsigned* grid, unsigned threads, unsigned smem_bytes) {
+// cluster: neighbouring blocks along x that run side by side.
+inline void launch(std::function<void()> kernel, const unsigned* grid, unsigned threads, unsigned smem_bytes, unsigned cluster = 1) {
   body = kernel;
   block_dim = {threads, 1, 1};
   grid_dim = {grid[0], grid[1], grid[2]};
@@ -105,7 +111,7 @@ inline void launch(std::function<void()> kernel, const unsigned* grid, unsigned 
     const unsigned at = backwards ? count - 1 - n : n;
     blocks.emplace_back();
     blocks.back().idx = {at % grid[0], at / grid[0] % grid[1], at / grid[0] / grid[1]};
-    if (cooperative && n + 1 < count) continue;
+    if ((cooperative && n + 1 < count) || blocks.size() < cluster) continue;
     run_blocks(blocks, threads, smem_bytes);
     blocks.clear();
   }
@@ -150,8 +156,35 @@ extern "C" void set_order(int backwards, int cooperative) {
   }                                                                                                   \
   static void name##_body(const Params& p)
 
+#define CLUSTER_KERNEL(name, Params, threads, min_blocks, cluster)                                    \
+  static void name##_body(const Params& p);                                                           \
+  extern "C" unsigned name##_params_bytes() { return sizeof(Params); }                                \
+  extern "C" void name(const Params* p, const unsigned* grid, unsigned block, unsigned smem_bytes) {  \
+    emulator::launch([p] { name##_body(*p); }, grid, block, smem_bytes, cluster);                     \
+  }                                                                                                   \
+  static void name##_body(const Params& p)
+
 inline u8* dynamic_smem() { return reinterpret_cast<u8*>((reinterpret_cast<u64>(emulator::current->block->smem.data()) + 1023) / 1024 * 1024); }
 inline void block_sync() { emulator::arrive(emulator::current->block->barrier, emulator::block_dim.x); }
+inline void cluster_arrive() {
+  emulator::Barrier& barrier = emulator::cluster_barrier;
+  emulator::current->cluster_turn = barrier.generation;
+  if (++barrier.arrived == emulator::together->size() * emulator::block_dim.x) barrier.arrived = 0, ++barrier.generation;
+}
+inline void cluster_wait() {
+  while (emulator::cluster_barrier.generation == emulator::current->cluster_turn) emulator::yield();
+}
+inline void store_cluster(u16* shared, int rank, u16 value) {
+  const u64 at = reinterpret_cast<u8*>(shared) - dynamic_smem();
+  emulator::Block* const mine = emulator::current->block;
+  for (emulator::Block& block : *emulator::together) {
+    if (static_cast<int>(block.idx.x % emulator::together->size()) != rank) continue;
+    emulator::current->block = &block;
+    u8* there = dynamic_smem() + at;
+    emulator::current->block = mine;
+    memcpy(there, &value, sizeof(value));
+  }
+}
 inline void warp_sync() { emulator::arrive(emulator::warp().barrier, emulator::warp_size()); }
 template <typename T>
 inline T shfl(T v, int lane) { return emulator::exchange(v, [lane](auto get) { return get(lane); }); }

@@ -10,6 +10,8 @@ torch = pytest.importorskip("torch")
 
 from crosspool.backends.cuda.kernels.attention import AttentionScratch, attention_decode  # noqa: E402
 from crosspool.backends.cuda.kernels.attention_variants import choose_variant, key_value_dims, num_splits  # noqa: E402
+from crosspool.backends.cuda.kernels.combine import takes_up  # noqa: E402
+from crosspool.backends.cuda.kernels.gemv import gemv  # noqa: E402
 from crosspool.backends.cuda.kernels.rope import RopeTable  # noqa: E402
 from crosspool.kv_pool.geometry import PageGeometry  # noqa: E402
 from tests.backends.cuda.attention_cases import ATTENTIONS, fill, gqa, project, reference, slot  # noqa: E402
@@ -205,3 +207,50 @@ def test_tokens_of_one_sequence_see_each_other(name, backwards):
     attention_decode(kernels, spec, inputs, cache, 0, positions, positions + 1, out, scratch, splits=2)
     expected = torch.stack([reference(spec, queries[i], rows[0, : first + i + 1], None) for i in range(tokens)])
     assert relative_error(out, expected) < 2 * ROUNDED
+
+
+@pytest.mark.parametrize(("rows", "tokens", "backwards"), [(128, 1, False), (128, 2, True), (256, 2, False)])
+def test_values_taken_up_behind_the_merge_have_the_bits_of_the_product_alone(rows, tokens, backwards):
+    """A short and a long context: one round of loads, and two, of splits that are not all used."""
+    spec, lengths = ATTENTIONS["mla_20_heads"], [4700, 70][:tokens]
+    geometry = PageGeometry(
+        num_layers=1,
+        elements_per_token_layer=spec.kv_elements_per_token,
+        element_bytes=2,
+        page_tokens=64,
+        frame_bytes=64 * spec.kv_elements_per_token * 2,
+    )
+    kernels, splits = EmulatedKernels(num_sms=80, backwards=backwards), 80
+    cache = shuffled_cache(geometry, tokens, 4700, CPU)
+    fill(cache, 0, draw(2, 4700, spec.kv_elements_per_token, seed=5), [length - 1 for length in lengths])
+    positions = torch.tensor(lengths, dtype=torch.int32) - 1
+    rope = RopeTable.allocate(spec.rope, tokens, CPU)
+    rope.update(kernels, positions)
+    inputs, _queries, _newest, _keep = project(spec, rope, positions, list(range(tokens)))
+    value_up = draw(spec.num_heads, rows, 512, seed=11)
+    assert takes_up(kernels, value_up, 1)
+    assert not takes_up(kernels, value_up, 2), "the quicker way for one token"
+
+    def attended(width, **options):
+        most = tokens * splits * spec.num_heads
+        scratch = AttentionScratch(nan(most * 512), nan(most * 2), nan(tokens * 20 * 576, dtype=torch.bfloat16))
+        out = nan(tokens, spec.num_heads, width, dtype=torch.bfloat16)
+        attention_decode(
+            kernels,
+            spec,
+            inputs,
+            cache,
+            0,
+            positions,
+            positions + 1,
+            out,
+            scratch,
+            splits=splits,
+            one_row_per_sequence=True,
+            **options,
+        )
+        return out
+
+    alone = nan(tokens, spec.num_heads, rows, dtype=torch.bfloat16)
+    gemv(kernels, value_up, attended(512), alone)
+    assert torch.equal(attended(rows, value_up=value_up), alone)

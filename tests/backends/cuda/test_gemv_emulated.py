@@ -26,6 +26,8 @@ pytestmark = pytest.mark.judge
         (20, 4096, 3, (8, 2, 14)),
         (20, 2048, 8, (4, 8, 8)),
         (20, 5120, 9, (8, 6, 14)),
+        (20, 5120, 1, (8, 2, 18)),
+        (20, 192, 3, (1, 6, 0)),
     ],
 )
 def test_gemv_equals_the_product(rows, k, tokens, shape):

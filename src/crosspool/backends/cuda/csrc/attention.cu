@@ -1,6 +1,7 @@
 // Decode attention as two kernels: blocks each take some splits of a token's slots, then the merge of the splits.
 #include "attention_heads.cuh"
 #include "attention_latents.cuh"
+#include "combine_up.cuh"
 
 struct WideAttentionParams {
   PanelMap map;
@@ -15,7 +16,6 @@ DEVICE void attend_split(const AttentionParams& p, const PanelMap* map = nullptr
   Block self = Block::at(p, blockIdx.y, gridDim.y, blockIdx.x, blockIdx.z);
   if (self.is_idle()) return;
   if constexpr (Block::TAKES_MAP) self.map = map;
-  grid_launch_dependents();
   if (Block::IS_READY) grid_wait();  // the kernel before wrote cache rows
   const u64 upcoming = self.start();
   if (!Block::IS_READY) grid_wait();
@@ -77,69 +77,15 @@ KERNEL(attention_any, AttentionParams, 32, 1) {
   for (int split = blockIdx.y; split < p.splits; split += gridDim.y) attend_any(p, splits, split);
 }
 
-constexpr int COMBINE_THREADS = 256;
-constexpr int COMBINE_WARPS = COMBINE_THREADS / 32;
-constexpr int COMBINE_VALUES = 128;  // of one head, a block: a lane's four
-constexpr int AHEAD = 8;             // splits a warp reads at once
-
-// Merge the splits of one (token, head) for 128 values: a warp takes every eighth split, with its own maximum and sum, then
-// the warps' are merged. Which splits have slots is known before the wait, so one round of loads brings up to 64.
+// Blocks (ceil(value_dim / 128), heads, tokens).
 KERNEL(attention_combine, CombineParams, COMBINE_THREADS, 3) {
-  float* values = reinterpret_cast<float*>(dynamic_smem());       // (COMBINE_WARPS, COMBINE_VALUES)
-  float* tops = values + COMBINE_WARPS * COMBINE_VALUES;          // (COMBINE_WARPS)
-  float* sums = tops + COMBINE_WARPS;                             // (COMBINE_WARPS)
-  const i64 token = blockIdx.z;
-  const int head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int d = blockIdx.x * COMBINE_VALUES + lane * 4;
-  grid_launch_dependents();
-  const int used = Splits::of(p, p.lengths[token], p.tile).used;
-  const float sink = p.sinks != nullptr ? bf16_value(p.sinks[head]) * 1.4426950408889634f : NEG_INF;
-  const i64 first = token * p.splits * p.heads + head;
-  const float* o = p.partial_o + first * p.value_dim + min_int(d, p.value_dim - 4);
-  const float* ml = p.partial_ml + first * 2;
-  grid_wait();
-  float top = NEG_INF, sum = 0.0f;
-  float4 acc = float4{0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 1
-  for (int s0 = warp; s0 < used; s0 += COMBINE_WARPS * AHEAD) {
-    uint2 pairs[AHEAD];
-    float4 v[AHEAD];
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {  // a split read twice counts once
-      const i64 at = static_cast<i64>(min_int(s0 + i * COMBINE_WARPS, used - 1)) * p.heads;
-      pairs[i] = load8(ml + at * 2);
-      v[i] = load_float4(o + at * p.value_dim);
-    }
-    float next = top;
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) next = fmaxf(next, float_of_bits(pairs[i].x));
-    const float base = next == NEG_INF ? 0.0f : next;  // no slot within the window yet
-    const float shrink = exp2_fast(top - base);
-    top = next;
-    sum *= shrink;
-    acc = float4{acc.x * shrink, acc.y * shrink, acc.z * shrink, acc.w * shrink};
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      const float w = s0 + i * COMBINE_WARPS < used ? exp2_fast(float_of_bits(pairs[i].x) - base) : 0.0f;
-      sum += w * float_of_bits(pairs[i].y);
-      acc = float4{acc.x + w * v[i].x, acc.y + w * v[i].y, acc.z + w * v[i].z, acc.w + w * v[i].w};
-    }
-  }
-  *reinterpret_cast<float4*>(values + warp * COMBINE_VALUES + lane * 4) = acc;
-  if (lane == 0) tops[warp] = top, sums[warp] = sum;
-  block_sync();
+  const MergedSplits merged(p, blockIdx.z, blockIdx.y, blockIdx.x * COMBINE_VALUES);
   const int at = blockIdx.x * COMBINE_VALUES + static_cast<int>(threadIdx.x);
+  const float value = merged.value(p, dynamic_smem());
   if (threadIdx.x >= COMBINE_VALUES || at >= p.value_dim) return;
-  float most = sink;
-#pragma unroll
-  for (int w = 0; w < COMBINE_WARPS; ++w) most = fmaxf(most, tops[w]);
-  const float base = most == NEG_INF ? 0.0f : most;
-  float value = 0.0f, total = p.sinks != nullptr ? exp2_fast(sink - base) : 0.0f;
-#pragma unroll
-  for (int w = 0; w < COMBINE_WARPS; ++w) {
-    const float share = exp2_fast(tops[w] - base);
-    value += share * values[w * COMBINE_VALUES + threadIdx.x];
-    total += share * sums[w];
-  }
-  p.out[(token * p.heads + head) * p.value_dim + at] = bf16_bits(total > 0.0f ? value / total : 0.0f);
+  p.out[(static_cast<i64>(blockIdx.z) * p.heads + blockIdx.y) * p.value_dim + at] = bf16_bits(value);
 }
+
+// The same, and each head's projection behind it: clusters (4 blocks of 128 latents; heads; tokens).
+CLUSTER_KERNEL(attention_combine_up_128, CombineUpParams, COMBINE_THREADS, 1, UP_BLOCKS) { combine_up<1>(p); }
+CLUSTER_KERNEL(attention_combine_up_256, CombineUpParams, COMBINE_THREADS, 1, UP_BLOCKS) { combine_up<2>(p); }

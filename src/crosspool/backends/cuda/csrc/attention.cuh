@@ -21,16 +21,6 @@ struct AttentionParams {
   float scale_log2;       // softmax scale * log2(e)
 };
 
-struct CombineParams {
-  const float* partial_o;
-  const float* partial_ml;
-  const u16* sinks;    // (heads) bf16 or null: a logit that joins the sum alone
-  const int* lengths;  // (tokens), with the next three as the split pass had them
-  u16* out;            // (tokens, heads, value_dim) bf16
-  int window, few_splits, tile;
-  int heads, splits, value_dim;
-};
-
 #define NEG_INF (-__builtin_huge_valf())
 
 // How a token's slots are split: whole tiles, as even as tiles allow. A context of few tiles goes into `few_splits`, so that

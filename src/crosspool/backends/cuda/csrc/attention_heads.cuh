@@ -47,13 +47,17 @@ struct HeadsAttention {
   // Put the first tiles on their way; returns where the one behind them lies, for `finish`.
   DEVICE u64 start() const {
     const HeadsTiles<Room> tiles = this->tiles();
+    u64 places[STAGES + 1];  // asked for all at once
+#pragma unroll
+    for (int i = 0; i <= STAGES; ++i) places[i] = i < share.tiles ? tiles.place_of(share.begin + i * TILE) : 0;
 #pragma unroll 1
     for (int i = 0; i < STAGES; ++i) {
-      const int tile = share.begin + i * TILE;
-      if (i < share.tiles) tiles.start(tile, i, tiles.place_of(tile));
+      if (i < share.tiles) tiles.start(share.begin + i * TILE, i, places[0]);
       copy_async_commit();
+#pragma unroll
+      for (int j = 0; j < STAGES; ++j) places[j] = places[j + 1];
     }
-    return share.tiles > STAGES ? tiles.place_of(share.begin + STAGES * TILE) : 0;
+    return places[0];
   }
 
   // All tiles of the block, once queries and newest slot can be made; every split's partial attention for the merge.
@@ -67,6 +71,7 @@ struct HeadsAttention {
     sums.clear();
     int split = share.split, left = share.per_split;  // the present split's number, and tiles of it still to come
     block_sync();  // the queries are there
+    grid_launch_dependents();  // not before: weights that the kernels behind ask for would come ahead of them
     HeadsScores<Room> scores;
     if (share.tiles > 0) scores.load_queries(room);
 #pragma unroll 1

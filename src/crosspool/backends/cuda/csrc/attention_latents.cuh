@@ -40,14 +40,16 @@ struct LatentsAttention {
   // Put the first tiles on their way; returns where the one behind them lies, for `finish`.
   DEVICE u64 start() const {
     const LatentsTiles<Room> tiles = this->tiles();
+    u64 places[STAGES];  // asked for all at once
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) places[i] = i < share.tiles ? tiles.place_of(share.begin + i * TILE) : 0;
     tiles.prepare();
-#pragma unroll 1
+#pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) {
-      const int tile = share.begin + i * TILE;
-      if (i < share.tiles) tiles.start(tile, i, tiles.place_of(tile));
+      if (i < share.tiles) tiles.start(share.begin + i * TILE, i, places[i]);
       copy_async_commit();
     }
-    return share.tiles > STAGES - 1 ? tiles.place_of(share.begin + (STAGES - 1) * TILE) : 0;
+    return places[STAGES - 1];
   }
 
   // All tiles of the block, once queries and newest slot can be made; every split's partial attention for the merge.
@@ -62,6 +64,7 @@ struct LatentsAttention {
     LatentsScores<Room> scores;
     Room::publish();
     block_sync();  // the queries are there
+    grid_launch_dependents();  // not before: weights that the kernels behind ask for would come ahead of them
     if (!WIDE && share.tiles > 0) scores.load_queries(room);
     for (int i = 0; i < share.tiles; ++i) {
       const int tile = share.begin + i * TILE, stage = i % STAGES;

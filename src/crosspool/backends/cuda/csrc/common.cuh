@@ -176,6 +176,27 @@ DEVICE void grid_wait() {}
 DEVICE void grid_launch_dependents() {}
 #endif
 
+// A cluster: neighbouring blocks along x that run at once and reach each other's shared memory (sm_90 and later).
+#if __CUDA_ARCH__ >= 900
+#define CLUSTER_KERNEL(name, Params, threads, min_blocks, blocks)                                           \
+  extern "C" __global__ void __cluster_dims__(blocks, 1, 1) __launch_bounds__(threads, min_blocks) name( \
+      const __grid_constant__ Params p)
+// All threads of all its blocks meet, in two halves: what was written before is there behind the wait.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+// To where block `rank` of the cluster has what lies at `shared` here. NOTE: once all its blocks have begun.
+DEVICE void store_cluster(u16* shared, int rank, u16 value) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(static_cast<u32>(__cvta_generic_to_shared(shared))), "r"(rank));
+  asm volatile("st.shared::cluster.u16 [%0], %1;" ::"r"(there), "h"(value) : "memory");
+}
+#else
+#define CLUSTER_KERNEL(name, Params, threads, min_blocks, blocks) KERNEL(name, Params, threads, min_blocks)
+DEVICE void cluster_arrive() {}  // never launched there
+DEVICE void cluster_wait() {}
+DEVICE void store_cluster(u16*, int, u16) {}
+#endif
+
 #endif  // CROSSPOOL_EMULATOR
 
 DEVICE float bf16_low(u32 pair) { return float_of_bits(pair << 16); }

@@ -89,9 +89,10 @@ DEVICE void gemv_body(const GemvParams& p) {
   KERNEL(gemv_w##warps##_c##chunks##_s##held, GemvParams, warps * 32, min_blocks) { gemv_body<warps, chunks, held, false>(p); }
 
 GEMV(1, 4, 20)
+GEMV(1, 6, 16)
 GEMV(4, 2, 1)
 GEMV(4, 4, 1)
-GEMV(4, 6, 4)
+GEMV(4, 6, 5)
 GEMV(8, 4, 1)
 GEMV(8, 8, 2)
 GEMV(16, 4, 2)
@@ -100,4 +101,5 @@ GEMV(16, 10, 1)
 HELD_GEMV(4, 8, 8, 4)
 HELD_GEMV(8, 2, 6, 4)
 HELD_GEMV(8, 2, 14, 1)
+HELD_GEMV(8, 2, 18, 1)
 HELD_GEMV(8, 6, 14, 1)

@@ -18,15 +18,9 @@ from crosspool.backends.cuda.kernels.attention_variants import (
     num_splits,
     widened,
 )
+from crosspool.backends.cuda.kernels.combine import combine, combine_up
 from crosspool.backends.cuda.kernels.panel_map import wide_params
-from crosspool.backends.cuda.kernels.params import (
-    AttentionParams,
-    CombineParams,
-    GqaInput,
-    MlaInput,
-    address,
-    check,
-)
+from crosspool.backends.cuda.kernels.params import AttentionParams, GqaInput, MlaInput, address, check
 from crosspool.backends.cuda.kernels.rope import rope_cache
 from crosspool.backends.cuda.kv_frames.cache import PagedCache
 from crosspool.models.spec import GQASpec, MLASpec
@@ -34,7 +28,6 @@ from crosspool.units import ceil_div
 
 LOG2_E = 1.4426950408889634
 _ELEMENT_BYTES = 2
-_COMBINE_VALUES, _COMBINE_WARPS = 128, 8
 _ANY_TILE = 32
 """Slots of a tile of the kernel of any shape."""
 
@@ -90,21 +83,23 @@ def attention_decode(
     splits: int,
     sinks: torch.Tensor | None = None,
     one_row_per_sequence: bool = False,
+    value_up: torch.Tensor | None = None,
     any_shape: bool = False,
     overlap: bool = True,
 ) -> None:
     """out = softmax(scale q k^T) v over each token's first `lengths` slots (the last `sliding_window` of them).
 
     inputs: from `gqa_input` or `mla_input`. lengths: (tokens) int32 = positions + 1; the token's own slot is written.
-    out: (tokens, heads, D_v) bf16, D_v = head_dim or kv_lora. splits: from `num_splits`; as many blocks as fill the GPU
-    share them. any_shape: run the slow kernels that take every shape.
+    out: (tokens, heads, D_v) bf16, D_v = head_dim or kv_lora. value_up: (heads, rows, kv_lora), where `takes_up` says
+    so; out is then its product with that, (tokens, heads, rows). splits: from `num_splits`; as many blocks as fill the
+    GPU share them. any_shape: run the slow kernels that take every shape.
     one_row_per_sequence: no token attends to another token of the step (decode, not a chunk of a prompt): then one
     kernel norms, rotates, writes the cache and attends. NOTE: it reads lengths, frame table and earlier slots before it
     waits for the kernel before it, so nothing may write them within the same chain of overlapping kernels.
     """
     tokens, heads = len(lengths), spec.num_heads
     key_dim, value_dim = key_value_dims(spec)
-    check("out", out, (tokens, heads, value_dim), torch.bfloat16)
+    check("out", out, (tokens, heads, value_dim if value_up is None else value_up.shape[1]), torch.bfloat16)
     check("lengths", lengths, (tokens,), torch.int32)
     rows = tokens * splits * heads
     if rows * value_dim > scratch.partial_o.numel() or rows * 2 > scratch.partial_ml.numel():
@@ -128,11 +123,15 @@ def attention_decode(
         "attention_any" if variant is None else variant.ready_name if is_ready else variant.name,
         grid=(parts, min(splits, num_blocks(spec, tokens, kernels.num_sms)), tokens),
         threads=32 if variant is None else variant.warps * 32,
-        smem_bytes=value_dim * 4 if variant is None else variant.smem_bytes,
+        smem_bytes=value_dim * 4 if variant is None else variant.shared_bytes(tokens),
         params=wide_params(params, cache, layer) if variant is not None and variant.is_wide else params,
         overlap=overlap or is_ready,
     )
-    _combine(kernels, out, scratch, params, _ANY_TILE if variant is None else variant.tile, sinks)
+    tile = _ANY_TILE if variant is None else variant.tile
+    if value_up is None:
+        combine(kernels, params, tile, sinks, out)
+    else:
+        combine_up(kernels, params, tile, value_up, out)
 
 
 def attention_params(
@@ -167,37 +166,4 @@ def attention_params(
         key_dim=key_dim,
         value_dim=value_dim,
         scale_log2=spec.softmax_scale * LOG2_E,
-    )
-
-
-def _combine(
-    kernels: Launcher,
-    out: torch.Tensor,
-    scratch: AttentionScratch,
-    split: AttentionParams,
-    tile: int,
-    sinks: torch.Tensor | None,
-) -> None:
-    """Merge what the pass `split` left of every token and head. out: (tokens, heads, D_v) bf16; tile: slots."""
-    tokens, heads, value_dim = out.shape
-    params = CombineParams(
-        partial_o=address(scratch.partial_o),
-        partial_ml=address(scratch.partial_ml),
-        sinks=address(sinks),
-        lengths=split.lengths,
-        out=address(out),
-        window=split.window,
-        few_splits=split.few_splits,
-        tile=tile,
-        heads=heads,
-        splits=split.splits,
-        value_dim=value_dim,
-    )
-    kernels.launch(
-        "attention",
-        "attention_combine",
-        grid=(ceil_div(value_dim, _COMBINE_VALUES), heads, tokens),
-        threads=_COMBINE_WARPS * 32,
-        smem_bytes=_COMBINE_WARPS * (_COMBINE_VALUES + 2) * 4,
-        params=params,
     )

@@ -6,6 +6,8 @@ from crosspool.models.spec import GQASpec, MLASpec
 from crosspool.units import ceil_div
 
 MAX_SPLITS = 512
+_SM_BYTES, _BLOCK_BYTES = 228 * 1024, 1024
+"""Shared memory of a multiprocessor (compute capability 9.0), and what each block takes of it beside its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,17 @@ class Variant:
         parts = self.warps // (self.tile // 16)
         scores = parts * self.heads * (self.tile + 4) * 4 + self.heads * (self.tile * 2 + 16)
         return tiles + queries + scores + self.heads * 4 + self.key * 2
+
+    def shared_bytes(self, tokens: int) -> int:
+        """Shared memory of a block. In a batch so much that a multiprocessor takes no more than `blocks_per_sm`.
+
+        Blocks begin where the kernel before leaves room first: with three on some multiprocessors others have one. A
+        lone token's short context has fewer blocks, beside which the neighbours' should have room.
+        """
+        if tokens == 1:
+            return self.smem_bytes
+        crowding = _SM_BYTES // (self.blocks_per_sm + 1) - _BLOCK_BYTES
+        return max(self.smem_bytes, crowding + 16)
 
     @property
     def ready_name(self) -> str:

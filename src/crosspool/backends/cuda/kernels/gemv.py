@@ -7,15 +7,17 @@ from crosspool.backends.cuda.kernels.params import GemvParams, address
 from crosspool.units import ceil_div
 
 MAX_TOKENS = 32
-_VARIANTS = ((1, 4), (4, 2), (4, 4), (4, 6), (8, 4), (16, 4), (8, 8), (16, 8), (16, 10))
+_VARIANTS = ((1, 4), (1, 6), (4, 2), (4, 4), (4, 6), (8, 4), (16, 4), (8, 8), (16, 8), (16, 10))
 _FEW_ROWS = ((2048, (8, 2, 6)), (4096, (8, 2, 14)), (5120, (8, 6, 14)))
 """Shapes with chunks in shared memory, by the longest k they take; above 1,024."""
+_LONE_TOKEN = {(8, 6, 14): (8, 2, 18)}
+"""What takes their place for one token, whose columns leave more shared memory: fewer registers, the same sums."""
 _RED_FLOATS, _TILE_COLS = 160, 8
 _HELD_BYTES = 2 * 32 * 16
 """Of a warp's chunk: 16 bytes of two rows a lane."""
 
 
-def variant(rows: int, k: int, *, norms: bool = False, holds: bool = True) -> tuple[int, int, int]:
+def variant(rows: int, k: int, *, norms: bool = False, holds: bool = True, tokens: int = 8) -> tuple[int, int, int]:
     """(warps, chunks of 32 elements of k a warp holds in registers, and in shared memory), by measurement on an H200.
 
     What shared memory holds is on its way before the wait for the kernel before too, and leaves registers to kernels
@@ -28,7 +30,7 @@ def variant(rows: int, k: int, *, norms: bool = False, holds: bool = True) -> tu
             return 4, 8, 8
         for longest, shape in _FEW_ROWS:
             if k <= longest and rows <= 4500:
-                return shape
+                return _LONE_TOKEN.get(shape, shape) if tokens == 1 else shape
     for warps, chunks in _VARIANTS:
         if warps * chunks * 32 >= k:
             return warps, chunks, 0
@@ -72,7 +74,9 @@ def gemv(
         raise ValueError("weight must be contiguous bfloat16, rows of x and y contiguous")
     if x.dtype != torch.bfloat16:
         raise ValueError(f"x is {x.dtype}; it must be bfloat16")
-    warps, chunks, held = shape or variant(rows, k, norms=norm_weight is not None, holds=kernels.is_hopper)
+    warps, chunks, held = shape or variant(
+        rows, k, norms=norm_weight is not None, holds=kernels.is_hopper, tokens=tokens
+    )
     if held and norm_weight is not None:
         raise ValueError(f"shape {shape} has no norm; give it no chunks held")
     if (held or norm_weight is not None) and warps * (chunks + held) * 32 < k:

@@ -107,6 +107,10 @@ class CombineParams(ctypes.Structure):
     ]
 
 
+class CombineUpParams(ctypes.Structure):
+    _fields_ = [("merge", CombineParams), ("weight", _P), ("y", _P), ("rows", _I)]
+
+
 class RouterParams(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("weight", "logit_bias", "choice_bias", "x", "logits", "ticket", "shared_scale")),

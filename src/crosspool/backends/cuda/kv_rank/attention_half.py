@@ -16,6 +16,7 @@ import torch
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.kernels.attention import AttentionScratch, attention_decode
 from crosspool.backends.cuda.kernels.attention_variants import num_splits
+from crosspool.backends.cuda.kernels.combine import takes_up
 from crosspool.backends.cuda.kernels.gemv import gemv
 from crosspool.backends.cuda.kernels.norm import residual_norm
 from crosspool.backends.cuda.kernels.params import GqaInput, MlaInput
@@ -171,9 +172,12 @@ class AttentionHalf:
         by_head = q.unflatten(1, (heads, spec.qk_head_dim))
         gemv(self._kernels, attention.key_up, by_head[:, :, : spec.qk_nope_head_dim], q_latent)
         inputs = mla_input(spec, self._ropes[spec.rope], q_latent, q, down[:, first:], kv_a_norm=attention.kv_a_norm)
+        attended = self._buffer(5, tokens, heads, spec.v_head_dim)
+        if not isinstance(self.home, TokenHome) and takes_up(self._kernels, attention.value_up, tokens):
+            self._attend(spec, layer, inputs, attended, value_up=attention.value_up)
+            return attended.view(tokens, -1)
         latent = self._buffer(4, tokens, heads, lora)
         yield from self._attention(spec, layer, inputs, latent, None)
-        attended = self._buffer(5, tokens, heads, spec.v_head_dim)
         gemv(self._kernels, attention.value_up, latent, attended)
         return attended.view(tokens, -1)
 
@@ -188,6 +192,18 @@ class AttentionHalf:
         if isinstance(self.home, TokenHome):
             yield from self.home.attend(spec, layer, inputs, out, self.scratch, self._splits[spec], sinks)
             return
+        self._attend(spec, layer, inputs, out, sinks=sinks)
+
+    def _attend(
+        self,
+        spec: GQASpec | MLASpec,
+        layer: int,
+        inputs: GqaInput | MlaInput,
+        out: torch.Tensor,
+        *,
+        sinks: torch.Tensor | None = None,
+        value_up: torch.Tensor | None = None,
+    ) -> None:
         attention_decode(
             self._kernels,
             spec,
@@ -201,6 +217,7 @@ class AttentionHalf:
             splits=self._splits[spec],
             one_row_per_sequence=self.one_row_per_sequence,
             sinks=sinks,
+            value_up=value_up,
         )
 
     def _buffer(self, role: int, *shape: int) -> torch.Tensor:

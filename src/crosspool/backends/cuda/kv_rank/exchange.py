@@ -175,7 +175,7 @@ def attend_splits(
         "attention_any" if variant is None else variant.ready_name,
         grid=(parts, blocks, len(lengths)),
         threads=32 if variant is None else variant.warps * 32,
-        smem_bytes=key_value_dims(spec)[1] * 4 if variant is None else variant.smem_bytes,
+        smem_bytes=key_value_dims(spec)[1] * 4 if variant is None else variant.shared_bytes(len(lengths)),
         params=attention_params(kernels, spec, cache, layer, lengths, scratch, splits, q),
     )
 
