@@ -16,8 +16,9 @@ def add_load(report: Report, layout: str, rate: str, result: Mapping[str, Any]) 
                 estimate = figures["tbt_ms"][level]
                 note = f"{estimate['low']:.3g} to {estimate['high']:.3g}"
                 report.metric(f"tbt_ms.{layout}.{model}.{rate}.{level}", estimate["value"], note=note)
-    for level in ("p50", "p99"):
-        report.metric(f"ttft_ms.{layout}.all.{rate}.{level}", result["models"]["all"]["ttft_ms"][level]["value"])
+    for level, estimate in result["models"]["all"].get("ttft_ms", {}).items():  # none where nothing was served
+        if level in ("p50", "p99"):
+            report.metric(f"ttft_ms.{layout}.all.{rate}.{level}", estimate["value"])
     report.metric(f"tokens_per_s.{layout}.{rate}", result["output_throughput"])
     report.metric(f"served.{layout}.{rate}", result["completed"] / result["num_prompts"])
     report.metric(f"client_loop_lag_ms.{layout}.{rate}.p99", result["client"]["loop_lag_p99_ms"])

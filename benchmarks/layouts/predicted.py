@@ -210,4 +210,5 @@ def _rows(result: Mapping[str, Any], has_stays: bool, shifts_s: Sequence[float])
             | ({"service_s": stay} if has_stays else {})
         )
         for begin, model, prompt, output, stay in rows
+        if stay > 0 or not has_stays  # what was refused held nothing
     ]

@@ -151,7 +151,7 @@ def _add_computed_requests(report: Report, models: Sequence[str], kv_pool_bytes:
 
 def add_models_words(report: Report, layout: str, rate: str, result: Mapping[str, Any], models: Sequence[str]) -> None:
     """What planner and simulator say of the same requests, beside what was seen."""
-    if "kv_samples" not in result or not set(result["request_models"]) <= set(CONFIGS):
+    if not result["completed"] or "kv_samples" not in result or not set(result["request_models"]) <= set(CONFIGS):
         return
     count = num_gpus(layout)
     gpus: dict[str, Any] = {"count": 1} if count == 1 else {"count": count, "kv": 1}
@@ -161,7 +161,8 @@ def add_models_words(report: Report, layout: str, rate: str, result: Mapping[str
     is_within = float(demand.low <= held <= demand.high)
     report.metric(f"k_pool_within.{layout}.{rate}", is_within, note=f"held {held / MiB:.0f} MiB at P99; {interval}")
     note = "the plan over what was held; each request's stay as the run saw it"
-    report.metric(f"k_pool_error_percent.{layout}.{rate}", 100.0 * (demand.value / held - 1.0), note=note)
+    if held:
+        report.metric(f"k_pool_error_percent.{layout}.{rate}", 100.0 * (demand.value / held - 1.0), note=note)
     kind, share = layout.partition("-")[0], beside_share(layout)
     if "." in layout and not share:
         return  # of variants the simulator has those that set shares

@@ -176,6 +176,21 @@ def test_the_plan_takes_each_requests_stay_as_the_run_saw_it():
     assert peak.value > steady.value > 0.9 * even.value
 
 
+def test_a_request_that_was_refused_held_nothing():
+    run = run_of(("qwen3-30b-a3b",))
+    refused = {**run, "ttfts": [0.0, *run["ttfts"][1:]], "itls": [[], *run["itls"][1:]], "output_lens": [0] + [200] * 9}
+    assert kv_demand(refused, {"count": 1}).value <= kv_demand(run, {"count": 1}).value
+    assert simulated(refused, {"count": 1}, "static", {})[0].total.num_finished == 10, "it is sent all the same"
+
+
+def test_a_load_of_which_nothing_was_served_is_told_as_that(tmp_path):
+    run = {**run_of(("qwen3-30b-a3b",)), "completed": 0, "models": {"all": {}, "qwen3-30b-a3b": {}}}
+    (tmp_path / "load_crosspool-1_0.8.json").write_text(json.dumps(run))
+    report = layouts_report(Runs(tmp_path), ("qwen3-30b-a3b",), {})
+    assert report.metrics["served.crosspool-1.0.8"] == 0
+    assert not [name for name in report.metrics if name.startswith(("ttft_ms", "tbt_ms", "sim_error"))]
+
+
 def test_an_outlook_has_names_of_its_own(tmp_path):
     rows = [{"t": 0.5 * number, "model": name, "in": 300, "out": 40} for number in range(6) for name in MODELS]
     (tmp_path / "sharegpt_0.8.jsonl").write_text("\n".join(map(json.dumps, rows)))
