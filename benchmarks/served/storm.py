@@ -12,6 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,9 +35,9 @@ LAST_ASKED = 40
 """Requests that are asked for around the moment of the signal."""
 
 
-def run_storm(minutes: float, seed: int = 2026) -> SoakResult:
-    """Start a server, let the storm rage for `minutes`, look at what is left of it, stop it under load."""
-    with tempfile.TemporaryDirectory() as folder, running_server(*FLAGS) as (process, url, log_path):
+def run_storm(minutes: float, seed: int = 2026, flags: Sequence[str] = ()) -> SoakResult:
+    """Start a server with `flags` too, let the storm rage for `minutes`, see what is left, stop it under load."""
+    with tempfile.TemporaryDirectory() as folder, running_server(*FLAGS, *flags) as (process, url, log_path):
         result = asyncio.run(_storm(url, psutil.Process(process.pid), Path(folder), 60 * minutes, seed))
         result.exit_code = process.wait(STOP_TIMEOUT_S)
         result.log = Path(log_path).read_text(encoding="utf-8")

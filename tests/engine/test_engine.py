@@ -290,6 +290,18 @@ async def test_models_come_and_go_while_others_serve():
         assert (await other)[-1].usage.completion_tokens == 300
 
 
+@pytest.mark.parametrize("drain", [True, False])
+async def test_ranks_forget_a_models_sequences_before_the_model(drain: bool):
+    """Mapped pages with users would wait for every step that runs then, also of lanes that wait for these frames."""
+    async with Rig() as rig:
+        other = asyncio.create_task(collect(rig.face.generate(a_request("other", "q", max_tokens=300))))
+        last = rig.face.generate(a_request("last", "p", max_tokens=30))
+        await anext(last)
+        await rig.face.remove_model("p", drain=drain)
+        await asyncio.gather(other, collect(last))
+        assert rig.cluster.let_go[:2] == [2, "p"]
+
+
 async def test_a_model_that_does_not_load_says_so_and_can_be_tried_again():
     async with Rig() as rig:
         broken = replace(a_model("b"), tokenizer=TOKENIZER)

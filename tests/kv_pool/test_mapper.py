@@ -213,3 +213,15 @@ def test_a_removed_models_range_goes_when_its_last_page_has_left():
     mapper.end_step("running")
     assert work(mapper) == ["unmap p(1,)", "free p"]
     assert not mapper.has_backlog
+
+
+def test_pages_of_a_removed_model_whose_sequences_were_forgotten_wait_for_no_step():
+    mapper = a_mapper()
+    mapper.use("p", 7, [(1,)])
+    work(mapper)
+    mapper.begin_step("of another lane", [8])
+    mapper.forget([7])
+    mapper.remove_model("p")
+    mapper.begin_step("next", [9])
+    mapper.use("q", 9, [(1, 2)])
+    assert work(mapper)[:2] == ["unmap p(1,)", "map q(1, 2)"]

@@ -20,6 +20,7 @@ class ClockedCluster:
         self.sim.durations = {model.name: step_s for model in models}
         self.broken: dict[str, str] = {}
         self.removed: list[str] = []
+        self.let_go: list[int | str] = []  # sequences that were forgotten and models that were removed, in order
         self.closed = False
         self.num_polls = 0
         self._changed = threading.Condition()
@@ -35,6 +36,7 @@ class ClockedCluster:
 
     def remove_model(self, name: str) -> None:
         self.removed.append(name)
+        self.let_go.append(name)
 
     def submit(self, step: StepDescriptor) -> None:
         with self._changed:
@@ -43,6 +45,7 @@ class ClockedCluster:
     def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None:
         with self._changed:
             self.sim.forget(kv_rank, sequence_ids)
+            self.let_go += sequence_ids
 
     def poll(self, timeout_s: float) -> list[Event]:
         self.num_polls += 1

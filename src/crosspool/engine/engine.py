@@ -237,9 +237,9 @@ class Engine:
         return updates + self._core.on_time(now)
 
     def _hand_out(self, now: float) -> None:
-        self._models.remove_drained()
         for kv_rank, sequence_ids in self._core.take_forgotten().items():
             self._cluster.forget(kv_rank, sequence_ids)
+        self._models.remove_drained()  # after its last sequences: pages that have users wait for every running step
         self._submit(self._core.schedule(now))
         self._submit(self._core.schedule_ahead(now))
         for kv_rank, hints in self._core.mapping_hints(now).items():
