@@ -20,12 +20,33 @@ ALIKE_ON_CPUS: dict[str, str] = {
 """Scripts for GPUs that have another for the NumPy backend."""
 
 FOR_GPUS = frozenset(
-    (
-        *("attention", "attention_half", "beside_prompts", "control", "device_loop", "equality", "ffn_server", "hop"),
-        *("invariance", "kv_ranks_gpu", "lanes", "lanes_steady", "long_request", "moe_layer", "page_cache", "prefill"),
-        *("prefill_dedicated", "prefill_kernels", "reload", "serve_gpus", "serve_http", "swap", "trace"),
+    {
         *ALIKE_ON_CPUS,
-    )
+        "attention",
+        "attention_half",
+        "beside_prompts",
+        "control",
+        "device_loop",
+        "equality",
+        "ffn_server",
+        "ffn_stress",
+        "hop",
+        "invariance",
+        "kv_ranks_gpu",
+        "lanes",
+        "lanes_steady",
+        "long_request",
+        "moe_layer",
+        "page_cache",
+        "prefill",
+        "prefill_dedicated",
+        "prefill_kernels",
+        "reload",
+        "serve_gpus",
+        "serve_http",
+        "swap",
+        "trace",
+    }
 )
 """Names behind `bench_`."""
 
