@@ -19,7 +19,7 @@ class StubLoop:
     def __init__(self, name="kv0"):
         self.name = name
         self.num_ready = 0
-        self.is_busy = False
+        self.is_busy = self.rests = False
         self.handled = []
         self.num_looks = 0
         self.nap = 0.0
@@ -250,3 +250,13 @@ def test_a_host_does_not_nap_over_a_message_that_came_before(rig, monkeypatch):
     rig.host._rest()
     assert rig.host._take_messages()
     assert loop.handled == [CloseChannels("w0")]
+
+
+def test_a_lone_rank_whose_device_goes_on_is_not_looked_at_again_before_the_rest(rig, dozes):
+    (loop,) = rig.loops
+    loop.is_busy, loop.nap, loop.num_ready = True, 0.0035, 1
+    assert rig.host.turn()
+    assert dozes == [], "it may have more to run"
+    loop.num_ready, loop.rests = 1, True
+    assert rig.host.turn()
+    assert dozes == [(0.0035, [])]

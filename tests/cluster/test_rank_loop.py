@@ -255,6 +255,20 @@ def test_an_older_step_that_its_device_has_ended_ends_as_ever_when_a_newer_one_c
     assert [said.result.step_seq for said in rig.said] == [1, 2, 3]
 
 
+def test_a_rank_rests_while_its_only_lane_waits_for_a_device_that_goes_on(make_rig):
+    rig = make_rig()
+    assert not rig.loop.rests
+    rig.step(0)
+    rig.loop.advance()
+    assert not rig.loop.rests, "its wait is for a peer, who rings"
+    rig.worker.rest = lambda now_s: 1.0
+    rig.answer(0, 0)
+    rig.loop.advance()
+    assert rig.loop.rests
+    rig.step(1)
+    assert not rig.loop.rests, "there is another lane to begin"
+
+
 def test_a_step_that_is_not_newer_is_refused(make_rig):
     rig = make_rig()
     rig.step(0, step_seq=3)

@@ -59,6 +59,7 @@ class HostLoop:
         self, loops: Sequence[RankLoop], inbox: Inbox, doorbell: Doorbell, board: Board, host: int, spin_us: float
     ) -> None:
         self._loops = {loop.name: loop for loop in loops}
+        self._only = loops[0] if len(loops) == 1 else None
         self._inbox = inbox
         self._doorbell = doorbell
         self._board = board
@@ -89,10 +90,10 @@ class HostLoop:
             loop.close()
 
     def turn(self) -> bool:
-        """Take messages, run at most one segment of each rank, and rest if there was none. False after a `Stop`."""
+        """Take messages, run at most one segment of each rank, and rest if nothing is to do. False after a `Stop`."""
         if not self._take_messages():
             return False
-        if not self._advance():
+        if not self._advance() or (self._only is not None and self._only.rests):
             self._rest()
         return True
 

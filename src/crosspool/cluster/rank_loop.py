@@ -89,6 +89,14 @@ class RankLoop:
         now_s = self._around.clock()
         return min((run.nap_s(now_s) for run in self._runs.values()), default=NO_NAP_NEEDED_S)
 
+    @property
+    def rests(self) -> bool:
+        """Whether its only lane waits for what a device does by itself: a look right now would hardly find anything."""
+        if len(self._runs) != 1:
+            return False
+        (run,) = self._runs.values()
+        return run.rests
+
     def advance(self) -> bool:
         """Run one segment, the one the order policy picks, and end steps out of time. False if nothing was ready."""
         if self._models.has_outcomes():
