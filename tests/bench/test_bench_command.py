@@ -100,7 +100,7 @@ def test_reports_hold_every_model_and_picture(result_file):
     assert "TBT by model" in page
     markdown = result_file.with_suffix(".md").read_text()
     assert "| paced | TTFT |" in markdown
-    assert "| model | sent/s | served | refused | failed | tokens/s | good % | queued ms p50 | p99 |" in markdown
+    assert "| model | sent/s | served | refused | failed | tokens/s | good % | queued ms ~p50 | ~p99 |" in markdown
     assert "| paced | " in markdown.partition("| model | ms |")[0]
     for line in markdown.splitlines():
         if line.startswith("!["):
@@ -114,6 +114,15 @@ def test_figures_are_whole_in_any_terminal(result_file, width):
     text = console.export_text()
     assert "24 of 24 requests served" in text
     assert "…" not in text
+
+
+def test_one_model_is_not_told_twice(result_file):
+    result = read_result(result_file)
+    del result["models"]["paced"]
+    console = Console(width=100, record=True, file=io.StringIO())
+    show_result(result, console)
+    assert not [line for line in console.export_text().splitlines() if line.startswith("all ")]
+    assert {item.model for item in differences(result, result)} == {FAST}
 
 
 def test_several_processes_and_a_bound_on_concurrency(url):

@@ -34,8 +34,11 @@ class Difference:
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
     """Every figure that both have, model by model. Raises ValueError where no model is in both."""
     names = [name for name in first["models"] if name in second["models"]]
-    if not [name for name in names if name != "all"]:
+    both = [name for name in names if name != "all"]
+    if not both:
         raise ValueError("the two results have no model in common; serve them under the same names")
+    if all(len(result["models"]) == 2 for result in (first, second)):
+        names = both  # what all models show is what the one does
     return [found for name in names for found in _of_model(name, first["models"][name], second["models"][name])]
 
 

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from crosspool.bench.counts import counts_table
+from crosspool.bench.counts import counts_table, shown_models
 from crosspool.bench.numbers import cell, number
 from crosspool.bench.result import ALL, CURVE_LEVELS
 from crosspool.bench.saved import write_text
@@ -81,7 +81,7 @@ def _title(result: Mapping[str, Any]) -> str:
 def _rows(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
     levels = percentile_names(result)
     rows = []
-    for name, figures in result["models"].items():
+    for name, figures in shown_models(result).items():
         for metric, title in SHOWN:
             if metric in figures:
                 cells = [cell(figures[metric][level]) for level in levels]

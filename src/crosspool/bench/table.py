@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from crosspool.bench.compare import FEWEST_REQUESTS, Difference
-from crosspool.bench.counts import counts_table
+from crosspool.bench.counts import counts_table, shown_models
 from crosspool.bench.numbers import cell, number
 
 SHOWN = (("ttft_ms", "TTFT"), ("tbt_ms", "TBT"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
@@ -28,7 +28,7 @@ def show_result(result: Mapping[str, Any], console: Console) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("model", "ms", "mean", *levels, "max"):
         table.add_column(column, justify="left" if column in ("model", "ms") else "right")
-    for name, figures in result["models"].items():
+    for name, figures in shown_models(result).items():
         shown = name
         for metric, title in SHOWN:
             if metric in figures:
