@@ -17,10 +17,11 @@ kept from each request would be three times this."""
 
 
 @pytest.mark.soak
-def test_models_come_and_go_under_their_requests_and_nothing_is_lost_or_left() -> None:
-    result = run_storm(MINUTES, SEED)
+@pytest.mark.parametrize("flags", ["", "--kv-backing vmm --kv-pool-bytes 4MiB", "--prefill dedicated --decode-steps 4"])
+def test_models_come_and_go_under_their_requests_and_nothing_is_lost_or_left(flags: str) -> None:
+    result = run_storm(MINUTES, SEED, flags.split())
     growth = result.growth_percent()
-    print(f"\n{MINUTES:g} minutes: {dict(result.statuses)}; growth in percent by process: {growth}")
+    print(f"\n{flags or 'as it is'}, {MINUTES:g} minutes: {dict(result.statuses)}; growth in percent: {growth}")
     assert set(result.statuses) <= {200, 202, 400, 404, 409, 429, 503, LEFT}
     assert all(result.statuses[status] for status in (400, 404, 409, 429, 503, LEFT)), "the storm was none"
     assert result.statuses[200] > 60 * MINUTES
@@ -30,4 +31,5 @@ def test_models_come_and_go_under_their_requests_and_nothing_is_lost_or_left() -
     assert result.files_grown <= 0
     assert max(growth.values()) < MAX_GROWTH_PERCENT, growth
     assert result.exit_code == 0, result.log[-3000:]
-    assert "Traceback" not in result.log, result.log[-3000:]
+    for word in ("Traceback", "sign of life", "Thread 0x"):  # the last: stacks of a rank that hangs
+        assert word not in result.log, result.log[-3000:]
