@@ -346,3 +346,21 @@ def test_the_usual_costs_of_sharing_are_the_means_of_the_kept_result():
     layers = {"qwen3-30b-a3b": 48, "deepseek-v2-lite": 27}
     longer = [kept_stage_times()[name].beside_prompt_s / count for name, count in layers.items()]
     assert sum(longer) / 2 == pytest.approx(Sharing().longer_s, abs=1e-6)
+
+
+def test_a_model_whole_on_a_gpu_is_as_slow_as_a_lone_token_was(tmp_path):
+    path = tmp_path / "layouts_h200-x2_2026-11-30.json"
+    metrics = {
+        "alone_tbt_ms.static-2.glm-4.7-flash.4k.p50": 4.0,
+        "alone_tbt_ms.crosspool-1+1.glm-4.7-flash.4k.p50": 3.8,
+    }
+    path.write_text(json.dumps({"metrics": metrics}))
+    table = read_measured([path])
+    name = "glm-4.7-flash"
+    whole = whole_with_measurements(MonolithicCost(catalogue_facts(name), H200, num_gpus=1), table, name)
+    assert whole.times(decode_work(1, 4096)).step_s == pytest.approx(4e-3)
+    plain = MonolithicCost(catalogue_facts(name), H200, num_gpus=1).times(decode_work(8, 8 * 4096)).step_s
+    slower = 4e-3 / MonolithicCost(catalogue_facts(name), H200, num_gpus=1).times(decode_work(1, 4096)).step_s
+    assert whole.times(decode_work(8, 8 * 4096)).step_s == pytest.approx(slower * plain, rel=0.02)
+    pools = with_measurements(pooled(name), table, name)
+    assert pools.times(decode_work(1, 4096)).step_s < 3e-3, "two pools are measured otherwise"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from crosspool.scheduler.order import ORDER_POLICIES
-from crosspool.simulator.overlap import PipelineOverlap, RunningStep, SharedGPUs
+from crosspool.simulator.overlap import AlternatingGPUs, PipelineOverlap, RunningStep, SharedGPUs
 from crosspool.simulator.pipeline import OrderedPipeline, Route
+from crosspool.simulator.sharing import Sharing
 from tests.support.simulating import stages
 
 POOLS = Route(kv=0, weights=1)
@@ -67,6 +68,32 @@ def test_a_prefill_lane_gives_way_under_priority():
     assert by_priority[2] > by_ticket[2]
 
 
-def test_steps_on_one_gpu_share_it_and_the_busiest_gpu_sets_the_pace():
-    alone, wide, narrow = (RunningStep(stages(), POOLS, gpus) for gpus in ((4,), (0, 1, 2), (2,)))
-    assert SharedGPUs().slowdowns([alone, wide, narrow, narrow]) == [1.0, 3.0, 3.0, 3.0]
+def whole(model, gpus=(0,), is_prompt=False, layers=48, attention=20):
+    sharing = Sharing(longer_s=30e-6, prompt_slower=1.5)
+    return RunningStep(stages(attention, 30, 0, layers), POOLS, gpus, model=model, is_prompt=is_prompt, sharing=sharing)
+
+
+def test_models_on_one_gpu_share_it_and_the_busiest_gpu_sets_the_pace():
+    alone, wide = whole("a", (4,)), whole("b", (0, 1, 2))
+    narrow, other = whole("c", (2,)), whole("d", (2,))
+    assert SharedGPUs().slowdowns([alone, wide, narrow, other]) == [1.0, 3.0, 3.0, 3.0]
+
+
+def test_a_models_own_prompt_costs_its_decode_a_time_for_each_layer_and_no_equal_part():
+    decode, prompt, other = whole("a"), whole("a", is_prompt=True), whole("b")
+    longer = 1 + 30e-6 / decode.layer_s
+    assert SharedGPUs().slowdowns([decode, prompt]) == pytest.approx([longer, 1.5])
+    assert SharedGPUs().slowdowns([prompt]) == [1.0]
+    assert SharedGPUs().slowdowns([decode, prompt, other]) == pytest.approx([2 * longer, 3.0, 2.0])
+
+
+def test_streams_of_one_process_alternate_by_the_layer():
+    """A shallow model waits for a layer of the deep one in each of its own, and both take the sum of their layers."""
+    deep, shallow = whole("a", layers=48, attention=60), whole("b", layers=24, attention=20)
+    slowdowns = AlternatingGPUs().slowdowns([deep, shallow])
+    both = deep.layer_s + shallow.layer_s
+    assert slowdowns == pytest.approx([both / deep.layer_s, both / shallow.layer_s])
+    assert slowdowns[1] > 2 > slowdowns[0]
+    assert AlternatingGPUs().slowdowns([deep, whole("b", (1,))]) == [1.0, 1.0]
+    beside = AlternatingGPUs().slowdowns([deep, whole("b", is_prompt=True)])
+    assert beside == pytest.approx([1 + 30e-6 / deep.layer_s, 1.5])

@@ -200,6 +200,7 @@ def _monolithic(
                 cost=bound if measured is None else whole_with_measurements(bound, measured, model.entry.model),
                 gpus=gpus,
                 replica_gpus=size,
+                sharing=sharing_of(measured or {}, model.entry.model, model.facts.num_layers),
             )
         )
     owners = [len(names) if layout == "static" else 1 for names in hosting]

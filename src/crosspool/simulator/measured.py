@@ -26,7 +26,8 @@ class MeasuredModel:
     lanes_efficiency: what two lanes of the model do together, over what their stage times allow, by rows of each.
     shared_efficiency: the same where a share of the FFN lies beside attention. prefill_s: of a prompt alone, to its
     first token, by its tokens. beside_prompt_s: what a whole decode step takes more while a prompt runs beside it.
-    prompt_slower: time of a prompt beside decode over its time alone.
+    prompt_slower: time of a prompt beside decode over its time alone. whole_s: of a lone token of the model whole on
+    one GPU, by its context, the server's own time included.
     """
 
     ffn_s: Mapping[int, Points] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class MeasuredModel:
     prefill_s: Points = ()
     beside_prompt_s: float | None = None
     prompt_slower: float | None = None
+    whole_s: Points = ()
 
 
 MeasuredTable = Mapping[str, MeasuredModel]
@@ -62,6 +64,10 @@ class MeasuredCost:
         one = PooledCost(roofline.facts, roofline.kind, num_kv=1, num_weights=1)
         base_s = one.times(decode_work(1, 0.0)).attention_s
         self._attention_excess_s = (measured.attention_base_s or base_s) - base_s
+        self._whole_slower = 1.0
+        if is_whole and measured.whole_s:
+            context, seconds = measured.whole_s[0]
+            self._whole_slower = seconds / self._times(decode_work(1, float(context))).step_s
         self._prefill_slower: Points = ()
         self._prefill_slower = tuple(
             (tokens, seconds / sum(self.times(work).step_s for work in prompt_works(tokens)))
@@ -69,7 +75,7 @@ class MeasuredCost:
         )
 
     def times(self, work: StepWork) -> StageTimes:
-        times = self._times(work)
+        times = self._times(work).slower(self._whole_slower)
         if work.num_tokens == work.num_sampled or not self._prefill_slower:
             return times
         return times.slower(_between(self._prefill_slower, work.num_tokens))

@@ -9,6 +9,7 @@
         "prefill_ms": {"4096": 92.5},                         # tokens of a prompt alone -> to its first token
         "beside_prompt_us": 2900.0,                           # longer a decode step while a prompt runs beside it
         "prompt_slower": 1.5,                                 # a prompt beside decode, against it alone
+        "whole_ms": {"4096": 3.47},                           # tokens of context -> a lone token, whole on one GPU
         "shared_efficiency": {"12": 0.93},                    # as below, with a share of the FFN beside attention
         "lanes_efficiency": {"1": 0.9, "8": 0.93}}}}          # rows -> of two lanes, against what stage times allow
 
@@ -39,6 +40,7 @@ _LANES = re.compile(
     r"(\+(?P=model)(?(share)(?P=share))\.b(?P=batch)\.\d+k\.fused|\.pause\d+\.words)"
 )
 _PREFILL = re.compile(r"ttft_ms\.(?P<model>.+)\.1\+1\.(?P<context>\d+)k")
+_WHOLE = re.compile(r"alone_tbt_ms\.static-\d+\.(?P<model>.+)\.(?P<context>\d+)k\.p50")
 LEAST_CROSSING_US = 0.05
 """Of crossings that hide behind prefetched weights altogether."""
 
@@ -91,6 +93,9 @@ def _entries(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
         elif found := _PREFILL.fullmatch(name):
             prefill = entries.setdefault(found["model"], {}).setdefault("prefill_ms", {})
             prefill[str(1024 * int(found["context"]))] = value
+        elif found := _WHOLE.fullmatch(name):
+            whole = entries.setdefault(found["model"], {}).setdefault("whole_ms", {})
+            whole[str(1024 * int(found["context"]))] = value
         elif found := _IN_STEP.fullmatch(name):
             model, batch = found["model"] or found["old_model"], found["batch"] or found["old_batch"]
             part, way = found["part"] or found["old_part"], found["way"] or "graphs"
@@ -159,6 +164,9 @@ def _measured(entry: Mapping[str, Any]) -> MeasuredModel:
         ),
         beside_prompt_s=_seconds(entry["beside_prompt_us"]) if "beside_prompt_us" in entry else None,
         prompt_slower=_ratio(entry, "prompt_slower"),
+        whole_s=sorted_points(
+            [(int(tokens), _seconds(1e3 * value)) for tokens, value in entry.get("whole_ms", {}).items()]
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from math import exp, log
 
 from crosspool.planner.roofline import StageTimes
 from crosspool.simulator.pipeline import Pipeline, Route
+from crosspool.simulator.sharing import USUAL, Sharing
 
 GRID, COARSE_GRID = 24, 8
 """Grid points per factor e: stage times are rounded by at most 2.1 %, crossings and tails by 6.5 %."""
@@ -25,13 +26,22 @@ MAX_EVENTS = 3000
 class RunningStep:
     """A step in flight: its stage times with nobody else there, and where it runs.
 
-    delay: by how much each segment takes longer with others in flight, beyond waiting for its turn.
+    delay: by how much each segment takes longer with others in flight, beyond waiting for its turn. model, is_prompt,
+    sharing: whose step it is, and what decode and prompts cost each other, where models lie whole on a GPU.
     """
 
     times: StageTimes
     route: Route
     gpus: tuple[int, ...] = ()
     delay: float = 1.0
+    model: str = ""
+    is_prompt: bool = False
+    sharing: Sharing = USUAL
+
+    @property
+    def layer_s(self) -> float:
+        """One layer's part of the step, head included."""
+        return self.times.step_s / self.times.num_layers
 
 
 class PipelineOverlap:
@@ -85,16 +95,41 @@ class PipelineOverlap:
 
 
 class SharedGPUs:
-    """Slowdowns of monolithic steps: uncoordinated, so steps on one GPU share it equally, and a tensor-parallel step
-    is as slow as on its busiest GPU.
+    """Slowdowns of whole models in processes of their own, between which a GPU's driver switches: equal parts of the
+    time for every model with work there, and a tensor-parallel step is as slow as on its busiest GPU. A model's own
+    prompts cost its decode what they cost it in two pools.
     """
 
     def slowdowns(self, running: Sequence[RunningStep]) -> list[float]:
-        load: dict[int, int] = {}
-        for step in running:
-            for gpu in step.gpus:
-                load[gpu] = load.get(gpu, 0) + 1
-        return [float(max(load[gpu] for gpu in step.gpus)) for step in running]
+        return [max(self._slowdown(step, gpu, running) for gpu in step.gpus) for step in running]
+
+    def _slowdown(self, step: RunningStep, gpu: int, running: Sequence[RunningStep]) -> float:
+        here = [other for other in running if gpu in other.gpus]
+        num_models = len({other.model for other in here})
+        own = [other for other in here if other.model == step.model]
+        num_prompts = sum(other.is_prompt for other in own)
+        if step.is_prompt:
+            return num_models * num_prompts * (step.sharing.prompt_slower if num_prompts < len(own) else 1.0)
+        return num_models * (1.0 + (step.sharing.longer_s / step.layer_s if num_prompts else 0.0))
+
+
+class AlternatingGPUs:
+    """Slowdowns of whole models that share a GPU as streams of one process: their kernels alternate, layer by layer.
+
+    So a model waits for a layer of each neighbour in each of its own, and a shallow one beside a deep one suffers more
+    than by equal parts. Prompts, which have a lower priority, cost decode what they cost it in two pools; they do not
+    wait for it here, as they do on GPUs, so that first tokens come too soon.
+    """
+
+    def slowdowns(self, running: Sequence[RunningStep]) -> list[float]:
+        return [max(self._slowdown(step, gpu, running) for gpu in step.gpus) for step in running]
+
+    def _slowdown(self, step: RunningStep, gpu: int, running: Sequence[RunningStep]) -> float:
+        decode = [other.layer_s for other in running if gpu in other.gpus and not other.is_prompt]
+        num_prompts = sum(gpu in other.gpus and other.is_prompt for other in running)
+        if step.is_prompt:
+            return num_prompts * (step.sharing.prompt_slower if decode else 1.0)
+        return (sum(decode) + (step.sharing.longer_s if num_prompts else 0.0)) / step.layer_s
 
 
 def _cell(step: RunningStep) -> tuple[int, ...]:

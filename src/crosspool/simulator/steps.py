@@ -15,7 +15,7 @@ from crosspool.simulator.cost import decode_work, step_work
 from crosspool.simulator.driver import Arrivals, CoreDriver, SimulatedRequest
 from crosspool.simulator.exact import Progress, make_pipeline
 from crosspool.simulator.group import SimulatedGroup, SimulatedModel
-from crosspool.simulator.overlap import PipelineOverlap, RunningStep, SharedGPUs
+from crosspool.simulator.overlap import AlternatingGPUs, PipelineOverlap, RunningStep, SharedGPUs
 from crosspool.simulator.pipeline import Pipeline, Route
 from crosspool.simulator.result import GroupResult, group_result
 
@@ -49,9 +49,11 @@ class StepSimulator:
         self._now = 0.0
         self._has_pools = group.layout == "crosspool"
         self._pipeline: Pipeline | None = None  # while no set of lanes lasts
-        self.overlap: PipelineOverlap | SharedGPUs = (
-            PipelineOverlap(lambda lanes: make_pipeline(group, lanes)) if self._has_pools else SharedGPUs()
-        )
+        self.overlap: PipelineOverlap | AlternatingGPUs | SharedGPUs
+        if self._has_pools:
+            self.overlap = PipelineOverlap(lambda lanes: make_pipeline(group, lanes))
+        else:  # streams of a process on each GPU, or a process for each model, between which the driver switches
+            self.overlap = AlternatingGPUs() if group.layout == "static" else SharedGPUs()
 
     def run(
         self, requests: Iterable[SimulatedRequest], stop_s: float | None = None, progress: Progress | None = None
@@ -142,7 +144,9 @@ class StepSimulator:
         model, header = self._models[step.header.model], step.header
         route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority)
         work = step_work(step)
-        running = RunningStep(model.cost.times(work), route, model.gpus, model.cost.beside_others(work))
+        is_prompt = header.phase != "decode"
+        times, delay = model.cost.times(work), model.cost.beside_others(work)
+        running = RunningStep(times, route, model.gpus, delay, model.name, is_prompt, model.sharing)
         self._runs[header.lane] = _Run(header.lane, model, 1, running)
         if self._pipeline is not None:
             times = running.times.slower(self._delay(running))
