@@ -143,8 +143,9 @@ async def watch_memory(root: psutil.Process, clients: list[asyncio.Task[None]], 
     left: set[asyncio.Task[None]] = set(clients)
     while left:
         for child in processes(root):
-            name = f"{child.pid} {' '.join(child.cmdline()[-2:])[:60]}"
-            result.rss.setdefault(name, []).append((time.monotonic() - started, child.memory_info().rss))
+            with contextlib.suppress(psutil.NoSuchProcess):  # a rank that was killed
+                name = f"{child.pid} {' '.join(child.cmdline()[-2:])[:60]}"
+                result.rss.setdefault(name, []).append((time.monotonic() - started, child.memory_info().rss))
         ended, left = await asyncio.wait(left, timeout=SAMPLE_EVERY_S, return_when=asyncio.FIRST_EXCEPTION)
         for client in ended:
             client.result()

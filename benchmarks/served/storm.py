@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2
@@ -35,22 +36,26 @@ LAST_ASKED = 40
 """Requests that are asked for around the moment of the signal."""
 
 
-def run_storm(minutes: float, seed: int = 2026, flags: Sequence[str] = ()) -> SoakResult:
-    """Start a server with `flags` too, let the storm rage for `minutes`, see what is left, stop it under load."""
+def run_storm(minutes: float, seed: int = 2026, flags: Sequence[str] = (), *, kills: bool = False) -> SoakResult:
+    """Start a server with `flags` too, let the storm rage for `minutes`, see what is left, stop it under load.
+
+    kills: processes of ranks are killed in it, at random.
+    """
     with tempfile.TemporaryDirectory() as folder, running_server(*FLAGS, *flags) as (process, url, log_path):
-        result = asyncio.run(_storm(url, psutil.Process(process.pid), Path(folder), 60 * minutes, seed))
+        result = asyncio.run(_storm(url, psutil.Process(process.pid), Path(folder), 60 * minutes, seed, kills))
         result.exit_code = process.wait(STOP_TIMEOUT_S)
         result.log = Path(log_path).read_text(encoding="utf-8")
     return result
 
 
-async def _storm(url: str, root: psutil.Process, folder: Path, seconds: float, seed: int) -> SoakResult:
+async def _storm(url: str, root: psutil.Process, folder: Path, seconds: float, seed: int, kills: bool) -> SoakResult:
     result = SoakResult(seconds)
     async with _client(url) as http:
         scene = await _scene(http, folder)
         await come(scene, random.Random(seed))  # so that what one load leaves in memory is there before
         await _guest_leaves(http)
         tasks, files = await num_tasks(http), sum(child.num_fds() for child in processes(root))
+    scene = replace(scene, ranks_of=root if kills else None)
     deadline = time.monotonic() + seconds
     clients = [
         asyncio.create_task(_rage(url, scene, random.Random(seed + n), deadline, result)) for n in range(NUM_CLIENTS)
@@ -107,7 +112,7 @@ async def _guest_leaves(http: httpx2.AsyncClient) -> None:
 
 async def _rage(url: str, scene: Scene, draw: random.Random, deadline: float, result: SoakResult) -> None:
     async with _client(url) as http:
-        own = Scene(http, scene.guest, scene.broken, scene.answers)
+        own = replace(scene, http=http)
         while time.monotonic() < deadline:
             action = draw.choices(list(ACTIONS), list(ACTIONS.values()))[0]
             result.statuses += await action(own, draw)
@@ -118,7 +123,7 @@ async def _stop_under_load(
 ) -> None:
     """Requests before, at and after the signal: each is answered whole or refused, and none is left without an end."""
     async with _client(url) as http:
-        own = Scene(http, scene.guest, scene.broken, scene.answers)
+        own = replace(scene, http=http)
         asked = []
         for number in range(LAST_ASKED):
             asked.append(asyncio.create_task(_last(own, draw, draw.choice(sorted(demo_model_dirs())))))

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
+import psutil
 
 from benchmarks.served.soak_requests import LEFT
 
@@ -26,6 +27,8 @@ PROMPT = "It was the morning of a long day, and the letter had not come. " * 6
 GREEDY = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 BURST = 30
 ADMIN = {"Authorization": "Bearer boss"}
+KILLS = 0.1  # of the times that a client thinks of it
+KILLED = -9  # stands for a status where a rank was killed
 UNREAD_BYTES = 4096  # what the system keeps for a client that does not read
 
 REFUSALS = {404: {"model_not_found"}, 429: {"queue_full"}, 503: {"model_not_ready", "shutting_down"}}
@@ -42,6 +45,7 @@ class Scene:
     guest: Path
     broken: tuple[Path, ...]
     answers: dict[str, str]  # by model: to GREEDY
+    ranks_of: psutil.Process | None = None  # the server whose ranks' processes may be killed
 
 
 async def read_events(response: httpx2.Response) -> tuple[str, str | None, dict[str, Any] | None]:
@@ -199,11 +203,29 @@ async def look(scene: Scene, draw: random.Random) -> Statuses:
     return Counter([200])
 
 
+async def kill_a_rank(scene: Scene, draw: random.Random) -> Statuses:
+    """Now and then, if ranks may be killed: what needs it waits, and every answer is as it would have been."""
+    if scene.ranks_of is not None and draw.random() < KILLS:
+        draw.choice(scene.ranks_of.children()).kill()
+        return Counter([KILLED])
+    return Counter()
+
+
 def _admin(responses: list[httpx2.Response], allowed: set[int]) -> Statuses:
     for response in responses:
         assert response.status_code in allowed, f"{response.request.url}: {response.status_code}: {response.text[:300]}"
     return Counter(response.status_code for response in responses)
 
 
-ACTIONS = {ask_any: 6, burst: 1, never_read: 1, come: 3, go: 2, fail_to_come: 1, change_limits: 1, look: 2}
+ACTIONS = {
+    ask_any: 6,
+    burst: 1,
+    never_read: 1,
+    come: 3,
+    go: 2,
+    fail_to_come: 1,
+    change_limits: 1,
+    look: 2,
+    kill_a_rank: 1,
+}
 """What clients do, and how often."""

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.served.soak_requests import LEFT
 from benchmarks.served.storm import run_storm
+from benchmarks.served.storm_requests import KILLED
 
 MINUTES = float(os.environ.get("STORM_MINUTES", "5"))
 SEED = int(os.environ.get("STORM_SEED", "2026"))
@@ -33,3 +34,16 @@ def test_models_come_and_go_under_their_requests_and_nothing_is_lost_or_left(fla
     assert result.exit_code == 0, result.log[-3000:]
     for word in ("Traceback", "sign of life", "Thread 0x"):  # the last: stacks of a rank that hangs
         assert word not in result.log, result.log[-3000:]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("flags", ["", "--kv-backing vmm --kv-pool-bytes 4MiB"])
+def test_ranks_that_are_killed_in_a_storm_cost_no_answer(flags: str) -> None:
+    result = run_storm(MINUTES, SEED, flags.split(), kills=True)
+    print(f"\n{flags or 'as it is'}, {MINUTES:g} minutes: {dict(result.statuses)}")
+    assert set(result.statuses) <= {200, 202, 400, 404, 409, 429, 503, LEFT, KILLED}
+    assert result.statuses[KILLED] > MINUTES
+    assert result.statuses[200] > 60 * MINUTES
+    assert (result.frames_left, result.sequences_left, result.sockets_left) == (0, 0, 0)
+    assert result.exit_code == 0, result.log[-3000:]
+    assert "Traceback" not in result.log, result.log[-3000:]
