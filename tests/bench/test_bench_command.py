@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from benchmarks.served.stub_engine import FAST, StubEngine
 from crosspool import cli
 from crosspool.bench.compare import differences
+from crosspool.bench.report import _tail
 from crosspool.bench.saved import read_result
 from crosspool.bench.table import show_result
 from crosspool.config import ServerConfig
@@ -114,6 +115,16 @@ def test_figures_are_whole_in_any_terminal(result_file, width):
     text = console.export_text()
     assert "24 of 24 requests served" in text
     assert "…" not in text
+
+
+def test_the_pictures_tell_what_share_is_longer_as_far_as_there_are_samples(result_file):
+    result = read_result(result_file)
+    assert _tail(result["models"]["paced"], "tbt_ms")[0][1] == 100.0
+    for metric in ("tbt_ms", "ttft_ms"):
+        times, shares = zip(*_tail(result["models"]["paced"], metric), strict=True)
+        assert list(times) == sorted(times)
+        assert list(shares) == sorted(shares, reverse=True)
+        assert shares[-1] >= 100 / result["models"]["paced"][metric]["num"]
 
 
 def test_one_model_is_not_told_twice(result_file):
