@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from crosspool.cluster.base import StepFailed  # noqa: E402
 from crosspool.cluster.start import start_cluster  # noqa: E402
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig  # noqa: E402
 from crosspool.core import SamplingParams  # noqa: E402
@@ -46,7 +47,7 @@ def models(tmp_path_factory):
 
 
 class Running:
-    """A deployment with its models loaded, and the prefill steps that it was given."""
+    """A deployment with its models loaded, the prefill steps that it was given, and why steps failed."""
 
     def __init__(self, config: DeploymentConfig, hosts: tuple[tuple[str, ...], ...] | None) -> None:
         cluster = cluster_config(config)
@@ -60,6 +61,15 @@ class Running:
             submit(step)
 
         self.cluster.submit = counted
+        self.failures: list[str] = []
+        poll = self.cluster.poll
+
+        def noted(timeout_s):
+            events = poll(timeout_s)
+            self.failures += [event.error for event in events if isinstance(event, StepFailed)]
+            return events
+
+        self.cluster.poll = noted
         self.engine = AsyncEngine(Engine(engine_config(config), self.cluster).start())
 
     def kill(self, rank: str) -> None:
@@ -128,6 +138,7 @@ def test_prompts_of_a_prefill_rank_give_the_tokens_of_the_pools(models, expected
     async def check():
         async with deployed(models, placed, room) as running:
             assert await running.answers("dedicated") == expected
+            assert running.failures == [], "a step was replayed"
             assert (running.num_dedicated, running.num_inline) == (11, 1), "all but a chunk of 26 tokens"
             print(running.engine.memory_bytes())
 
