@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.full_models import CONFIGS
 from benchmarks.report import RESULTS, Report
 from benchmarks.served.clients import Clients
-from benchmarks.served.faults import FaultPlan, faults
+from benchmarks.served.faults import FAULTS, FaultPlan, faults
 from benchmarks.served.process import ServedProcess
 from benchmarks.served.prompts import first_tokens, long_prompt
 
@@ -53,7 +53,7 @@ async def run(options: argparse.Namespace) -> None:
             elif part == "long":
                 await long_prompt(clients, report, names, options.long_tokens)
             elif part == "faults":
-                plan = FaultPlan(options.requests, options.answer_tokens, options.fault_s)
+                plan = FaultPlan(options.requests, options.answer_tokens, options.fault_s, made(options.faults))
                 await faults(clients, server, recovery, names, plan, options.out)
             else:
                 raise ValueError(f"--parts has {part!r}; it takes prefill, long and faults")
@@ -63,6 +63,12 @@ async def run(options: argparse.Namespace) -> None:
                 each.write(options.out)
         server.close()
         print(log.read_text(errors="replace")[-options.log_tail :], flush=True)
+
+
+def made(text: str) -> tuple[tuple[str, str], ...]:
+    """(rank, signal) of each fault of the command line."""
+    pairs = [fault.partition(":") for fault in text.split(",")]
+    return tuple((rank, kind) for rank, _, kind in pairs)
 
 
 def main() -> None:
@@ -76,6 +82,7 @@ def main() -> None:
     parser.add_argument("--kv-bytes", default="60GiB")
     parser.add_argument("--long-tokens", type=int, default=131072)
     parser.add_argument("--requests", type=int, default=45, help="different ones, asked again and again")
+    parser.add_argument("--faults", default=",".join(f"{rank}:{kind}" for rank, kind in FAULTS), help="in this order")
     parser.add_argument("--answer-tokens", type=int, default=120, help="of each of them")
     parser.add_argument("--name", default="recovery", help="of the faults' result")
     parser.add_argument("--gpus", type=int, default=2)

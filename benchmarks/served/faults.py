@@ -34,11 +34,15 @@ Plan = tuple[str, int, int, int]
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """What is asked, and how long at least ranks are lost meanwhile; every fault is made once in any case."""
+    """What is asked, and how long at least ranks are lost meanwhile; every fault is made once in any case.
+
+    faults: (rank, name of the signal), in this order.
+    """
 
     num_requests: int
     answer_tokens: int
     at_least_s: float
+    faults: tuple[tuple[str, str], ...] = FAULTS
 
 
 @dataclass
@@ -142,7 +146,7 @@ async def faults(
         control.add(index, answer)
     control.tell(report)
     traffic = Traffic(report, Compared("faults", requests, undisturbed), out)
-    breaking = asyncio.create_task(break_ranks(clients, server, traffic, traffic.begin + plan.at_least_s))
+    breaking = asyncio.create_task(break_ranks(clients, server, traffic, plan))
     number = 0
 
     async def worker() -> None:
@@ -170,12 +174,12 @@ async def ask_all(clients: Clients, requests: Sequence[Plan]) -> list[Answer]:
     return await asyncio.gather(*(one(plan) for plan in requests))
 
 
-async def break_ranks(clients: Clients, server: ServedProcess, traffic: Traffic, until: float) -> None:
-    """Every fault once, and again in turn until `until`."""
-    breaks = traffic.breaks
+async def break_ranks(clients: Clients, server: ServedProcess, traffic: Traffic, plan: FaultPlan) -> None:
+    """Every fault once, and again in turn until the plan's time is over."""
+    breaks, until = traffic.breaks, traffic.begin + plan.at_least_s
     while True:
-        for rank, kind in FAULTS:
-            if breaks.count >= len(FAULTS) and time.perf_counter() >= until:
+        for rank, kind in plan.faults:
+            if breaks.count >= len(plan.faults) and time.perf_counter() >= until:
                 return
             await asyncio.sleep(QUIET_S)
             pid = await asyncio.to_thread(server.rank_pid, rank)

@@ -4,7 +4,7 @@ Processes read extents of the files into pinned memory (`weights_pool/readers.py
 enqueues the copies from there (`moving.py`). What is under way keeps the bus busy for two milliseconds, so that thread
 may never be away for longer: between two extents of a layer it plans a few parts of the next one. An extent is so small
 that the buffers of all readers stay in the processor's caches: those of 16 MiB go through main memory. Pinning the page
-cache's own pages, for the copy engine to read them there, gave 5 to 16 GB/s: pages are pinned at up to 47, but not
+cache's own pages, for the copy engine to read them there, gave 5 to 16 GB/s: pages are pinned at up to 47, but hardly
 while copies run.
 """
 
