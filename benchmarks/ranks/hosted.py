@@ -16,7 +16,7 @@ from crosspool.cluster.host_loop import HostLoop
 from crosspool.cluster.messages import FromRank, ToRank
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.rank_process import SocketInbox
-from crosspool.cluster.region import ArrayRegion
+from crosspool.cluster.region import Region
 from crosspool.cluster.worker import RankWorker
 from crosspool.scheduler.order import ORDER_POLICIES
 
@@ -25,12 +25,15 @@ SPIN_US = 200.0
 
 @dataclass(frozen=True)
 class RanksOfALane:
-    """A KV rank and a weights rank by name, their model, what they need of a channel, and one sequence's pages."""
+    """A KV rank and a weights rank by name, their model, what they need of a channel, and one sequence's pages.
+
+    region: crosses the hosts' sockets, so only a file's bytes are the same on both sides.
+    """
 
     workers: Mapping[str, RankWorker]
     placement: ModelPlacement
     capacity: int
-    region: ArrayRegion
+    region: Region
     pages: tuple[tuple[int, ...], ...]
 
 

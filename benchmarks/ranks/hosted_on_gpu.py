@@ -26,7 +26,7 @@ from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker
 from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.channel import link_bytes
-from crosspool.cluster.region import ArrayRegion
+from crosspool.cluster.region import FileRegion
 from crosspool.cluster.worker import RankWorker
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.spec import ModelSpec
@@ -101,6 +101,6 @@ def ranks_on_one_gpu(model: str, server_sms: int, num_tokens: int, *, is_ahead: 
         },
         placement=placement,
         capacity=capacity,
-        region=ArrayRegion(link_bytes(capacity)),
+        region=FileRegion.create(link_bytes(capacity)),
         pages=tuple(tuple(range(1 + page * width, 1 + (page + 1) * width)) for page in range(num_pages)),
     )
