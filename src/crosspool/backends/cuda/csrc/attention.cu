@@ -16,6 +16,7 @@ DEVICE void attend_split(const AttentionParams& p, const PanelMap* map = nullptr
   Block self = Block::at(p, blockIdx.y, gridDim.y, blockIdx.x, blockIdx.z);
   if (self.is_idle()) return;
   if constexpr (Block::TAKES_MAP) self.map = map;
+  grid_launch_dependents();
   if (Block::IS_READY) grid_wait();  // the kernel before wrote cache rows
   const u64 upcoming = self.start();
   if (!Block::IS_READY) grid_wait();

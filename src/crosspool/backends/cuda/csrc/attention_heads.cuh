@@ -71,7 +71,6 @@ struct HeadsAttention {
     sums.clear();
     int split = share.split, left = share.per_split;  // the present split's number, and tiles of it still to come
     block_sync();  // the queries are there
-    grid_launch_dependents();  // not before: weights that the kernels behind ask for would come ahead of them
     HeadsScores<Room> scores;
     if (share.tiles > 0) scores.load_queries(room);
 #pragma unroll 1

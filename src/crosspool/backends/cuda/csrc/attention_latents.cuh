@@ -64,7 +64,6 @@ struct LatentsAttention {
     LatentsScores<Room> scores;
     Room::publish();
     block_sync();  // the queries are there
-    grid_launch_dependents();  // not before: weights that the kernels behind ask for would come ahead of them
     if (!WIDE && share.tiles > 0) scores.load_queries(room);
     for (int i = 0; i < share.tiles; ++i) {
       const int tile = share.begin + i * TILE, stage = i % STAGES;
