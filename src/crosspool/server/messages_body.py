@@ -1,6 +1,7 @@
 """Request bodies of Anthropic's Messages API, brought to the chat body that the rest of the server takes."""
 
 import json
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -89,37 +90,53 @@ def _turns(message: dict[str, Any], place: str) -> list[dict[str, Any]]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise bad_request(f"{place}.content must be a string or a list of blocks", param="messages")
-    texts: list[str] = []
-    results: list[dict[str, Any]] = []
-    calls: list[dict[str, Any]] = []
-    thoughts: list[str] = []
+    blocks = _Blocks(role)
     for index, block in enumerate(content):
-        where = f"{place}.content[{index}]"
+        blocks.add(block, f"{place}.content[{index}]")
+    return blocks.turns()
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """What the content blocks of one message hold, by kind."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+
+    def add(self, block: Any, where: str) -> None:
+        """Raises APIError (400) for a block that this role does not write."""
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            texts.append(_string(block.get("text"), f"{where}.text"))
-        elif kind == "tool_result" and role == "user":
+            self.texts.append(_string(block.get("text"), f"{where}.text"))
+        elif kind == "tool_result" and self.role == "user":
             text = _text(block.get("content") or "", f"{where}.content")
             identity = _string(block.get("tool_use_id"), f"{where}.tool_use_id")
-            results.append({"role": "tool", "tool_call_id": identity, "content": text})
-        elif kind == "tool_use" and role == "assistant":
-            calls.append(_tool_use(block, where))
-        elif kind == "thinking" and role == "assistant":
-            thoughts.append(_string(block.get("thinking"), f"{where}.thinking"))
+            self.results.append({"role": "tool", "tool_call_id": identity, "content": text})
+        elif kind == "tool_use" and self.role == "assistant":
+            self.calls.append(_tool_use(block, where))
+        elif kind == "thinking" and self.role == "assistant":
+            self.thoughts.append(_string(block.get("thinking"), f"{where}.thinking"))
         elif kind not in IGNORED_BLOCKS:
             raise bad_request(
-                f"{where} is of type {shorten(ascii(kind), 60)}, which is not read in a message of role {role}",
+                f"{where} is of type {shorten(ascii(kind), 60)}, which is not read in a message of role {self.role}",
                 param="messages",
             )
-    found = list(results)
-    if texts or calls or not results:
-        turn: dict[str, Any] = {"role": role, "content": "\n".join(texts) if texts or not calls else None}
-        if calls:
-            turn["tool_calls"] = calls
-        if thoughts:
-            turn["reasoning_content"] = "\n".join(thoughts)
-        found.append(turn)
-    return found
+
+    def turns(self) -> list[dict[str, Any]]:
+        if self.results and not (self.texts or self.calls):
+            return self.results
+        turn: dict[str, Any] = {
+            "role": self.role,
+            "content": "\n".join(self.texts) if self.texts or not self.calls else None,
+        }
+        if self.calls:
+            turn["tool_calls"] = self.calls
+        if self.thoughts:
+            turn["reasoning_content"] = "\n".join(self.thoughts)
+        return [*self.results, turn]
 
 
 def _tool_use(block: dict[str, Any], where: str) -> dict[str, Any]:
