@@ -74,6 +74,7 @@ def test_a_tokens_ffn_has_the_same_bits_in_every_batch(options):
     ("tokens", "options"),
     [
         (3, {"hidden": 2120, "experts": 4, "top_k": 2, "width": 24, "shared": 16}),
+        (9, {"hidden": 2120, "experts": 8, "top_k": 2, "width": 24, "shared": 16}),
         (2, {"hidden": 72, "experts": 4, "top_k": 2, "width": 1048, "shared": 2120}),
         (32, {"hidden": 1056, "experts": 3, "top_k": 3, "width": 1160}),
     ],
