@@ -4,10 +4,10 @@
 #include "moe_up.cuh"
 
 KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 1) {
-  float* red = reinterpret_cast<float*>(dynamic_smem() + UP_STREAM_BYTES);
+  float* red = reinterpret_cast<float*>(dynamic_smem() + UP_STAGES * STAGE_BYTES);
   const int red_floats = MOE_WARPS * ceil_div(p.tokens, TILE_COLS) * RED_FLOATS;
   const Lists lists(p, reinterpret_cast<int*>(red + 2 * red_floats));
-  UpStep up(p, dynamic_smem(), lists, red);
+  UpStep up(p, dynamic_smem(), false, lists, red);
   up.load_shared();
   grid_wait();
   grid_launch_dependents();  // not before the router has ended: the next kernel reads its lists without waiting
@@ -22,7 +22,7 @@ KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 1) {
 }
 
 KERNEL(moe_down, MoeParams, MOE_THREADS, 1) {
-  u8* near = dynamic_smem() + DOWN_STREAM_BYTES;
+  u8* near = dynamic_smem() + DOWN_STAGES * STAGE_BYTES;
   float* sums = reinterpret_cast<float*>(near + COLUMN_BYTES);            // MOE_WARPS * tokens * OUT_STRIDE
   float* weights = sums + MOE_WARPS * p.tokens * OUT_STRIDE;              // tokens * top_k
   const Lists lists(p, reinterpret_cast<int*>(weights + p.tokens * p.top_k));
@@ -34,7 +34,7 @@ KERNEL(moe_down, MoeParams, MOE_THREADS, 1) {
   }
   block_sync();
   grid_launch_dependents();
-  DownStep down(p, dynamic_smem(), near, lists, weights, sums, unique);
+  DownStep down(p, dynamic_smem(), false, near, lists, weights, sums, unique);
   down.begin(blockIdx.x);
   grid_wait();
   down.run(out_epoch(p));

@@ -27,7 +27,7 @@ struct MoeParams {
   void* out;                  // (tokens, hidden) of `out_form`
   int tokens, hidden, width, shared_width, top_k, activation, out_form;
   int max_unique;             // most experts that can be chosen: min(experts, tokens * top_k), at least 1
-  int near_values;            // a lone token's activations, where a block's scratch holds them beside its sums
+  int near_values;            // activations of few tokens, where a block's scratch holds them beside its sums
   Departure departure;        // where `out` is a peer's slot
 };
 

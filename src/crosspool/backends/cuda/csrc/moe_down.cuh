@@ -51,10 +51,35 @@ DEVICE void gather(const MoeParams& p, u16* near) {
     *reinterpret_cast<uint4*>(near + i) = load16(i < routed ? p.act + i : p.shared_act + (i - routed));
 }
 
+// Of each chosen expert, the pair and the weight of every token of few; no pair: -1, whose weight is 0.
+struct TokenTable {
+  static constexpr int TOKENS = TILE_COLS;
+  int* pairs;  // (experts, TOKENS)
+  float* weights;
+
+  DEVICE TokenTable(void* smem, int max_unique)
+      : pairs(static_cast<int*>(smem)), weights(reinterpret_cast<float*>(pairs + max_unique * TOKENS)) {}
+  DEVICE static bool serves(int tokens) { return tokens > 1 && tokens <= TOKENS; }
+  DEVICE static int num_bytes(const MoeParams& p) { return serves(p.tokens) ? 8 * TOKENS * p.max_unique : 0; }
+  // A thread an expert; call block_sync afterwards.
+  DEVICE void fill(const Lists& lists, const float* of_pairs, int unique) const {
+    for (int u = threadIdx.x; u < unique; u += MOE_THREADS) {
+#pragma unroll
+      for (int t = 0; t < TOKENS; ++t) pairs[u * TOKENS + t] = -1, weights[u * TOKENS + t] = 0.0f;
+#pragma unroll 1
+      for (int i = lists.offsets[u]; i < lists.offsets[u + 1]; ++i) {
+        const int at = u * TOKENS + lists.token(i), pair = lists.pair(i);
+        pairs[at] = pair, weights[at] = of_pairs[pair];
+      }
+    }
+  }
+};
+
 // Down: one row tile of a block. Each warp takes an eighth of the units and keeps its own sums, added in warp order.
 //
-// Activations come the same way as weights: every lane copies the bytes of the column that it will multiply, as many units
-// ahead. To load them into registers one unit ahead took longer than a unit where experts have several tokens.
+// Activations of more than eight tokens come the same way as weights: every lane copies the bytes of the column that it will
+// multiply, as many units ahead. To load them into registers one unit ahead took longer than a unit where experts have several
+// tokens. Those of few are loaded so: they have no room in shared memory, and one stage of weights more.
 struct DownStep {
   using DownStream = Stream<DOWN_STAGES, DOWN_CHUNKS>;
   const MoeParams& p;
@@ -75,9 +100,10 @@ struct DownStep {
   DownCursor ahead{};
   int low = 0, high = 0;  // this lane's two rows
 
-  // near: room for COLUMN_BYTES; a lone token's activations may lie there instead.
-  DEVICE DownStep(const MoeParams& p, u8* smem, u8* near, const Lists& lists, const float* weights, float* sums, int unique)
-      : p(p), stream(smem), lists(lists), weights(weights), sums(sums),
+  // near: room for COLUMN_BYTES, or for the activations of few tokens.
+  DEVICE DownStep(const MoeParams& p, u8* smem, bool is_few, u8* near, const Lists& lists, const float* weights, float* sums,
+                  int unique)
+      : p(p), stream(smem, is_few), lists(lists), weights(weights), sums(sums),
         columns(shared_address(near + threadIdx.x / 32 * (COLUMN_BYTES / MOE_WARPS) + threadIdx.x % 32 * 16)), acts(p),
         tokens(p.tokens), hidden(p.hidden), width(p.width), shared_width(p.shared_width), routed_down(p.down),
         shared_down(p.shared_down), bias(p.down_bias), shared_scale(p.shared_scale),
@@ -135,21 +161,20 @@ struct DownStep {
     copy_columns(ahead, load_stage);
     copy_next(load_stage);
     copy_async_commit();
-    step(load_stage);
+    stream.step(load_stage);
   }
   // Activations of the units whose weights are on their way already.
   DEVICE void load_columns() const {
     DownCursor c = start();
     int to = stage;
   #pragma unroll 1
-    for (int n = 0; n < DOWN_STAGES; ++n) {
+    for (int n = 0; n < stream.stages; ++n) {
       copy_columns(c, to);
       copy_async_commit();
       if (c.unique < unique) c = after(c);
-      step(to);
+      stream.step(to);
     }
   }
-  DEVICE static void step(int& stage) { stage = stage + 1 == DOWN_STAGES ? 0 : stage + 1; }
   // Which rows; where there is no such tile, nothing is copied.
   DEVICE void choose_tile(int row_tile) {
     row0 = row_tile * TILE_ROWS;
@@ -162,18 +187,18 @@ struct DownStep {
     clear_sums();
     stage = load_stage = 0;
   #pragma unroll 1
-    for (int n = 0; n < DOWN_STAGES; ++n) load_weights();
+    for (int n = 0; n < stream.stages; ++n) load_weights();
   }
   // The same where all stages but one are on their way, the first of them in `first_stage`.
   DEVICE void go_on(int first_stage) {
     clear_sums();
-    stage = first_stage, load_stage = first_stage == 0 ? DOWN_STAGES - 1 : first_stage - 1;
+    stage = first_stage, load_stage = first_stage == 0 ? stream.stages - 1 : first_stage - 1;
     load_weights();
   }
   DEVICE void load_weights() {
     copy_next(load_stage);
     copy_async_commit();
-    step(load_stage);
+    stream.step(load_stage);
   }
   DEVICE void clear_sums() const {
     float* out = sums + warp * tokens * OUT_STRIDE;
@@ -204,7 +229,7 @@ struct DownStep {
     float* out = sums + warp * tokens * OUT_STRIDE + g;
     uint4 low_rows[DOWN_CHUNKS], high_rows[DOWN_CHUNKS], column[DOWN_CHUNKS];
     load_columns();
-    for (DownCursor at = start(); at.unique < unique; at = after(at), step(stage)) {
+    for (DownCursor at = start(); at.unique < unique; at = after(at), stream.step(stage)) {
       const bool is_shared = at.unique < 0;
       int token[2];  // of columns 2q and 2q + 1; -1: none
       float w[2];
@@ -217,7 +242,7 @@ struct DownStep {
         if (!is_shared) w[c] = weights[lists.pair(at.begin + n)];
         else if (shared_scale != nullptr) w[c] = load_float_l2(shared_scale + n);
       }
-      copy_async_wait<DOWN_STAGES - 1>();
+      stream.wait();
       if (at.n0 == 0) load_rows(low_rows, high_rows);
   #pragma unroll
       for (int c = 0; c < DOWN_CHUNKS; ++c) column[c] = load16_shared(columns + (stage * DOWN_CHUNKS + c) * 512);
@@ -236,11 +261,49 @@ struct DownStep {
     }
     finish(epoch);
   }
+  // The same for few tokens: each has a column of its own, zero for experts that it does not go to, so that sums stay in
+  // registers. Two arrays of columns take turns: to copy one to the other would wait for its loads.
+  DEVICE void run_few(const TokenTable& table, u32 epoch) {
+    float sum[4] = {};  // rows `low` and `high` of tokens 2q and 2q + 1
+    DownCursor at = start();
+    uint4 even[DOWN_CHUNKS], odd[DOWN_CHUNKS];
+    const auto advance = [&](const uint4 (&held)[DOWN_CHUNKS], uint4 (&coming)[DOWN_CHUNKS]) {
+      const DownCursor next = after(at);
+      load_column(table, next, coming);
+      float w[2];
+      weights_of(table, at, w);
+      stream.wait();
+      uint4 low_rows[DOWN_CHUNKS], high_rows[DOWN_CHUNKS];
+      load_rows(low_rows, high_rows);
+      float acc[2][4] = {};
+      products(low_rows, high_rows, held, acc);
+      load_weights();
+      stream.step(stage);
+      const bool has_bias = bias != nullptr && at.unique >= 0 && at.part == 0;
+  #pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float low_sum = acc[0][c] + acc[1][c], high_sum = acc[0][c + 2] + acc[1][c + 2];
+        if (has_bias) add_bias(at.unique, low_sum, high_sum);
+        sum[c] += w[c] * low_sum;
+        sum[c + 2] += w[c] * high_sum;
+      }
+      at = next;
+      return at.unique < unique;
+    };
+    load_column(table, at, even);
+    if (at.unique < unique)
+      while (advance(even, odd) && advance(odd, even)) {}
+    float* out = sums + warp * tokens * OUT_STRIDE;
+  #pragma unroll
+    for (int c = 0; c < 2; ++c)
+      if (2 * q + c < tokens) out[(2 * q + c) * OUT_STRIDE + g] = sum[c], out[(2 * q + c) * OUT_STRIDE + g + 8] = sum[c + 2];
+    finish(epoch);
+  }
   // The same for one token, whose activations are near: there is one column, and sums stay in registers.
   DEVICE void run_one(u32 epoch) {
     const SharedAddress routed = shared_address(acts.routed + k_lane), shared = shared_address(acts.shared + k_lane);
     float low_sum = 0.0f, high_sum = 0.0f;
-    for (DownCursor at = start(); at.unique < unique; at = after(at), step(stage)) {
+    for (DownCursor at = start(); at.unique < unique; at = after(at), stream.step(stage)) {
       const bool is_shared = at.unique < 0;
       const int k0 = at.part * DOWN_K, row = is_shared ? shared_width : width, pair = is_shared ? 0 : lists.pair(at.unique);
       const SharedAddress from = is_shared ? shared + 2 * k0 : routed + 2 * (pair * width + k0);
@@ -252,7 +315,7 @@ struct DownStep {
         column[c] = uint4{0, 0, 0, 0};
         if (g == 0 && k0 + k_lane + c * 32 < row) column[c] = load16_shared(from + c * 64);
       }
-      copy_async_wait<DOWN_STAGES - 1>();
+      stream.wait();
       load_rows(low_rows, high_rows);
       float acc[2][4] = {};
       products(low_rows, high_rows, column, acc);
@@ -267,6 +330,29 @@ struct DownStep {
   }
 
  private:
+  // Of `run_few`: this lane's part of token g's column of a unit.
+  DEVICE void load_column(const TokenTable& table, const DownCursor& c, uint4 (&to)[DOWN_CHUNKS]) const {
+  #pragma unroll
+    for (int n = 0; n < DOWN_CHUNKS; ++n) to[n] = uint4{0, 0, 0, 0};
+    if (c.unique >= unique || g >= tokens) return;
+    const bool is_shared = c.unique < 0;
+    const int pair = is_shared ? 0 : table.pairs[c.unique * TokenTable::TOKENS + g];
+    if (pair < 0) return;
+    const int row = is_shared ? shared_width : width, k = c.part * DOWN_K + k_lane, k_end = min_int((c.part + 1) * DOWN_K, row);
+    const u16* from = is_shared ? acts.shared + g * shared_width : acts.routed + pair * width;
+  #pragma unroll
+    for (int n = 0; n < DOWN_CHUNKS; ++n)
+      if (k + n * 32 < k_end) to[n] = load16(from + k + n * 32);
+  }
+  // Of `run_few`: weights of tokens 2q and 2q + 1.
+  DEVICE void weights_of(const TokenTable& table, const DownCursor& c, float (&w)[2]) const {
+  #pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int token = 2 * q + n;
+      if (c.unique >= 0) w[n] = table.weights[c.unique * TokenTable::TOKENS + token];
+      else w[n] = shared_scale != nullptr && token < tokens ? load_float_l2(shared_scale + token) : 1.0f;
+    }
+  }
   // The sums of all warps, in their order.
   DEVICE void finish(u32 epoch) {
     block_sync();

@@ -20,6 +20,7 @@ struct FusedParams {
 struct FusedLayer {
   const FusedParams& p;
   u8* smem;
+  const bool is_few;  // of `Stream`
   u8* work;
   float* weights;  // tokens * top_k
   int* unique;
@@ -29,9 +30,10 @@ struct FusedLayer {
   const RouterRow first;  // this block's first row of the router
 
   DEVICE FusedLayer(const FusedParams& p, u8* smem)
-      : p(p), smem(smem), work(smem + UP_STREAM_BYTES), weights(reinterpret_cast<float*>(work + p.work_bytes)),
+      : p(p), smem(smem), is_few(p.moe.near_values > 0 || TokenTable::serves(p.moe.tokens)),
+        work(smem + (is_few ? FEW_STAGES : UP_STAGES) * STAGE_BYTES), weights(reinterpret_cast<float*>(work + p.work_bytes)),
         unique(reinterpret_cast<int*>(weights + p.moe.tokens * p.moe.top_k)), lists(p.moe, unique + 1),
-        router(router_smem(work)), up(p.moe, smem, lists, reinterpret_cast<float*>(work)),
+        router(router_smem(work)), up(p.moe, smem, is_few, lists, reinterpret_cast<float*>(work)),
         first(p.route, min_int(blockIdx.x, p.rows - 1)) {}
 
   // Start on what does not depend on the rows.
@@ -46,14 +48,16 @@ struct FusedLayer {
     else *unique = 0;
     block_sync();
     // As words only where every block makes some: then none is left behind by those that find all.
-    const bool are_near = m.tokens == 1 && Acts::num_values(m) <= m.near_values;
+    const bool are_near = m.near_values > 0;
     const int tiles = up.shared_tiles + *unique * up.tiles;
     const bool are_words = are_near && m.act_words != nullptr && tiles >= static_cast<int>(gridDim.x);
     up.writes_words = are_words;
     up.epoch = epoch;
     float* sums = reinterpret_cast<float*>(work);
-    u8* near = work + MOE_WARPS * m.tokens * OUT_STRIDE * 4;
-    DownStep down(m, smem, near, lists, weights, sums, *unique);
+    u8* table_at = work + MOE_WARPS * m.tokens * OUT_STRIDE * 4;
+    u8* near = table_at + TokenTable::num_bytes(m);
+    const TokenTable table(table_at, m.max_unique);
+    DownStep down(m, smem, is_few, near, lists, weights, sums, *unique);
     down.choose_tile(blockIdx.x);
     const int first_stage = up.run(*unique, down);  // weights of down follow those of gate and up
 
@@ -62,6 +66,8 @@ struct FusedLayer {
     else meeting.arrive();
     const int row_tiles = ceil_div(m.hidden, TILE_ROWS);
     down.go_on(first_stage);
+    const bool has_table = TokenTable::serves(m.tokens);
+    if (has_table) table.fill(lists, weights, *unique);
     u16* own = reinterpret_cast<u16*>(near);
     if (are_words) gather_words(m, epoch, own);
     else meeting.wait();
@@ -72,7 +78,8 @@ struct FusedLayer {
     }
     for (int tile = blockIdx.x; tile < row_tiles; tile += gridDim.x) {
       if (tile != static_cast<int>(blockIdx.x)) down.begin(tile);
-      if (are_near) down.run_one(epoch_out);
+      if (are_near && m.tokens == 1) down.run_one(epoch_out);
+      else if (has_table) down.run_few(table, epoch_out);
       else down.run(epoch_out);
     }
   }

@@ -10,9 +10,10 @@
 #include "moe.cuh"
 
 #if (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900) || defined(CROSSPOOL_SMALL_SMEM)
-constexpr int UP_STAGES = 3, DOWN_STAGES = 2;  // 163 KiB of shared memory a block at most
+constexpr int UP_STAGES = 3, DOWN_STAGES = 2, FEW_STAGES = 3;  // 163 KiB of shared memory a block at most
 #else
 constexpr int UP_STAGES = 4, DOWN_STAGES = 4;  // the same: weights of down follow those of gate and up
+constexpr int FEW_STAGES = 5;                  // of both where activations take no room in down
 #endif
 constexpr int MOE_WARPS = 8, MOE_THREADS = MOE_WARPS * 32;
 constexpr int UP_CHUNKS = 4;    // a stage: 4 chunks of 32 elements of k a warp
@@ -21,17 +22,24 @@ constexpr int UP_K = MOE_WARPS * UP_CHUNKS * 32;       // 1,024 elements of k a 
 constexpr int DOWN_K = DOWN_CHUNKS * 32;               // 128: each warp has its own units
 constexpr int MAX_GROUPS = 4;                    // groups of 8 tokens
 constexpr int OUT_STRIDE = 20;                   // floats a token takes in a warp's sums
-constexpr int UP_STREAM_BYTES = UP_STAGES * 32768, DOWN_STREAM_BYTES = DOWN_STAGES * 32768;
+constexpr int STAGE_BYTES = 32768;  // of the block's weights
 constexpr int COLUMN_BYTES = DOWN_STAGES * 16384;  // eight activations of each unit
 
-// A warp's stages: [stage][chunk][row of the pair][lane] of 16 bytes.
+// A warp's stages: [stage][chunk][row of the pair][lane] of 16 bytes. There are FEW_STAGES of them, or STAGES.
 template <int STAGES, int CHUNKS>
 struct Stream {
-  static constexpr int WARP_BYTES = STAGES * CHUNKS * 2 * 512;
-  static constexpr int BYTES = MOE_WARPS * WARP_BYTES;
+  const int stages;
   SharedAddress mine;  // this lane's first 16 bytes
 
-  DEVICE explicit Stream(u8* smem) : mine(shared_address(smem + threadIdx.x / 32 * WARP_BYTES + threadIdx.x % 32 * 16)) {}
+  DEVICE Stream(u8* smem, bool is_few)
+      : stages(is_few ? FEW_STAGES : STAGES),
+        mine(shared_address(smem + threadIdx.x / 32 * (stages * CHUNKS * 1024) + threadIdx.x % 32 * 16)) {}
+  DEVICE void step(int& stage) const { stage = stage + 1 == stages ? 0 : stage + 1; }
+  // All but the last `stages - 1` groups of copies are there.
+  DEVICE void wait() const {
+    if (stages == STAGES) copy_async_wait<STAGES - 1>();
+    else copy_async_wait<FEW_STAGES - 1>();
+  }
   // Start copying this lane's part of two rows: chunks at k, k + 32, ...; zeros at and after k_end.
   DEVICE void copy(int stage, const u16* low_row, const u16* high_row, int k, int k_end) const {
     const SharedAddress to = mine + stage * CHUNKS * 1024;

@@ -46,8 +46,9 @@ struct UpStep {
   bool writes_words = false;  // activations go there
   u32 epoch = 0;              // of words
 
-  DEVICE UpStep(const MoeParams& p, u8* smem, const Lists& lists, float* red)
-      : stream(smem), lists(lists), red(red), red_floats(MOE_WARPS * ceil_div(p.tokens, TILE_COLS) * RED_FLOATS),
+  // is_few: of `Stream`.
+  DEVICE UpStep(const MoeParams& p, u8* smem, bool is_few, const Lists& lists, float* red)
+      : stream(smem, is_few), lists(lists), red(red), red_floats(MOE_WARPS * ceil_div(p.tokens, TILE_COLS) * RED_FLOATS),
         warp(threadIdx.x / 32), g(threadIdx.x % 32 / 4), k_lane(warp * UP_CHUNKS * 32 + threadIdx.x % 4 * 8),
         shared_tiles(p.shared_width / 8), tiles(p.width / 8), passes(ceil_div(p.hidden, UP_K)), step(gridDim.x),
         total(shared_tiles), per_tile(tiles > 1 ? 0xffffffffu / tiles + 1 : 0), ahead(blockIdx.x), x(p.x), gate_up(p.gate_up),
@@ -84,12 +85,12 @@ struct UpStep {
     }
     copy_async_commit();
     ++loaded;
-    if (++load_stage == UP_STAGES) load_stage = 0;
+    stream.step(load_stage);
   }
   DEVICE void load_shared() {
     NothingNext nothing;
 #pragma unroll 1
-    while (loaded < UP_STAGES - 1 && ahead < total) load(nothing);
+    while (loaded < stream.stages - 1 && ahead < total) load(nothing);
   }
   DEVICE UpColumns columns_of(int unique) const {
     UpColumns c{0, tokens, nullptr};
@@ -121,7 +122,7 @@ struct UpStep {
   DEVICE int run(int unique, Next& next_step) {
     total += unique * tiles;
 #pragma unroll 1
-    while (loaded < UP_STAGES - 1) load(next_step);
+    while (loaded < stream.stages - 1) load(next_step);
     int stage = 0;
     if (static_cast<int>(blockIdx.x) >= total) return stage;
     int turn = 0, item = blockIdx.x, pass = 0;
@@ -149,7 +150,7 @@ struct UpStep {
       if (groups > 1) load_group(1, second);
       if (groups > 2) load_group(2, third);
       load(next_step);
-      copy_async_wait<UP_STAGES - 1>();
+      stream.wait();
       multiply(stage, held, acc[0]);
       if (groups > 1) multiply(stage, second, acc[1]);
       if (groups > 2) multiply(stage, third, acc[2]);
@@ -157,7 +158,7 @@ struct UpStep {
         load_group(3, second);
         multiply(stage, second, acc[3]);
       }
-      if (++stage == UP_STAGES) stage = 0;
+      stream.step(stage);
       if (!is_last) {
         ++pass;
         return true;

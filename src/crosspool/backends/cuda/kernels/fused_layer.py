@@ -17,6 +17,12 @@ WARPS = 8
 STAGE_BYTES = 32 * 1024  # of the block's weight streams
 COLUMN_BYTES = 16 * 1024  # of a stage's activations in the down projection
 STAGES = 4
+FEW_STAGES = 5
+"""Of weights, where activations take no room in the down projection."""
+TABLE_TOKENS = 8
+"""Most tokens of which every block tables the experts, pair by pair."""
+SMEM_BYTES = 224 * 1024
+"""What a layer may take of a block's 227 KiB: the server has words of its own."""
 RED_FLOATS, OUT_STRIDE = 160, 20
 
 
@@ -44,10 +50,17 @@ def fused_layer(
     up_bytes, down_bytes = 2 * WARPS * ceil_div(tokens, 8) * RED_FLOATS * 4, WARPS * OUT_STRIDE * tokens * 4
     lists_bytes = (2 * pairs + 2 * moe.max_unique + 2) * 4
     values = pairs * moe.width + tokens * moe.shared_width
-    work_bytes = align_up(max(up_bytes, down_bytes + STAGES * COLUMN_BYTES, ROUTER_SMEM_BYTES), 16)
-    if tokens == 1 and 2 * values <= STAGES * COLUMN_BYTES:
-        moe.near_values = values
+    has_table = 1 < tokens <= TABLE_TOKENS
+    if has_table:
+        down_bytes += 2 * TABLE_TOKENS * moe.max_unique * 4
+    few_bytes = align_up(max(up_bytes, down_bytes, ROUTER_SMEM_BYTES), 16)
+    with_values = align_up(max(few_bytes, down_bytes + 2 * values), 16)
+    stages, work_bytes = FEW_STAGES, few_bytes
+    if tokens <= TABLE_TOKENS and FEW_STAGES * STAGE_BYTES + with_values + lists_bytes <= SMEM_BYTES:
+        moe.near_values, work_bytes = values, with_values
         moe.act_words = address(scratch.act_words) if values <= WORD_VALUES else None
+    elif not has_table:
+        stages, work_bytes = STAGES, align_up(max(few_bytes, down_bytes + STAGES * COLUMN_BYTES), 16)
     params = FusedParams(
         moe=moe, meetings=address(routing.meetings), logits=address(routing.logit_words), work_bytes=work_bytes
     )
@@ -58,7 +71,7 @@ def fused_layer(
     else:
         params.route = router_params(weights.spec, weights.router, x, routing, arrival)
         params.rows = router_rows(weights.router)
-    return FusedLayer(params, STAGES * STAGE_BYTES + work_bytes + lists_bytes)
+    return FusedLayer(params, stages * STAGE_BYTES + work_bytes + lists_bytes)
 
 
 def launch_fused(kernels: Launcher, layer: FusedLayer) -> None:
