@@ -135,6 +135,14 @@ async def test_an_unload_that_comes_as_another_ends_is_a_404(admin: httpx2.Async
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
+async def test_readiness_waits_for_a_model_that_could_not_be_unloaded(
+    admin: httpx2.AsyncClient, engine: FakeEngine
+) -> None:
+    del engine.scripts["other"]  # of the start; its turn to be loaded has not come yet
+    assert (await admin.post("/admin/models/other/unload")).status_code == 404
+    assert (await admin.get("/health/ready")).json()["detail"] == "loading other"
+
+
 async def test_what_cannot_be_loaded_leaves_nothing(admin: httpx2.AsyncClient, engine: FakeEngine) -> None:
     missing = await admin.post("/admin/models/new/load", json={"path": "missing"})
     assert (missing.status_code, missing.json()["error"]["param"]) == (400, "path")

@@ -128,15 +128,15 @@ async def _load(state: State, prepared: Prepared) -> None:
 
 
 async def _unload(state: State, name: str, *, drain: bool) -> None:
-    awaited = name in state.awaited
-    state.awaited.discard(name)  # before the engine lets it go, so that readiness does not wait for it
+    awaited = {name} & state.awaited
+    state.awaited -= awaited  # before the engine lets it go, so that readiness does not wait for it
     try:
         await state.engine.remove_model(name, drain=drain)
     except ValueError as error:
-        if awaited:
-            state.awaited.add(name)
+        state.awaited |= awaited
         raise APIError(409, str(error), code="model_loading", param="name") from None
-    except UnknownModelError as error:  # another unload has just ended, and has not yet said so to the catalogue
+    except UnknownModelError as error:  # its turn has not come yet; or an unload ends, and the catalogue knows later
+        state.awaited |= awaited
         raise APIError(404, str(error), code="model_not_found", param="name") from None
     state.catalogue.remove(name)
 
