@@ -78,9 +78,10 @@ def _env_has(key: str) -> bool:
 
 
 def _describe(item: Mapping[str, Any], told_by: Mapping[str, str]) -> str:
-    """One wrong value, behind the file that it comes from."""
-    where = ".".join(str(part) for part in item["loc"]) or "configuration"
-    where = f"{told_by.get(str(item['loc'][0]), '') if item['loc'] else ''}{where}"
+    """One wrong value, behind the file that it comes from. A check of several values names them itself."""
+    if not item["loc"]:  # its input is every value, API keys among them
+        return str(item["msg"]).removeprefix("Value error, ")
+    where = told_by.get(str(item["loc"][0]), "") + ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         return f"{where} is not a setting; `crosspool serve --help` lists them"
     if item["type"] == "missing":
