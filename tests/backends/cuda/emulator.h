@@ -1,5 +1,6 @@
 // Runs one block of a kernel at a time on a CPU: each thread is a fiber, and a barrier or warp operation switches
 // fibers until all have arrived. Blocks run one after another, so kernels whose blocks wait for later blocks hang here.
+// What a thread copies asynchronously arrives when it waits for it, and not before: a wait for too few copies shows.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -17,6 +18,12 @@ struct float4 { float x, y, z, w; };
 
 namespace emulator {
 struct Dim { unsigned x, y, z; };
+// An asynchronous copy that its thread has not waited for: until then NaN lies where it goes.
+struct Copy {
+  unsigned group;
+  u8* to;
+  u8 bytes[16];
+};
 struct Fiber {
   ucontext_t start;
   jmp_buf point;
@@ -25,6 +32,8 @@ struct Fiber {
   struct Block* block = nullptr;
   char* stack = nullptr;
   unsigned cluster_turn = 0;  // of the cluster's meetings, where this thread has arrived
+  unsigned copy_group = 0;    // of asynchronous copies: the one that is still open
+  std::vector<Copy> copies;
 };
 struct Barrier { unsigned arrived = 0, generation = 0; };
 struct Warp { Barrier barrier; u64 slot[32][12]; };
@@ -63,6 +72,8 @@ inline unsigned warp_size() { unsigned left = block_dim.x - current->thread.x / 
 inline void start(Fiber& fiber, Block& block, unsigned thread) {
   if (!fiber.stack) fiber.stack = static_cast<char*>(malloc(kStack));
   fiber.started = fiber.done = false;
+  fiber.copy_group = 0;
+  fiber.copies.clear();
   fiber.thread = {thread, 0, 0};
   fiber.block = &block;
   getcontext(&fiber.start);
@@ -293,16 +304,25 @@ inline u32 transpose_8x8(u32 pair) {
 }
 inline void copy_async16(void* shared, const void* global, bool valid) {
   check_aligned(shared, 16);
-  if (valid) { check_aligned(global, 16); memcpy(shared, global, 16); } else memset(shared, 0, 16);
+  emulator::Copy copy{emulator::current->copy_group, static_cast<u8*>(shared), {}};
+  if (valid) { check_aligned(global, 16); memcpy(copy.bytes, global, 16); }
+  emulator::current->copies.push_back(copy);
+  memset(shared, 0xff, 16);
 }
 typedef u8* SharedAddress;
 inline SharedAddress shared_address(const void* p) { return static_cast<u8*>(const_cast<void*>(p)); }
 inline uint4 load16_shared(SharedAddress p) { return load16(p); }
 inline void copy_async16(void* shared, const void* global) { copy_async16(shared, global, true); }
 inline void copy_streamed16(SharedAddress shared, const void* global, bool valid = true) { copy_async16(shared, global, valid); }
-inline void copy_async_commit() {}
+inline void copy_async_commit() { ++emulator::current->copy_group; }
 template <int N>
-inline void copy_async_wait() {}
+inline void copy_async_wait() {
+  auto& copies = emulator::current->copies;
+  size_t there = 0;
+  for (; there < copies.size() && copies[there].group + N < emulator::current->copy_group; ++there)
+    memcpy(copies[there].to, copies[there].bytes, 16);
+  copies.erase(copies.begin(), copies.begin() + there);
+}
 inline void grid_wait() {}
 inline void grid_launch_dependents() { emulator::current->block->has_released = true; }
 inline void look_for_words() { emulator::looks_after_release += emulator::current->block->has_released; }
