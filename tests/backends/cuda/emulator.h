@@ -202,6 +202,7 @@ inline T shfl(T v, int lane) { return emulator::exchange(v, [lane](auto get) { r
 template <typename T>
 inline T shfl_xor(T v, int mask) { return emulator::exchange(v, [mask](auto get) { return get(emulator::lane() ^ mask); }); }
 inline int atomic_add(int* address, int value) { int old = *address; *address += value; return old; }
+inline void atomic_or(int* address, int bits) { *address |= bits; }
 inline void device_fence() {}
 inline u64 atomic_add(u64* address, u64 value) { u64 old = *address; *address += value; return old; }
 inline u64 load_acquire_device(const u64* p) { return *static_cast<const volatile u64*>(p); }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -62,3 +64,23 @@ def test_lists_can_be_made_from_ids_that_came_from_elsewhere():
     routing.topk_ids.copy_(torch.from_numpy(ids.ravel()))
     route_lists(EmulatedKernels(), spec, 3, 64, routing)
     assert_lists(routing, ids)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 32])
+def test_lists_of_ids_that_nobody_sent_name_known_experts_and_pairs(tokens):
+    """Rows that were given up: what lies in their slot may name one expert several times, or none at all."""
+    spec = moe_layer(ROUTERS["softmax"]).spec
+    routing = Routing.allocate(tokens, 64, 6, CPU)
+    for ids in (torch.zeros(tokens * 6), torch.tensor([5, 9, 5, 1 << 20, -1, 9]).repeat(tokens)):
+        for lists in (routing.unique_ids, routing.unique_offsets, routing.expert_pairs):
+            lists.fill_(1 << 30)
+        routing.topk_ids.copy_(ids)
+        route_lists(EmulatedKernels(), spec, tokens, 64, routing)
+        unique = routing.num_unique.item()
+        offsets = routing.unique_offsets[: unique + 1].tolist()
+        assert set(routing.unique_ids[:unique].tolist()) == {int(i) if 0 <= i < 64 else 0 for i in ids.tolist()}
+        assert offsets[0] == 0
+        assert all(begin < end for begin, end in itertools.pairwise(offsets))
+        pairs = routing.expert_pairs[: offsets[-1]].tolist()
+        assert all(0 <= pair < tokens * 6 for pair in pairs)
+        assert len(set(pairs)) == len(pairs)

@@ -34,6 +34,7 @@ DEVICE float shfl(float v, int lane) { return __shfl_sync(~0u, v, lane); }
 DEVICE int shfl(int v, int lane) { return __shfl_sync(~0u, v, lane); }
 DEVICE u64 shfl(u64 v, int lane) { return __shfl_sync(~0u, v, lane); }
 DEVICE int atomic_add(int* address, int value) { return atomicAdd(address, value); }
+DEVICE void atomic_or(int* address, int bits) { atomicOr(address, bits); }
 DEVICE void device_fence() { __threadfence(); }
 DEVICE u64 atomic_add(u64* address, u64 value) { return atomicAdd(address, value); }
 DEVICE u64 load_acquire_device(const u64* p) {

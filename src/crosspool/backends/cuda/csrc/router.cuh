@@ -251,7 +251,7 @@ DEVICE void choose(const RouterParams& p, const Logits& logits, const Look& seen
   warp_sync();  // the next token overwrites the scores
 }
 
-// One token's lists: its experts are all different, so a choice's place is the number of smaller ids.
+// One token's lists: a choice's place is the number of smaller ids, and of the same id before it (as in `list_experts`).
 DEVICE void list_one_token(const RouterParams& p, const int* chosen) {
   const int k = threadIdx.x;
   if (k > p.top_k) return;
@@ -262,7 +262,7 @@ DEVICE void list_one_token(const RouterParams& p, const int* chosen) {
   }
   int place = 0;
 #pragma unroll 8
-  for (int other = 0; other < p.top_k; ++other) place += chosen[other] < chosen[k];
+  for (int other = 0; other < p.top_k; ++other) place += chosen[other] < chosen[k] + (other < k);
   p.unique_ids[place] = chosen[k];
   p.expert_pairs[place] = k;
 }
@@ -290,7 +290,8 @@ DEVICE RouterSmem router_smem(void* smem) {
 // An id that came from elsewhere; where its rows were given up, it may be anything.
 DEVICE int known_expert(const RouterParams& p, u32 id) { return id < static_cast<u32>(p.experts) ? static_cast<int>(id) : 0; }
 
-// From `s.chosen`, (tokens, top_k): the pairs grouped by expert, experts ascending, pairs in token order.
+// From `s.chosen`, (tokens, top_k): the pairs grouped by expert, experts ascending, pairs in token order. A token's experts
+// are all different, but where its rows were given up: such lists hold what they may hold, whichever of its pairs.
 DEVICE void list_experts(const RouterParams& p, const RouterSmem& s) {
   if (p.tokens == 1) return list_one_token(p, s.chosen);
   const int lane = threadIdx.x % 32, pairs = p.tokens * p.top_k;
@@ -300,7 +301,7 @@ DEVICE void list_experts(const RouterParams& p, const RouterSmem& s) {
   for (int e = threadIdx.x; e < p.experts; e += ROUTER_THREADS) tokens[e] = 0;
   block_sync();
 #pragma unroll 1
-  for (int pair = threadIdx.x; pair < pairs; pair += ROUTER_THREADS) atomic_add(tokens + s.chosen[pair], 1 << pair / p.top_k);
+  for (int pair = threadIdx.x; pair < pairs; pair += ROUTER_THREADS) atomic_or(tokens + s.chosen[pair], 1 << pair / p.top_k);
   block_sync();
   if (threadIdx.x < 32) {  // a lane looks after neighbours; one sum carries pairs (high half) and experts (low half)
     const int each = ceil_div(p.experts, 32), end = min_int((lane + 1) * each, p.experts);
@@ -316,7 +317,7 @@ DEVICE void list_experts(const RouterParams& p, const RouterSmem& s) {
     }
     if (lane == 31) {
       *p.num_unique = sum & 0xffff;
-      p.unique_offsets[sum & 0xffff] = pairs;
+      p.unique_offsets[sum & 0xffff] = sum >> 16;
     }
 #pragma unroll 1
     for (int e = lane * each, before = sum - mine; e < end; ++e) {
