@@ -18,7 +18,7 @@ from crosspool.backends.cuda.channels import nvshmem, nvshmem_team
 from crosspool.backends.cuda.channels.nvshmem import NvshmemLibrary, find_library
 from crosspool.backends.cuda.channels.nvshmem_team import join_team
 from crosspool.backends.cuda.channels.symmetric_heap import SymmetricHeap
-from crosspool.cluster import worker
+from crosspool.cluster import make_worker
 from crosspool.cluster.channel import channel_bytes, link_bytes
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.messages import Boot
@@ -137,14 +137,14 @@ def test_a_team_has_room_for_every_lanes_channels(width):
     config = ClusterConfig(
         **ranks, num_frames=2, frame_bytes=4096, max_tokens_per_step=100, num_lanes=3, transport="nvshmem", token="ab"
     )
-    found = worker._team(config)
+    found = make_worker._team(config)
     assert (found.ranks, found.token) == (("kv0", "w0", "w1"), "ab")
     calls = FakeCalls()
     calls.join(0, 3, b"")
     heap = SymmetricHeap(calls, "kv0", {}, found.num_bytes)
     for _ in range(3 * 2):
         heap.take(channel_bytes((width + 3 * 64) * 100))  # beside its row, a token's choices
-    assert worker._team(replace(config, transport="peer")) is None
+    assert make_worker._team(replace(config, transport="peer")) is None
 
 
 def test_a_host_that_was_lost_is_not_taken_back():
