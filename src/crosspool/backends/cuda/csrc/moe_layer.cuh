@@ -47,10 +47,12 @@ struct FusedLayer {
     else if (p.route.tokens > 0) take_choices();
     else *unique = 0;
     block_sync();
-    // As words only where every block makes some: then none is left behind by those that find all.
+    // As words only where every block makes some: then none is left behind by those that find all. Nor where one block
+    // has just stored the shared expert's gate for all: words would not bring it, a meeting does.
     const bool are_near = m.near_values > 0;
     const int tiles = up.shared_tiles + *unique * up.tiles;
-    const bool are_words = are_near && m.act_words != nullptr && tiles >= static_cast<int>(gridDim.x);
+    const bool brings_gate = p.rows > 0 && m.shared_scale != nullptr;
+    const bool are_words = are_near && !brings_gate && m.act_words != nullptr && tiles >= static_cast<int>(gridDim.x);
     up.writes_words = are_words;
     up.epoch = epoch;
     float* sums = reinterpret_cast<float*>(work);
