@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -32,6 +36,16 @@ def test_a_sound_deployment_is_told_and_not_started(model: Path) -> None:
     assert "context 512 tokens" in output
     assert "FFNs on w0, w1" in output
     assert (threading.active_count(), psutil.Process().children()) == before
+
+
+def test_where_logs_are_json_every_line_is(model: Path) -> None:
+    command = [sys.executable, "-m", "crosspool", "serve", "--check", str(model), "--kv-pool-bytes", "16MiB"]
+    ended = subprocess.run(
+        [*command, "--log-format", "json"], capture_output=True, text=True, env=os.environ, timeout=60
+    )
+    assert ended.returncode == 0
+    messages = [json.loads(line)["message"] for line in ended.stderr.splitlines()]
+    assert messages[-1] == "settings, model files and the KV pool are in order; nothing was started"
 
 
 def test_weights_that_are_cut_are_found_though_none_is_loaded(model: Path) -> None:

@@ -25,7 +25,7 @@ def run(config: DeploymentConfig, console: Console) -> None:
     Weights are looked at by their files' headers. Not looked at: that the port is free, since a server may be running,
     and the memory of GPUs, which is seen when ranks start.
     """
-    tell = teller(console)
+    tell = teller(console, config.server.log_format)
     check_tls(config.server)
     models = prepare_models(config)
     config, _ = checked(config, models)
