@@ -20,16 +20,13 @@ from typing import Any
 import torch
 
 from benchmarks.full_models import CONFIGS, full_spec
-from benchmarks.gpu_timing import copy_tb_per_s, guarded, replay_us, seeded_cache, write_failures
+from benchmarks.gpu_timing import copy_tb_per_s, guarded, replay_us, write_failures
+from benchmarks.kv_pool.filled_half import filled_half
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.channels.transport_params import DelayParams
 from crosspool.backends.cuda.device.launch import DeviceKernels
-from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
-from crosspool.backends.cuda.loading.weights import random_attention_weights
-from crosspool.kv_pool.geometry import choose_page_tokens, page_geometry
 from crosspool.models.spec import ModelSpec
 from crosspool.models.tensors import model_tensors
-from crosspool.units import MiB
 
 TARGETS = {"qwen3-30b-a3b": 20.0, "glm-4.7-flash": 24.0, "deepseek-v2-lite": 17.0}
 NUM_LAYERS = 16
@@ -66,13 +63,7 @@ def measure_wait(report: Report, kernels: DeviceKernels) -> None:
 
 def measure(report: Report, kernels: DeviceKernels, name: str, context: int, batch: int, tb_per_s: float) -> None:
     spec = full_spec(name, NUM_LAYERS)
-    weights = random_attention_weights(spec, SEED, kernels.device)
-    geometry = page_geometry(spec, page_tokens=choose_page_tokens(full_spec(name), 2 * MiB), frame_bytes=2 * MiB)
-    cache = seeded_cache(geometry, batch, context, SEED)
-    half = AttentionHalf(kernels, spec, weights, cache, batch, one_row_per_sequence=True)
-    half.positions.fill_(context - 1)
-    half.lengths.fill_(context)
-    half.embed()
+    half = filled_half(kernels, kernels.device, name, NUM_LAYERS, batch, context, SEED)
     partial = torch.zeros_like(half.residual)
 
     def work() -> None:
@@ -126,14 +117,8 @@ class Without:
 
 def measure_parts(report: Report, kernels: DeviceKernels, name: str) -> None:
     """Results are worthless without a kernel, and times of the others hold: none depends on values."""
-    spec = full_spec(name, NUM_LAYERS)
-    weights = random_attention_weights(spec, SEED, kernels.device)
-    geometry = page_geometry(spec, page_tokens=choose_page_tokens(full_spec(name), 2 * MiB), frame_bytes=2 * MiB)
     launcher = Without(kernels)
-    half = AttentionHalf(launcher, spec, weights, seeded_cache(geometry, 1, 4096, SEED), 1, one_row_per_sequence=True)
-    half.positions.fill_(4095)
-    half.lengths.fill_(4096)
-    half.embed()
+    half = filled_half(launcher, kernels.device, name, NUM_LAYERS, 1, 4096, SEED)
     partial = torch.zeros_like(half.residual)
 
     def work() -> None:

@@ -20,17 +20,15 @@ import torch
 
 from benchmarks.bench_prefill_kernels import Layer
 from benchmarks.full_models import CONFIGS, full_spec
-from benchmarks.gpu_timing import guarded, keep_busy, seeded_cache, write_failures
+from benchmarks.gpu_timing import guarded, keep_busy, write_failures
+from benchmarks.kv_pool.filled_half import filled_half
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
 from crosspool.backends.cuda.device.driver import Driver
 from crosspool.backends.cuda.device.launch import DeviceKernels
 from crosspool.backends.cuda.device.sm_partition import DECODE_STREAM_PRIORITY, SmPartition
-from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
-from crosspool.backends.cuda.loading.weights import random_attention_weights, random_ffn_weights
+from crosspool.backends.cuda.loading.weights import random_ffn_weights
 from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
-from crosspool.kv_pool.geometry import choose_page_tokens, page_geometry
-from crosspool.units import MiB
 
 SEED = 7
 PIECE_TOKENS = 2048
@@ -163,14 +161,7 @@ def ffn_side(kernels: DeviceKernels, name: str, rows: int) -> Side:
 
 
 def attention_side(kernels: DeviceKernels, name: str, rows: int) -> Side:
-    spec = full_spec(name, DECODE_LAYERS)
-    weights = random_attention_weights(spec, SEED, kernels.device)
-    geometry = page_geometry(spec, page_tokens=choose_page_tokens(full_spec(name), 2 * MiB), frame_bytes=2 * MiB)
-    cache = seeded_cache(geometry, rows, CONTEXT, SEED)
-    half = AttentionHalf(kernels, spec, weights, cache, rows, one_row_per_sequence=True)
-    half.positions.fill_(CONTEXT - 1)
-    half.lengths.fill_(CONTEXT)
-    half.embed()
+    half = filled_half(kernels, kernels.device, name, DECODE_LAYERS, rows, CONTEXT, SEED)
     partial = torch.zeros_like(half.residual)
 
     def decode() -> None:

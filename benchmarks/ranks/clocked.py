@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.ranks.hosted import RanksOfALane
+from benchmarks.ranks.placed import PAGE_TOKENS, placed
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH
 from crosspool.backends.cuda.steps.batch import Batch
@@ -25,7 +25,7 @@ from crosspool.cluster.worker import RankWorker
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepHeader, epoch, run_over
 
-LAYERS, PAGE_TOKENS = 48, 256
+LAYERS = 48
 
 
 class ClockedLane(LaneMemory):
@@ -144,21 +144,12 @@ class ClockedFFN(ClockedWorker):
 def clocked_ranks(step_s: float, num_tokens: int, *, is_ahead: bool) -> RanksOfALane:
     """Room for one sequence of so many tokens."""
     attention, ffn = ClockedAttention(step_s), ClockedFFN(step_s)
-    placement = ModelPlacement(
-        name="m",
-        directory=Path("."),
-        hidden_size=64,
-        kv_rank="kv0",
-        weights_ranks=("w0",),
-        page_tokens=PAGE_TOKENS,
-        frame_bytes=1 << 21,
-    )
     return RanksOfALane(
         workers={
             "kv0": RankWorker(attention_worker=attention, links=attention, ahead=attention if is_ahead else None),
             "w0": RankWorker(ffn_worker=ffn, links=ffn, ahead=ffn if is_ahead else None),
         },
-        placement=placement,
+        placement=placed("m", 64),
         capacity=64,
         region=ArrayRegion(1 << 12),
         pages=tuple((page + 1,) for page in range(num_tokens // PAGE_TOKENS + 2)),

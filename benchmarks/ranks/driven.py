@@ -6,10 +6,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
+from benchmarks.ranks.placed import FRAME_BYTES, PAGE_TOKENS, placed
 from crosspool.backends.base import Progress
 from crosspool.backends.cuda.channels.link import Site
 from crosspool.backends.cuda.device.driver import Driver
@@ -33,9 +33,8 @@ from crosspool.kv_pool.geometry import PageGeometry, page_geometry
 from crosspool.models.spec import ModelSpec
 from crosspool.scheduler.order import ORDER_POLICIES
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow
-from crosspool.units import MiB, ceil_div
+from crosspool.units import ceil_div
 
-PAGE_TOKENS = 256
 MAX_ROWS = 32
 STEP_DEADLINE_S = 5.0
 RANKS = ("kv0", "w0")
@@ -103,7 +102,7 @@ class DrivenRanks:
         ffn = ReadyFFN(sites[1], kernels[1], rule, control=control, goes_ahead="w0" in ahead)
         kv.ready, ffn.ready = (spec, attention), (spec, layers)
         self._kv = kv
-        self.geometry: PageGeometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
+        self.geometry: PageGeometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=FRAME_BYTES)
         self._devices = dict(zip(("kv0", "w0"), devices, strict=True))
         self.ended: deque[messages.FromRank] = deque()
         self._loops = [
@@ -112,16 +111,7 @@ class DrivenRanks:
         self._loops.append(
             self._loop("w0", RankWorker(ffn_worker=ffn, links=ffn, ahead=ffn if "w0" in ahead else None))
         )
-        placement = ModelPlacement(
-            name="model",
-            directory=Path("."),
-            hidden_size=spec.hidden_size,
-            kv_rank="kv0",
-            weights_ranks=("w0",),
-            page_tokens=PAGE_TOKENS,
-            frame_bytes=2 * MiB,
-            kv_dtype="bfloat16",
-        )
+        placement = placed("model", spec.hidden_size)
         capacity = 2 * MAX_ROWS * spec.hidden_size
         for lane in range(num_lanes):
             region = ArrayRegion(link_bytes(capacity))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from benchmarks.crossings.most_of_a_gpu import MostOfAGpu
 from benchmarks.full_models import full_spec
 from benchmarks.ranks.hosted import RanksOfALane
+from benchmarks.ranks.placed import FRAME_BYTES, PAGE_TOKENS, placed
 from crosspool.backends.base import Progress
 from crosspool.backends.cuda.channels.link import Site
 from crosspool.backends.cuda.device.driver import Driver
@@ -30,9 +30,9 @@ from crosspool.cluster.region import FileRegion
 from crosspool.cluster.worker import RankWorker
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.spec import ModelSpec
-from crosspool.units import MiB, ceil_div
+from crosspool.units import ceil_div
 
-PAGE_TOKENS, SEED, DEADLINE_S = 256, 7, 4.0
+SEED, DEADLINE_S = 7, 4.0
 
 
 class PreparedKV(CudaAttentionWorker):
@@ -72,9 +72,9 @@ def ranks_on_one_gpu(model: str, server_sms: int, num_tokens: int, *, is_ahead: 
     numbers, rule = {"kv0": 0, "w0": 0}, WaitRule(deadline_s=DEADLINE_S)
     kernels = [DeviceKernels(device) for _ in numbers]
     attention_sms = kernels[0].num_sms - server_sms
-    geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=2 * MiB)
+    geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=FRAME_BYTES)
     width, num_pages = geometry.frames_per_page, ceil_div(num_tokens, PAGE_TOKENS) + 2
-    arena = torch.zeros(1 + width * num_pages, 2 * MiB, dtype=torch.uint8, device=device)
+    arena = torch.zeros(1 + width * num_pages, FRAME_BYTES, dtype=torch.uint8, device=device)
     arena.view(torch.bfloat16).normal_(0, 0.5, generator=torch.Generator(device=device).manual_seed(SEED))
     sites = [Site(rank, device, Driver(rank), numbers, None) for rank in numbers]
     parts: list[Any] = [MostOfAGpu(own, sms) for own, sms in zip(kernels, (attention_sms, server_sms), strict=True)]
@@ -83,23 +83,13 @@ def ranks_on_one_gpu(model: str, server_sms: int, num_tokens: int, *, is_ahead: 
     kv.ready = (spec, random_attention_weights(spec, SEED, device))
     ffn.ready = (spec, random_ffn_weights(spec, SEED, device))
     torch.cuda.synchronize()
-    placement = ModelPlacement(
-        name="m",
-        directory=Path("."),
-        hidden_size=spec.hidden_size,
-        kv_rank="kv0",
-        weights_ranks=("w0",),
-        page_tokens=PAGE_TOKENS,
-        frame_bytes=2 * MiB,
-        kv_dtype="bfloat16",
-    )
     capacity = 64 * spec.hidden_size
     return RanksOfALane(
         workers={
             "kv0": RankWorker(attention_worker=kv, links=kv, ahead=kv if is_ahead else None),
             "w0": RankWorker(ffn_worker=ffn, links=ffn, ahead=ffn if is_ahead else None),
         },
-        placement=placement,
+        placement=placed("m", spec.hidden_size),
         capacity=capacity,
         region=FileRegion.create(link_bytes(capacity)),
         pages=tuple(tuple(range(1 + page * width, 1 + (page + 1) * width)) for page in range(num_pages)),
