@@ -92,14 +92,20 @@ def test_a_step_for_a_rank_that_is_away_fails_at_once(tmp_path):
     stepped.cluster.close()
 
 
-def test_a_step_whose_kv_rank_had_finished_is_done_although_a_weights_rank_died(tmp_path):
-    """The KV rank's word decides: its sequences have moved on, so the step must not be replayed."""
+def a_step_under_way(tmp_path):
+    """(cluster, kv0, w0): of a model of one layer, submitted, before either rank has turned."""
     model = FakeModel(num_layers=1)
     stepped = SteppedCluster(make_config(1), 0)
     add(stepped, "a", model, tmp_path, ("w0",))
     (lane,) = make_lanes(1, {"a": model})
     stepped.cluster.submit(lane.next_step())
     kv, weights = stepped.by_rank["kv0"], stepped.by_rank["w0"]
+    return stepped, kv, weights
+
+
+def test_a_step_whose_kv_rank_had_finished_is_done_although_a_weights_rank_died(tmp_path):
+    """The KV rank's word decides: its sequences have moved on, so the step must not be replayed."""
+    stepped, kv, weights = a_step_under_way(tmp_path)
     weights_moves = [weights.turn(stepped.rng) for _ in range(50)]
     assert any(weights_moves)
     for _ in range(50):
@@ -113,12 +119,7 @@ def test_a_step_whose_kv_rank_had_finished_is_done_although_a_weights_rank_died(
 
 
 def test_a_rank_that_did_its_part_and_sleeps_is_not_taken_for_hung_with_the_one_that_is(tmp_path):
-    model = FakeModel(num_layers=1)
-    stepped = SteppedCluster(make_config(1), 0)
-    add(stepped, "a", model, tmp_path, ("w0",))
-    (lane,) = make_lanes(1, {"a": model})
-    stepped.cluster.submit(lane.next_step())
-    kv, weights = stepped.by_rank["kv0"], stepped.by_rank["w0"]
+    stepped, kv, weights = a_step_under_way(tmp_path)
     while not weights._loops["w0"].is_busy or not kv._loops["kv0"].is_busy:
         kv.turn(stepped.rng)
         weights.turn(stepped.rng)

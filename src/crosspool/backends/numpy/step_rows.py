@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from crosspool.backends.numpy.kv_cache import StepSlots
 from crosspool.backends.sequences.row_slots import row_slots
-from crosspool.backends.sequences.sequence import Sequence
+from crosspool.backends.sequences.sequence import Sequence, sequence_of
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepRow
 
@@ -28,9 +28,7 @@ class StepRows:
         slots = []
         num_tokens = 0
         for row in step.rows:
-            sequence = sequences.get(row.sequence_id)
-            if sequence is None:
-                raise ValueError(f"sequence {row.sequence_id} is not known here; send it in the step's `joining`")
+            sequence = sequence_of(row, sequences)
             table = sequence.block_table(row)
             self.sequences.append(sequence)
             self._tables.append(table)

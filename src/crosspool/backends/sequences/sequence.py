@@ -1,5 +1,7 @@
 """What the KV worker remembers of a sequence between steps: its tokens, its block table, its random numbers."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -91,3 +93,11 @@ class Sequence:
         self._table = table
         first = row.num_cached_tokens + row.num_new_tokens + step
         self.token_ids[first : first + len(token_ids)] = token_ids
+
+
+def sequence_of(row: StepRow, sequences: Mapping[int, Sequence]) -> Sequence:
+    """The row's sequence. Raises ValueError where this worker does not know it."""
+    sequence = sequences.get(row.sequence_id)
+    if sequence is None:
+        raise ValueError(f"sequence {row.sequence_id} is not known here; send it in the step's `joining`")
+    return sequence

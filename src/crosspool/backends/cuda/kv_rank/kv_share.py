@@ -28,7 +28,7 @@ from crosspool.backends.cuda.steps.lane_memory import LaneMemory
 from crosspool.backends.cuda.steps.passes import passes
 from crosspool.backends.sequences.page_reader import PageReader
 from crosspool.backends.sequences.row_slots import row_slots
-from crosspool.backends.sequences.sequence import Sequence
+from crosspool.backends.sequences.sequence import Sequence, sequence_of
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import ModelSpec
 from crosspool.scheduler.step import StepDescriptor
@@ -66,9 +66,7 @@ class ShareRows:
         positions: list[int] = []
         rows: list[int] = []
         for idx, row in enumerate(step.rows):
-            sequence = sequences.get(row.sequence_id)
-            if sequence is None:
-                raise ValueError(f"sequence {row.sequence_id} is not known here; send it in the step's `joining`")
+            sequence = sequence_of(row, sequences)
             table = sequence.block_table(row)
             row_slots(row, table, len(positions), page_tokens)  # raises, naming what is missing
             self._sequences.append(sequence)

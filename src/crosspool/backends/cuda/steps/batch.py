@@ -10,7 +10,7 @@ import numpy.typing as npt
 from crosspool.backends.cuda.steps.lane_memory import STOP_IDS
 from crosspool.backends.sequences.row_slots import row_slots
 from crosspool.backends.sequences.sampler import SamplingRow
-from crosspool.backends.sequences.sequence import Sequence
+from crosspool.backends.sequences.sequence import Sequence, sequence_of
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepRow
 
@@ -50,9 +50,7 @@ class Batch:
         positions: list[int] = []
         rows: list[int] = []
         for idx, row in enumerate(step.rows):
-            sequence = sequences.get(row.sequence_id)
-            if sequence is None:
-                raise ValueError(f"sequence {row.sequence_id} is not known here; send it in the step's `joining`")
+            sequence = sequence_of(row, sequences)
             place = places.get(row.sequence_id)
             table = sequence.block_table(row, None if before is None or place is None else before.tables[place])
             end = row.num_cached_tokens + row.num_new_tokens
