@@ -101,7 +101,7 @@ FIGURES = (
         "layouts_h200-x2",
         tuple(f"ttft_ms.{layout}.all.0.8.{level}" for layout in LAYOUTS for level in ("p50", "p99")),
         "{0:.0f}, {1:,.0f} ms",
-        "our engine without pools, where prompts always step aside: static {2:.0f}, {3:,.0f} ms; "
+        "our engine without pools, whose prompts then always stepped aside: static {2:.0f}, {3:,.0f} ms; "
         "elastic {4:.0f}, {5:,.0f} ms",
     ),
     Figure(

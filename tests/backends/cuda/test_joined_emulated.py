@@ -7,11 +7,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from crosspool.backends.cuda.chunks import chunk_plan  # noqa: E402
+from crosspool.backends.cuda.chunks import chunk_plan, chunk_run  # noqa: E402
 from crosspool.backends.cuda.joined import JoinedLink, await_ffn  # noqa: E402
 from crosspool.backends.cuda.kv_rank.kv_worker import CudaAttentionWorker  # noqa: E402
 from crosspool.backends.cuda.steps.lane_memory import WaitRule  # noqa: E402
 from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker  # noqa: E402
+from crosspool.backends.cuda.weights_rank.patience import Patience  # noqa: E402
 from crosspool.backends.cuda.workers import join_halves  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
@@ -39,7 +40,7 @@ class JoinedPair(Pair):
         devices, rule = {"kv0": 0, "w0": 0}, WaitRule()
         self.kernels = EmulatedKernels()
         self.kv = CudaAttentionWorker(site("kv0", devices), self.kernels, rule, arena(), first_frame=first_frame)
-        self.ffn = {"w0": CudaFFNWorker(site("w0", devices), self.kernels, rule)}
+        self.ffn = {"w0": CudaFFNWorker(site("w0", devices), self.kernels, rule, order="ticket")}
         join_halves(self.kv, self.ffn["w0"], "kv0", "w0")
         region = memoryview(bytearray(64))
         self.outlets["w0"], self.inlets["w0"] = self.kv.open_link(0, "w0", region, 1 << 30, lambda: None)
@@ -72,6 +73,33 @@ def test_a_joined_chunk_in_pieces_gives_the_tokens_of_two_pools(directory, monke
         (second,) = pair.run(decode_step({1: 44}, 2))
         found.append([first.token_id, second.token_id])
     assert found[0] == found[1]
+
+
+class CountedPatience(Patience):
+    """Notes the tokens of every piece that is timed."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.timed_tokens: list[int] = []
+
+    def timed(self, num_tokens):
+        self.timed_tokens.append(num_tokens)
+        return super().timed(num_tokens)
+
+
+def test_pieces_of_a_joined_chunk_step_aside_as_long_as_those_of_a_weights_rank(directory, monkeypatch):
+    """Every piece's FFN is timed, and the stream of the next piece is asked of the same patience."""
+    monkeypatch.setattr(chunk_plan, "PIECE_TOKENS", 16)
+    pair = JoinedPair(directory)
+    assert not pair.ffn["w0"].patience.is_out, "prompts step aside whatever the order of segments"
+    patience = pair.ffn["w0"]._patience = CountedPatience()
+    asked, stream = [], chunk_run._stream
+    monkeypatch.setattr(chunk_run, "_stream", lambda *asking: asked.append(asking[2]) or stream(*asking))
+    pair.run(prefill_step(directory, prompt_of(directory, 44), 1, greedy()))
+    num_layers = directory.spec.num_layers
+    assert len(patience.timed_tokens) == 3 * num_layers
+    assert sum(patience.timed_tokens) == 44 * num_layers
+    assert asked.count(patience) >= 3 * num_layers
 
 
 def test_frames_are_numbered_over_all_kv_ranks(directory):

@@ -21,6 +21,7 @@ from crosspool.backends.cuda.kv_rank.kv_chunk import sample_rows
 from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.outcome import Outcome
 from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
+from crosspool.backends.cuda.weights_rank.patience import Patience
 
 JOIN_TIMEOUT_S = 600.0
 JOIN_POLL_S = 0.02
@@ -33,6 +34,11 @@ class JoinedFFN(Protocol):
 
     def has(self, model: str) -> bool:
         """Whether the model's FFN is loaded."""
+        ...
+
+    @property
+    def patience(self) -> Patience:
+        """How long prompts step aside for decode, over all lanes."""
         ...
 
     def half_of(self, model: str, lane: int) -> FFNHalf: ...
@@ -121,6 +127,7 @@ def joined_chunk(
     kernels: Launcher,
     make_half: Callable[[], ChunkHalf],
     ffn: ChunkFFN,
+    patience: Patience,
     plan: ChunkPlan,
     batch: Batch,
     outcome: Outcome,
@@ -134,7 +141,8 @@ def joined_chunk(
         for piece in plan.pieces:
             half.attend(layer, piece)
             out = sums[: piece.num_tokens]
-            ffn.run(layer, half.padded(piece), out)
+            with patience.timed(piece.num_tokens):
+                ffn.run(layer, half.padded(piece), out)
             half.add(layer, piece, [out])
             yield plan.crossing(layer, piece)
     if batch.sampled:

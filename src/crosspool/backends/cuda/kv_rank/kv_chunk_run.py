@@ -8,7 +8,7 @@ from crosspool.backends.cuda.chunks.chunk_crossing import ChunkCrossing
 from crosspool.backends.cuda.chunks.chunk_half import ChunkHalf
 from crosspool.backends.cuda.chunks.chunk_plan import chunk_plan
 from crosspool.backends.cuda.chunks.chunk_rows import ChunkRows
-from crosspool.backends.cuda.chunks.chunk_run import Crossings, run_pieces
+from crosspool.backends.cuda.chunks.chunk_run import ENDLESS, Crossings, run_pieces
 from crosspool.backends.cuda.chunks.prefill_piece import Library
 from crosspool.backends.cuda.chunks.span_attention import SpanGraphs
 from crosspool.backends.cuda.device.launch import Launcher
@@ -20,6 +20,7 @@ from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.lane import LaneIdle, WorkerLane
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
 from crosspool.backends.cuda.steps.outcome import Outcome
+from crosspool.backends.cuda.weights_rank.patience import Patience
 from crosspool.core import SampledToken
 from crosspool.models.spec import GQASpec, MLASpec
 from crosspool.scheduler.step import StepHeader
@@ -50,14 +51,15 @@ def run_kv_chunk(
         rows = ChunkRows(batch.token_ids, batch.positions, batch.row_of_token, batch.tables)
         return ChunkHalf(kernels, model.spec, model.weights, model.frames, model.geometry, rows, plan, None, libraries)
 
+    patience = ENDLESS
     if way.joined is None:
         maps = [link.map() for link in way.links]
         crossing = ChunkCrossing(kernels, lane.memory, maps, plan, model.spec.hidden_size)
         enqueued = kv_chunk(kernels, make_half, crossing, plan, batch, outcome)
     else:
-        ffn = way.joined.chunks_of(way.name, way.number)
-        enqueued = joined_chunk(kernels, make_half, ffn, plan, batch, outcome)
-    tokens = yield from run_to_end(kernels, lane, inlets, plan, enqueued, has_neighbours, outcome)
+        ffn, patience = way.joined.chunks_of(way.name, way.number), way.joined.patience
+        enqueued = joined_chunk(kernels, make_half, ffn, patience, plan, batch, outcome)
+    tokens = yield from run_to_end(kernels, lane, inlets, plan, enqueued, has_neighbours, outcome, patience)
     for each in graphs.values():
         each.user = None
     return tokens
@@ -71,11 +73,12 @@ def run_to_end(
     enqueued: Iterator[int],
     has_neighbours: Callable[[], bool],
     outcome: Outcome,
+    patience: Patience = ENDLESS,
 ) -> HalfStep[tuple[SampledToken, ...]]:
     """`run_pieces` on a KV rank, then the tokens; a chunk that is given up half-way ends on the device all the same."""
     has_ended = False
     try:
-        yield from run_pieces(kernels, lane, inlets, plan, enqueued, has_neighbours)
+        yield from run_pieces(kernels, lane, inlets, plan, enqueued, has_neighbours, patience)
         yield Wait(inlets, plan.last_epoch)
         if outcome.is_copying():
             yield Wait((outcome,), plan.last_epoch)

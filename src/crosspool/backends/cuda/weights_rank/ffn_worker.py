@@ -74,13 +74,18 @@ class CudaFFNWorker:
         self._joined: set[str] = set()  # KV ranks that run this worker's layers themselves
         is_cuda = site.device.type == "cuda"
         is_alone = list(site.devices.values()).count(site.index) <= 1
-        make_event = partial(torch.cuda.Event, enable_timing=True) if is_cuda else None
-        self._patience = Patience(make_event, has_any=order == "priority")
+        self._make_event = partial(torch.cuda.Event, enable_timing=True) if is_cuda else None
+        self._patience = Patience(self._make_event, has_any=order == "priority")
         self._turns = FusedTurns(may_fuse=is_cuda and kernels.is_hopper and is_alone)
 
     def join(self, kv_rank: str) -> None:
         """Leave the steps of this KV rank to it (`half_of`, `chunks_of`): it shares this process and GPU."""
         self._joined.add(kv_rank)
+        self._patience = Patience(self._make_event)  # whatever `order`: no segment waits for another
+
+    @property
+    def patience(self) -> Patience:
+        return self._patience
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
         if self._site.rank not in placement.weights_ranks:
