@@ -7,7 +7,6 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 from crosspool.backends.base import Wait
-from crosspool.backends.numpy.monolithic import MonolithicModel
 from crosspool.cluster import messages
 from crosspool.cluster.base import ModelReady, RankLost, RankReady, StepDone, StepFailed
 from crosspool.cluster.channel import link_bytes
@@ -22,6 +21,7 @@ from crosspool.scheduler.order import by_priority
 from crosspool.scheduler.step import StepDescriptor, StepHeader
 from tests.support.lane_driver import wait_for
 from tests.support.loading import start_now
+from tests.support.monolithic import MonolithicModel
 from tests.support.real_cluster import running
 from tests.support.scripted_steps import FRAME_BYTES, NUM_FRAMES, PAGE_TOKENS, scripted_steps
 from tests.support.split_kv import SplitPaging, geometry_of, repaged, split_placement

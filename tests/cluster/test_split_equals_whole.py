@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from threadpoolctl import threadpool_limits
 
-from crosspool.backends.numpy.monolithic import MonolithicModel
 from crosspool.cluster.base import ModelPlacement, ModelReady, StepDone
 from crosspool.cluster.config import ClusterConfig
 from crosspool.models.directory import read_model_dir
 from tests.support.lane_driver import wait_for
+from tests.support.monolithic import MonolithicModel
 from tests.support.real_cluster import running
 from tests.support.scripted_steps import FRAME_BYTES, NUM_FRAMES, PAGE_TOKENS, scripted_steps
 from tests.support.stepped_cluster import SteppedCluster

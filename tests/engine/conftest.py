@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from crosspool.backends.numpy.monolithic import MonolithicModel
 from tests.support.engine_deployment import load_undivided, write_models
+from tests.support.monolithic import MonolithicModel
 
 
 @pytest.fixture(scope="module")

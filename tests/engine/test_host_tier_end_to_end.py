@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from crosspool.backends.numpy.monolithic import MonolithicModel
 from crosspool.core import SamplingParams
 from crosspool.engine.request import GenerationRequest
 from crosspool.models.directory import read_model_dir
@@ -20,6 +19,7 @@ from tests.support.engine_deployment import (
     token_ids,
     write_models,
 )
+from tests.support.monolithic import MonolithicModel
 from tests.support.tiny_models import write_tiny_model
 
 PAGE_TOKENS = 16

@@ -8,7 +8,6 @@ import signal
 
 import pytest
 
-from crosspool.backends.numpy.monolithic import MonolithicModel
 from crosspool.core import SamplingParams
 from crosspool.engine.request import GenerationRequest
 from crosspool.models.directory import read_model_dir
@@ -21,6 +20,7 @@ from tests.support.engine_deployment import (
     token_ids,
     wanted,
 )
+from tests.support.monolithic import MonolithicModel
 from tests.support.tiny_models import write_tiny_model
 
 

@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from crosspool.backends.numpy.monolithic import MonolithicModel
 from crosspool.core import SamplingParams
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
@@ -19,6 +18,7 @@ from tests.support.engine_deployment import (
     collect,
     token_ids,
 )
+from tests.support.monolithic import MonolithicModel
 from tests.support.tiny_models import write_tiny_model
 
 ATTENTIONS = ("qwen3_moe", "deepseek_v2", "glm4_moe_lite", "gpt_oss", "olmoe")

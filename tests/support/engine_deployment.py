@@ -7,7 +7,6 @@ import os
 import signal
 from pathlib import Path
 
-from crosspool.backends.numpy.monolithic import MonolithicModel
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.start import start_cluster
 from crosspool.core import SamplingParams
@@ -21,6 +20,7 @@ from crosspool.engine.served_model import ServedModel
 from crosspool.kv_pool.split import KVSplitChoice
 from crosspool.models.directory import read_model_dir
 from crosspool.units import KiB
+from tests.support.monolithic import MonolithicModel
 from tests.support.tiny_models import write_tiny_model
 
 FAMILIES = ("qwen3_moe", "deepseek_v2", "glm4_moe_lite")

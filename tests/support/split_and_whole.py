@@ -9,12 +9,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from crosspool.backends.numpy.monolithic import MonolithicModel
 from crosspool.core import SamplingParams
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.directory import read_model_dir
 from crosspool.weights_pool.loader import load_attention_weights, load_ffn_weights
 from tests.support.direct_lanes import SplitModel
+from tests.support.monolithic import MonolithicModel
 from tests.support.step_script import Script
 from tests.support.tiny_models import write_tiny_model
 

@@ -9,11 +9,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from crosspool.backends.cuda.chunks.prefill_blocks import NO_SPANS, SpanSizes  # noqa: E402
-from crosspool.backends.numpy.monolithic import MonolithicModel  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.chunks import ChunkModel  # noqa: E402
 from tests.backends.cuda.decoding import TOLERANCE, assert_close, relative_error  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
+from tests.support.monolithic import MonolithicModel  # noqa: E402
 from tests.support.tiny_models import CONFIGS, write_tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.judge, pytest.mark.triton]

@@ -8,10 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from crosspool.backends.cuda.device.launch import DeviceKernels  # noqa: E402
-from crosspool.backends.numpy.monolithic import MonolithicModel  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.chunks import ChunkModel  # noqa: E402
 from tests.backends.cuda.decoding import TOLERANCE, assert_close, build_decoder, decode_prompts, relative_error  # noqa: E402
+from tests.support.monolithic import MonolithicModel  # noqa: E402
 from tests.support.tiny_models import CONFIGS, write_tiny_model  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -7,7 +7,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.numpy.monolithic import MonolithicModel  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.decoding import (  # noqa: E402
     TOLERANCE,
@@ -18,6 +17,7 @@ from tests.backends.cuda.decoding import (  # noqa: E402
     relative_error,
 )
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
+from tests.support.monolithic import MonolithicModel  # noqa: E402
 from tests.support.tiny_models import CONFIGS, write_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.judge

@@ -8,9 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from crosspool.backends.cuda.device.launch import DeviceKernels  # noqa: E402
-from crosspool.backends.numpy.monolithic import MonolithicModel  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.decoding import assert_decoded, build_decoder, decode_prompts  # noqa: E402
+from tests.support.monolithic import MonolithicModel  # noqa: E402
 from tests.support.tiny_models import CONFIGS, write_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.gpu

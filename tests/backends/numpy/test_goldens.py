@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from crosspool.backends.numpy.monolithic import MonolithicModel
 from crosspool.core import SamplingParams
 from crosspool.models.directory import read_model_dir
+from tests.support.monolithic import MonolithicModel
 from tests.support.tiny_models import CONFIGS
 
 GOLDENS = Path(__file__).parents[2] / "goldens"

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from crosspool.backends.numpy.monolithic import MonolithicModel
 from crosspool.core import SamplingParams
 from crosspool.models.directory import read_model_dir
+from tests.support.monolithic import MonolithicModel
 from tests.support.tiny_models import CONFIGS
 
 pytestmark = pytest.mark.judge

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from crosspool.backends.numpy import attention_step
-from crosspool.backends.numpy.monolithic import MonolithicModel
 from crosspool.core import SamplingParams
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.directory import read_model_dir
 from crosspool.weights_pool.loader import load_attention_weights, load_ffn_weights
 from tests.support.model_size import num_parameters
+from tests.support.monolithic import MonolithicModel
 from tests.support.split_kv import FRAME_BYTES, NUM_FRAMES, PAGE_TOKENS, SplitKVModel, SplitPaging, repaged
 from tests.support.step_script import Script
 from tests.support.tiny_models import CONFIGS, write_tiny_model
