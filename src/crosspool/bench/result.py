@@ -5,7 +5,7 @@ Ours: `models` with every figure, interval and curve of each model; `client` wit
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,7 +16,8 @@ from crosspool.bench.client import ClientRun
 from crosspool.bench.quantiles import percentile_estimates
 from crosspool.bench.record import RequestRecord
 from crosspool.bench.server_times import QueueTimes
-from crosspool.bench.slo import NO_OBJECTIVE, Objective
+from crosspool.bench.settings import BenchSettings
+from crosspool.bench.slo import Objective
 from crosspool.workload.trace import FloatColumn
 
 ALL = "all"
@@ -27,29 +28,22 @@ NAMES = {"ttft": "ttft_ms", "itl": "tbt_ms", "tpot": "tpot_ms", "e2el": "e2e_ms"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """What was run, told in the result."""
+    """What was run, told in the result. command: the command line; rates: those realised, by model."""
 
-    base_url: str
-    endpoint: str
+    settings: BenchSettings
     command: str
-    label: str | None = None
-    seed: int = 0
-    rates: Mapping[str, float] = field(default_factory=dict)
-    request_rate: float | str = "inf"
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    trace: str | None = None
-    levels: tuple[float, ...] = (50.0, 95.0, 99.0)
-    metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
-    objective: Objective = NO_OBJECTIVE
-    num_processes: int = 1
+    rates: Mapping[str, float]
+    request_rate: float | str
+    levels: tuple[float, ...]
+    metrics: tuple[str, ...]
+    objective: Objective
 
 
 def result_dict(
     run: ClientRun, facts: RunFacts, queue_times: Mapping[str, QueueTimes], *, detailed: bool = False
 ) -> dict[str, Any]:
     """Everything about `run`, which has at least one record. detailed: vLLM's lists of every request too."""
-    records = run.records
+    records, settings = run.records, facts.settings
     served = _served(records)
     duration = _duration_s(records)
     names = list(dict.fromkeys(sorted(record.model for record in records)))
@@ -58,17 +52,17 @@ def result_dict(
         "crosspool_version": __version__,
         "backend": "openai",
         "endpoint_type": "openai",
-        "label": facts.label,
-        "base_url": facts.base_url,
-        "endpoint": facts.endpoint,
+        "label": settings.label,
+        "base_url": " ".join(settings.base_url),
+        "endpoint": settings.endpoint,
         "command": facts.command,
-        "seed": facts.seed,
+        "seed": settings.seed,
         "model_id": names[0] if len(names) == 1 else ",".join(names),
-        "trace": facts.trace,
+        "trace": settings.trace.name if settings.trace is not None else None,
         "num_prompts": len(records),
         "request_rate": facts.request_rate,
-        "burstiness": facts.burstiness,
-        "max_concurrency": facts.max_concurrency,
+        "burstiness": settings.burstiness,
+        "max_concurrency": settings.max_concurrency,
         "realised_rates": dict(facts.rates),
         **_totals(records, duration, facts.objective),
         "max_output_tokens_per_s": max(_tokens_by_second(served), default=0),
@@ -134,7 +128,9 @@ def _measured(served: Sequence[RequestRecord], facts: RunFacts) -> dict[str, dic
             "std": float(values.std()),
             "max": float(values.max()),
         }
-        for level, estimate in zip(facts.levels, percentile_estimates(groups, facts.levels, facts.seed), strict=True):
+        for level, estimate in zip(
+            facts.levels, percentile_estimates(groups, facts.levels, facts.settings.seed), strict=True
+        ):
             figures[f"p{level:g}"] = estimate.as_dict()
         found[NAMES[theirs]] = figures
     return found
@@ -176,9 +172,9 @@ def _client(run: ClientRun, facts: RunFacts, duration_s: float) -> dict[str, Any
     tokens = sum(len(record.token_times_s) for record in run.records)
     late, lags = 1e3 * np.asarray(run.late_s or [0.0]), 1e3 * np.asarray(run.loop_lags_s or [0.0])
     return {
-        "num_processes": facts.num_processes,
+        "num_processes": facts.settings.num_processes,
         "cpu_s": run.cpu_s,
-        "cpu_share": run.cpu_s / duration_s / facts.num_processes,
+        "cpu_share": run.cpu_s / duration_s / facts.settings.num_processes,
         "cpu_us_per_token": 1e6 * run.cpu_s / tokens if tokens else None,
         **{f"late_p{level}_ms": float(np.percentile(late, level)) for level in (50, 99, 100)},
         **{f"loop_lag_p{level}_ms": float(np.percentile(lags, level)) for level in (50, 99, 100)},

@@ -37,20 +37,13 @@ def run(settings: BenchSettings, *, as_json: bool = False, console: Console | No
     targets = {name: _target(settings, url) for name, url in urls.items()}
     planned = planned_requests(settings, models)
     facts = RunFacts(
-        base_url=" ".join(settings.base_url),
-        endpoint=settings.endpoint,
+        settings=settings,
         command=_command(),
-        label=settings.label,
-        seed=settings.seed,
         rates=realised_rates(planned, _span_s(settings, planned)),
         request_rate=_told_rate(settings),
-        burstiness=settings.burstiness,
-        max_concurrency=settings.max_concurrency,
-        trace=settings.trace.name if settings.trace is not None else None,
         levels=levels,
         metrics=metrics,
         objective=objective,
-        num_processes=settings.num_processes,
     )
     warm_up(planned, targets, settings.num_warmups, settings.timeout_s)
     before = read_queues(urls.values(), settings.api_key)

@@ -12,13 +12,10 @@ METRICS = ("ttft", "tbt", "tpot", "e2el")
 class Objective:
     """Limits in milliseconds; `tbt` is kept when every gap of the answer keeps it."""
 
-    limits_ms: tuple[tuple[str, float], ...] = ()
+    limits_ms: tuple[tuple[str, float], ...]
 
     def is_met(self, record: RequestRecord) -> bool:
         return record.outcome == "served" and all(_worst_ms(name, record) <= limit for name, limit in self.limits_ms)
-
-
-NO_OBJECTIVE = Objective()
 
 
 def parse_objective(words: Sequence[str]) -> Objective:

@@ -1,7 +1,7 @@
 """`crosspool bench` and `crosspool bench compare`: the flags. What they do is in `bench/`, imported when called."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,23 +27,29 @@ def bench(
     ] = None,
     endpoint: Annotated[str, typer.Option(help="/v1/completions or /v1/chat/completions")] = "/v1/completions",
     api_key: Annotated[str | None, typer.Option(help="the server's key", envvar="CROSSPOOL_API_KEY")] = None,
-    model: Annotated[
+    models: Annotated[
         Words,
-        typer.Option(help="a served name; repeat for more; default: all that /v1/models lists", show_default=False),
+        typer.Option(
+            "--model", help="a served name; repeat for more; default: all that /v1/models lists", show_default=False
+        ),
     ] = None,
     request_rate: Annotated[
         Words,
         typer.Option(help=f"requests/s of each model, inf: all at once; default inf. {OF_MODELS}", show_default=False),
     ] = None,
     burstiness: Annotated[float, typer.Option(help="1: Poisson; below: bursts (shape of Gamma intervals)")] = 1.0,
-    ramp_up_strategy: Annotated[str | None, typer.Option(help="linear or exponential, over --duration")] = None,
-    ramp_up_start_rps: Annotated[float | None, typer.Option(help="requests/s of each model at the start")] = None,
-    ramp_up_end_rps: Annotated[float | None, typer.Option(help="and at the end")] = None,
+    ramp: Annotated[
+        str | None, typer.Option("--ramp-up-strategy", help="linear or exponential, over --duration")
+    ] = None,
+    ramp_start_rps: Annotated[
+        float | None, typer.Option("--ramp-up-start-rps", help="requests/s of each model at the start")
+    ] = None,
+    ramp_end_rps: Annotated[float | None, typer.Option("--ramp-up-end-rps", help="and at the end")] = None,
     max_concurrency: Annotated[int | None, typer.Option(help="requests under way at once: a closed loop")] = None,
     num_prompts: Annotated[
         int | None, typer.Option(help="requests of each model; default 100 without a duration", show_default=False)
     ] = None,
-    duration: Annotated[float | None, typer.Option(help="seconds in which requests are sent")] = None,
+    duration_s: Annotated[float | None, typer.Option("--duration", help="seconds in which requests are sent")] = None,
     input_len: Annotated[
         Words, typer.Option(help=f"prompt tokens, or MEAN~CV; default 128. {OF_MODELS}", show_default=False)
     ] = None,
@@ -55,16 +61,22 @@ def bench(
     trace: Annotated[Path | None, typer.Option(help="replay a recorded trace instead of drawing requests")] = None,
     trace_format: Annotated[str, typer.Option(help="plain, azure, mooncake, bench or auto")] = "auto",
     trace_model: Annotated[str | None, typer.Option(help="model of a trace that names none")] = None,
-    trace_name: Annotated[Words, typer.Option(help="OLD=NEW: a model's name in the trace, and the served one")] = None,
+    trace_names: Annotated[
+        Words, typer.Option("--trace-name", help="OLD=NEW: a model's name in the trace, and the served one")
+    ] = None,
     trace_speed: Annotated[float, typer.Option(help="2: arrivals twice as fast")] = 1.0,
-    trace_start: Annotated[float, typer.Option(help="seconds into the trace, or into ServeGen's rates")] = 0.0,
-    trace_skip_unserved: Annotated[
+    start_s: Annotated[
+        float, typer.Option("--trace-start", help="seconds into the trace, or into ServeGen's rates")
+    ] = 0.0,
+    skips_unserved: Annotated[
         bool, typer.Option("--trace-skip-unserved", help="leave out the trace's requests of other models")
     ] = False,
     length_scale: Annotated[float, typer.Option(help="the trace's token counts times this")] = 1.0,
     servegen_rates: Annotated[Path | None, typer.Option(help="rates of ServeGen clients")] = None,
     servegen_lengths: Annotated[Path | None, typer.Option(help="lengths of ServeGen clients")] = None,
-    servegen_client: Annotated[Words, typer.Option(help="MODEL=CLIENT: whose requests a model gets")] = None,
+    servegen_clients: Annotated[
+        Words, typer.Option("--servegen-client", help="MODEL=CLIENT: whose requests a model gets")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option(help="answers are as long as asked for")] = True,
     temperature: Annotated[float | None, typer.Option(help="of every request")] = None,
     vocab_size: Annotated[int, typer.Option(help="prompt token ids are drawn below this")] = 1000,
@@ -74,73 +86,33 @@ def bench(
     extra_body: Annotated[str | None, typer.Option(help="JSON object of more fields of every request")] = None,
     seed: Annotated[int, typer.Option(help="the same seed sends the same requests")] = 0,
     num_warmups: Annotated[int, typer.Option(min=0, help="requests of each model before, not counted")] = 1,
-    timeout: Annotated[float, typer.Option(help="seconds after which a request has failed")] = 600.0,
-    client_processes: Annotated[int, typer.Option(min=1, help="processes that send and read")] = 1,
-    percentile_metrics: Annotated[str, typer.Option(help="which metrics")] = "ttft,tpot,itl,e2el",
-    metric_percentiles: Annotated[str, typer.Option(help="which percentiles")] = "50,95,99",
+    timeout_s: Annotated[float, typer.Option("--timeout", help="seconds after which a request has failed")] = 600.0,
+    num_processes: Annotated[int, typer.Option("--client-processes", min=1, help="processes that send and read")] = 1,
+    metrics: Annotated[str, typer.Option("--percentile-metrics", help="which metrics")] = "ttft,tpot,itl,e2el",
+    percentiles: Annotated[str, typer.Option("--metric-percentiles", help="which percentiles")] = "50,95,99",
     goodput: Annotated[Words, typer.Option(help="limits such as ttft:500 (ttft, tbt, tpot, e2el; ms)")] = None,
-    save_result: Annotated[bool, typer.Option("--save-result", help="write the result as JSON")] = False,
-    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="with lists of every request")] = False,
-    report: Annotated[bool, typer.Option("--report", help="also Markdown, HTML and pictures")] = False,
+    saves: Annotated[bool, typer.Option("--save-result", help="write the result as JSON")] = False,
+    detailed: Annotated[bool, typer.Option("--save-detailed", help="with lists of every request")] = False,
+    reports: Annotated[bool, typer.Option("--report", help="also Markdown, HTML and pictures")] = False,
     result_dir: Annotated[Path, typer.Option(help="where files go")] = Path(),
     result_filename: Annotated[str | None, typer.Option(help="name of the JSON file")] = None,
     label: Annotated[str | None, typer.Option(help="name of this run, in files and reports")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Put load on a running server, ours or another, and say what its users see. Flags as in `vllm bench serve`."""
+    given = {**locals(), "saves": saves or detailed or reports}
     if context.invoked_subcommand is not None:
         return
     from crosspool.bench.run import run
     from crosspool.bench.settings import BenchSettings
 
+    told: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in given.items()
+        if name not in ("context", "as_json") and value not in (None, [])
+    }
     try:
-        settings = BenchSettings(
-            base_url=tuple(base_url or (LOCAL,)),
-            endpoint=endpoint,
-            api_key=api_key,
-            models=tuple(model or ()),
-            request_rate=tuple(request_rate or ("inf",)),
-            burstiness=burstiness,
-            ramp=ramp_up_strategy,
-            ramp_start_rps=ramp_up_start_rps,
-            ramp_end_rps=ramp_up_end_rps,
-            max_concurrency=max_concurrency,
-            num_prompts=num_prompts,
-            duration_s=duration,
-            input_len=tuple(input_len or ("128",)),
-            output_len=tuple(output_len or ("64",)),
-            lengths=tuple(lengths or ()),
-            max_model_len=max_model_len,
-            trace=trace,
-            trace_format=trace_format,
-            trace_model=trace_model,
-            trace_names=tuple(trace_name or ()),
-            trace_speed=trace_speed,
-            start_s=trace_start,
-            skips_unserved=trace_skip_unserved,
-            length_scale=length_scale,
-            servegen_rates=servegen_rates,
-            servegen_lengths=servegen_lengths,
-            servegen_clients=tuple(servegen_client or ()),
-            ignore_eos=ignore_eos,
-            temperature=temperature,
-            vocab_size=vocab_size,
-            tokenizer=tokenizer,
-            extra_body=extra_body,
-            seed=seed,
-            num_warmups=num_warmups,
-            timeout_s=timeout,
-            num_processes=client_processes,
-            metrics=percentile_metrics,
-            percentiles=metric_percentiles,
-            goodput=tuple(goodput or ()),
-            saves=save_result or save_detailed or report,
-            detailed=save_detailed,
-            reports=report,
-            result_dir=result_dir,
-            result_filename=result_filename,
-            label=label,
-        )
+        settings = BenchSettings(**{"base_url": (LOCAL,), **told})
         run(settings, as_json=as_json)
     except ValueError as error:
         raise CrossPoolError(str(error)) from None

@@ -21,15 +21,15 @@ GROUPS: Mapping[str, str] = {
 
 
 BENCH_GROUPS: Mapping[str, str] = {
-    "Server": "base_url endpoint api_key model timeout",
-    "When requests come": "request_rate burstiness ramp_up_strategy ramp_up_start_rps ramp_up_end_rps max_concurrency "
-    "num_prompts duration",
+    "Server": "base_url endpoint api_key models timeout_s",
+    "When requests come": "request_rate burstiness ramp ramp_start_rps ramp_end_rps max_concurrency "
+    "num_prompts duration_s",
     "What they are": "input_len output_len lengths max_model_len ignore_eos temperature vocab_size tokenizer "
     "extra_body seed",
-    "Recorded traces": "trace trace_format trace_model trace_name trace_speed trace_start trace_skip_unserved "
-    "length_scale servegen_rates servegen_lengths servegen_client",
-    "Measuring": "num_warmups client_processes percentile_metrics metric_percentiles goodput",
-    "Results": "save_result save_detailed report result_dir result_filename label as_json",
+    "Recorded traces": "trace trace_format trace_model trace_names trace_speed start_s skips_unserved "
+    "length_scale servegen_rates servegen_lengths servegen_clients",
+    "Measuring": "num_warmups num_processes metrics percentiles goodput",
+    "Results": "saves detailed reports result_dir result_filename label as_json",
 }
 """The same of `crosspool bench`."""
 
