@@ -32,7 +32,7 @@ from crosspool.backends.cuda.device.launch import DeviceKernels
 from crosspool.backends.cuda.device.loop_graph import LoopGraph
 from crosspool.backends.cuda.device.queues import MAX_CONNECTIONS, ask_for_queues
 from crosspool.backends.cuda.loading.weights import random_attention_weights, random_ffn_weights
-from crosspool.cluster.config import Control
+from crosspool.pools_config import Control
 from crosspool.units import MiB
 
 SEED = 7

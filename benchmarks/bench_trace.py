@@ -32,8 +32,8 @@ from benchmarks.split_model.model import Gpus
 from benchmarks.traces.step_picture import step_picture
 from benchmarks.traces.step_trace import HOST, SEGMENT, decode_steps, host_events_between_layers, read_spans
 from crosspool.backends.cuda.loading.weights import random_attention_weights, random_ffn_weights
-from crosspool.cluster.config import Control
 from crosspool.cluster.rank_loop import RankLoop
+from crosspool.pools_config import Control
 from crosspool.units import MiB
 
 SEED = 7

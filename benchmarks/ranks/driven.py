@@ -24,13 +24,13 @@ from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker
 from crosspool.cluster import messages
 from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.channel import link_bytes
-from crosspool.cluster.config import Control
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.worker import RankWorker
 from crosspool.core import SamplingParams
 from crosspool.kv_pool.geometry import PageGeometry, page_geometry
 from crosspool.models.spec import ModelSpec
+from crosspool.pools_config import Control
 from crosspool.scheduler.order import ORDER_POLICIES
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepRow
 from crosspool.units import ceil_div

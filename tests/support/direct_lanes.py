@@ -5,9 +5,10 @@ import numpy as np
 from crosspool.backends.base import LaneLinks
 from crosspool.backends.numpy.ffn_worker import NumpyFFNWorker
 from crosspool.backends.numpy.kv_worker import NumpyAttentionWorker
-from crosspool.cluster.base import ModelPlacement, Route
+from crosspool.cluster.base import ModelPlacement
 from crosspool.core import SampledToken
 from crosspool.models.directory import ModelDirectory
+from crosspool.pools_config import Route
 from crosspool.scheduler.step import StepDescriptor
 from tests.support.half_turns import one_at_random, take_turns
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from crosspool.core import SampledToken
 from crosspool.kv_pool.ahead import Hint
@@ -11,10 +11,8 @@ from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.kv_pool.host_tier import FrameCopy
 from crosspool.kv_pool.split import KVSplit
 from crosspool.models.spec import DType
+from crosspool.pools_config import Route
 from crosspool.scheduler.step import StepDescriptor, StepResult
-
-Route = Literal["ffn", "kv"]
-"""The pool that chooses experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,24 +1,10 @@
 """ClusterConfig: which ranks there are, where they run, and how long they wait."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from crosspool.cluster.rank_log import WARNINGS, RankLog
-from crosspool.kv_pool.backing.base import BackingKind
+from crosspool.pools_config import Control, KVBacking, Layout, StepsAhead, Transport
 from crosspool.scheduler.order import ORDER_POLICIES
-
-Layout = Literal["inprocess", "processes"]
-Control = Literal["host", "graphs", "resident"]
-"""What drives decode on GPUs: the host, with a graph for each half of a layer; graphs of whole steps; or such graphs
-and a server that stays on the weights ranks' GPUs."""
-
-StepsAhead = Literal["host", "device"]
-"""Where a lane's step behind its running one waits for the end of that: on the host, or handed over to the device."""
-
-
-Transport = Literal["auto", "peer", "host", "nvshmem"]
-"""Memory of channels between GPUs: a peer's own, registered host memory, or NVSHMEM's; auto: a peer's where GPUs reach
-each other, else the host's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +24,7 @@ class ClusterConfig:
     frame_bytes: int
     max_tokens_per_step: int
     num_lanes: int = 3  # opened with each model; a step in a further lane opens that lane
-    kv_backing: BackingKind = "arena"  # vmm: frames are mapped for each model
+    kv_backing: KVBacking = "arena"  # vmm: frames are mapped for each model
     order: str = "priority"
     step_deadline_s: float = 5.0  # how long one wait for a peer may take
     spin_us: float = 200.0  # how long a process looks at its flags before it sleeps; threads of `numpy` do at once

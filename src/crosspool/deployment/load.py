@@ -2,9 +2,9 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -20,8 +20,9 @@ from crosspool.config import (
 from crosspool.deployment.model_source import is_hub_id
 from crosspool.deployment.yaml_file import read_mapping
 from crosspool.pools_config import PoolsConfig
-from crosspool.settings import ENV_PREFIX, Settings
-from crosspool.units import parse_size
+from crosspool.settings import ENV_PREFIX, ModelSettings, Settings
+
+T = TypeVar("T")
 
 
 def load_deployment(
@@ -91,99 +92,55 @@ def _describe(item: Mapping[str, Any], told_by: Mapping[str, str]) -> str:
 
 def _deployment(settings: Settings, default_models: tuple[ModelConfig, ...]) -> DeploymentConfig:
     return DeploymentConfig(
-        models=tuple(_with_common(model, settings) for model in _models(settings) or default_models),
-        pools=_pools(settings),
-        scheduling=_scheduling(settings),
-        server=_server(settings),
+        models=tuple(_with_common(model, settings) for model in [*map(_model, settings.models)] or default_models),
+        pools=_filled(
+            PoolsConfig,
+            settings,
+            num_kv_ranks=settings.kv_ranks,
+            num_weights_ranks=settings.weights_ranks,
+            num_prefill_ranks=settings.prefill_ranks,
+            num_gpus=settings.gpus,
+        ),
+        scheduling=_filled(
+            SchedulingConfig,
+            settings,
+            max_num_batched_tokens=_prefill_tokens(settings),
+            num_decode_lanes=_decode_lanes(settings),
+            num_prefill_lanes=settings.prefill_lanes,
+            queue_timeout_s=settings.queue_timeout,
+            recovery_timeout_s=settings.recovery_timeout,
+        ),
+        server=_filled(
+            ServerConfig,
+            settings,
+            api_keys=tuple(settings.api_key),
+            admin_api_keys=tuple(settings.admin_api_key),
+            quiet_paths=tuple(settings.disable_access_log_for_endpoints),
+            shutdown_timeout_s=settings.shutdown_timeout,
+            sse_keep_alive_s=settings.sse_keep_alive_interval,
+        ),
         dtype=settings.dtype,
         download_dir=settings.download_dir,
     )
 
 
-def _models(settings: Settings) -> tuple[ModelConfig, ...]:
-    return tuple(
-        ModelConfig(
-            source=model.path,
-            name=model.name or (model.path if is_hub_id(model.path) else None),
-            aliases=tuple(model.aliases),
-            revision=model.revision,
-            max_model_len=model.max_model_len,
-            chat_template=model.chat_template,
-            page_tokens=model.page_tokens,
-            kv_split=model.kv_split,
-            kv_floor_bytes=parse_size(model.kv_floor),
-            kv_ceiling_bytes=None if model.kv_ceiling is None else parse_size(model.kv_ceiling),
-        )
-        for model in settings.models
+def _model(model: ModelSettings) -> ModelConfig:
+    return _filled(
+        ModelConfig,
+        model,
+        source=model.path,
+        name=model.name or (model.path if is_hub_id(model.path) else None),
+        kv_floor_bytes=model.kv_floor,
+        kv_ceiling_bytes=model.kv_ceiling,
     )
 
 
-def _pools(settings: Settings) -> PoolsConfig:
-    return PoolsConfig(
-        backend=settings.backend,
-        weights=settings.weights,
-        control=settings.control,
-        steps_ahead=settings.steps_ahead,
-        order=settings.order,
-        route=settings.route,
-        layout=settings.layout,
-        baseline=settings.baseline,
-        kv_pool_bytes=parse_size(settings.kv_pool_bytes),
-        host_pool_bytes=parse_size(settings.host_pool_bytes),
-        frame_bytes=parse_size(settings.frame_bytes),
-        num_kv_ranks=settings.kv_ranks,
-        kv_backing=settings.kv_backing,
-        kv_split=settings.kv_split,
-        num_weights_ranks=settings.weights_ranks,
-        weights_shares=tuple(settings.weights_shares),
-        prefill=settings.prefill,
-        num_prefill_ranks=settings.prefill_ranks,
-        prefill_gpus=tuple(settings.prefill_gpus),
-        prefill_pool_bytes=None if settings.prefill_pool_bytes is None else parse_size(settings.prefill_pool_bytes),
-        num_gpus=settings.gpus,
-        transport=settings.transport,
-    )
-
-
-def _scheduling(settings: Settings) -> SchedulingConfig:
-    return SchedulingConfig(
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=_prefill_tokens(settings),
-        max_queue=settings.max_queue,
-        max_queue_per_key=settings.max_queue_per_key,
-        num_decode_lanes=_decode_lanes(settings),
-        num_prefill_lanes=settings.prefill_lanes,
-        decode_steps=settings.decode_steps,
-        admission=settings.admission,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        batch_invariant=settings.batch_invariant,
-        prefill_share=settings.prefill_share,
-        queue_timeout_s=settings.queue_timeout,
-        recovery_timeout_s=settings.recovery_timeout,
-        seed=settings.seed,
-    )
-
-
-def _server(settings: Settings) -> ServerConfig:
-    return ServerConfig(
-        host=settings.host,
-        port=settings.port,
-        api_keys=tuple(settings.api_key),
-        admin_api_keys=tuple(settings.admin_api_key),
-        allowed_origins=tuple(settings.allowed_origins),
-        root_path=settings.root_path,
-        log_level=settings.log_level,
-        quiet_paths=tuple(settings.disable_access_log_for_endpoints),
-        shutdown_timeout_s=settings.shutdown_timeout,
-        max_body_bytes=parse_size(settings.max_body_bytes),
-        max_header_bytes=parse_size(settings.max_header_bytes),
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
-        log_format=settings.log_format,
-        otlp_traces_endpoint=settings.otlp_traces_endpoint,
-        metrics_compat=settings.metrics_compat,
-        sse_keep_alive_s=settings.sse_keep_alive_interval,
-    )
+def _filled(kind: type[T], settings: Settings | ModelSettings, **others: Any) -> T:
+    """A config: `others`, and for the rest of its fields the settings of the same names. Lists become tuples."""
+    for name in (each.name for each in fields(kind) if each.name not in others):  # type: ignore[arg-type]
+        value = getattr(settings, name)
+        others[name] = tuple(value) if isinstance(value, list) else value
+    return kind(**others)
 
 
 def _prefill_tokens(settings: Settings) -> int:

@@ -1,12 +1,10 @@
 """EngineConfig: lanes, batch bounds, queues, admission and recovery of one deployment."""
 
 from dataclasses import dataclass
-from typing import Literal
 
-from crosspool.kv_pool.backing.base import BackingKind
+from crosspool.config import AdmissionPolicy
+from crosspool.pools_config import KVBacking
 from crosspool.units import MiB
-
-AdmissionPolicyName = Literal["reserve", "forecast"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +32,8 @@ class EngineConfig:
     batch_invariant: bool = False  # prefill steps run one prompt alone
     max_queue: int = 64  # queued sequences of one model; beyond it QueueFullError
     max_queue_per_key: int | None = None  # of them, those of one API key; None: as many as there is place for
-    kv_backing: BackingKind = "arena"  # vmm: KV workers are told what to map ahead of need
-    admission: AdmissionPolicyName = "reserve"
+    kv_backing: KVBacking = "arena"  # vmm: KV workers are told what to map ahead of need
+    admission: AdmissionPolicy = "reserve"
     forecast_quantile: float = 0.95  # of the remaining growth of a sequence, under `forecast`
     ageing_s: float = 2.0  # a queued request that lacks pages holds back later ones after this time
     bypass_window: int = 8  # queued requests behind one that lacks pages that are tried before it has aged

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from crosspool.cluster.base import ModelPlacement, Route
+from crosspool.cluster.base import ModelPlacement
 from crosspool.kv_pool.split import KVSplit, exchange_width
 from crosspool.models.spec import DType, ModelSpec, MoEFFNSpec
+from crosspool.pools_config import Route
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

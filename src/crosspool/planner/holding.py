@@ -1,14 +1,12 @@
 """Holding: what one request of a model takes from the KV pool while it is there."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
+from crosspool.config import AdmissionPolicy
 from crosspool.planner.request_table import RequestTable
 from crosspool.workload.trace import FloatColumn, IntColumn
-
-AdmissionPolicy = Literal["reserve", "forecast"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from crosspool.config import AdmissionPolicy
 from crosspool.errors import unreadable_because
-from crosspool.planner.holding import AdmissionPolicy
 from crosspool.planner.memory import GPUMemory
 from crosspool.planner.parallelism import KVParallelism
 

@@ -8,12 +8,13 @@ from zlib import crc32
 
 import numpy as np
 
+from crosspool.config import AdmissionPolicy
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.planner.catalogue import lookup, model_facts
 from crosspool.planner.demand import ModelLoad
 from crosspool.planner.deployment import LengthsFrom, ModelEntry, PlanInput, ServeGenFrom
 from crosspool.planner.facts import ModelFacts
-from crosspool.planner.holding import AdmissionPolicy, Holding
+from crosspool.planner.holding import Holding
 from crosspool.planner.request_table import RequestTable, SteadySpeed, table_from_lengths, table_from_trace
 from crosspool.planner.service import Traffic
 from crosspool.workload.arrivals import ArrivalProcess, GammaBursts, Poisson, RecordedArrivals

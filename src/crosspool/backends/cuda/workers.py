@@ -21,8 +21,7 @@ from crosspool.backends.cuda.prefill_rank.prefill_worker import CudaPrefillWorke
 from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker
 from crosspool.cluster.checks import check_devices
-from crosspool.cluster.config import Control, Transport
-from crosspool.kv_pool.backing.base import BackingKind
+from crosspool.pools_config import Control, KVBacking, Transport
 
 
 def join_halves(attention: AttentionWorker, ffn: FFNWorker, kv_rank: str, weights_rank: str) -> None:
@@ -77,7 +76,7 @@ class CudaWorkers:
         self,
         num_frames: int,
         frame_bytes: int,
-        backing: BackingKind = "arena",
+        backing: KVBacking = "arena",
         first_frame: int | None = None,
         sharing: tuple[str, ...] = (),
         token: str = "",

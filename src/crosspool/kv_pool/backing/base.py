@@ -2,11 +2,9 @@
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from crosspool.kv_pool.pool import Page
-
-BackingKind = Literal["arena", "vmm"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

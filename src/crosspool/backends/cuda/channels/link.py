@@ -25,7 +25,7 @@ from crosspool.backends.cuda.device.driver import Driver
 from crosspool.backends.cuda.device.sm_partition import SmPartition
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
 from crosspool.cluster.channel import a2f_part, channel_bytes, f2a_part
-from crosspool.cluster.config import Transport
+from crosspool.pools_config import Transport
 from crosspool.scheduler.step import LAYERS_PER_STEP
 
 logger = logging.getLogger(__name__)

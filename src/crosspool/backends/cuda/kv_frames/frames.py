@@ -11,8 +11,9 @@ from crosspool.backends.cuda.kv_frames.shared_arena import SharedArena
 from crosspool.backends.cuda.kv_frames.vmm import GRANULARITY, CudaVmmDriver, range_memory
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
 from crosspool.kv_pool.ahead import Hint
-from crosspool.kv_pool.backing.base import BackingCounts, BackingKind
+from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.kv_pool.backing.mapped_frames import MappedFrames, StepKey
+from crosspool.pools_config import KVBacking
 from crosspool.scheduler.step import StepDescriptor, epoch
 from crosspool.units import GiB
 
@@ -133,7 +134,7 @@ class DeviceFrames:
 
 
 def make_frames(
-    site: Site, shape: tuple[int, int], backing: BackingKind, shared: SharedArena | None = None
+    site: Site, shape: tuple[int, int], backing: KVBacking, shared: SharedArena | None = None
 ) -> ArenaFrames | DeviceFrames:
     """The rank's frames, (num_frames, frame_bytes). Raises ValueError where its GPU has no room for them, or they
     cannot be mapped."""

@@ -38,9 +38,9 @@ from crosspool.backends.cuda.weights_rank.fused_turns import FusedTurns
 from crosspool.backends.cuda.weights_rank.patience import Patience
 from crosspool.backends.cuda.weights_rank.resident_ffn import ResidentFFN
 from crosspool.cluster.base import ModelPlacement
-from crosspool.cluster.config import Control
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
+from crosspool.pools_config import Control
 from crosspool.scheduler.step import StepDescriptor, StepHeader
 
 logger = logging.getLogger(__name__)
