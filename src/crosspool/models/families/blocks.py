@@ -1,7 +1,7 @@
 """The blocks families are built from: model head, GQA, MLA and dense or MoE choice per layer, read from a config."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from crosspool.errors import CheckpointError, UnsupportedModelError
 from crosspool.models.config_json import HFConfig, read_activation, read_dtype
@@ -14,7 +14,6 @@ from crosspool.models.spec import (
     MLASpec,
     ModelSpec,
     MoEFFNSpec,
-    RopeSpec,
     RouterSpec,
     SharedExpertSpec,
 )
@@ -57,18 +56,26 @@ def build_spec(
 
 def read_gqa(
     config: HFConfig,
-    rope: RopeSpec,
     *,
+    hidden_size: int,
     num_heads: int,
     num_kv_heads: int | None,
-    head_dim: int,
+    max_positions: int,
+    head_dim: int | None = None,
+    theta: float = 10000.0,
+    rope_parameters: Mapping[str, Any] | None = None,
+    partial_factor: float | None = None,
     qk_norm: Literal["none", "head", "full"] = "none",
     qkv_bias: bool = False,
     o_bias: bool = False,
     sliding_window: int | None = None,
     sinks: bool = False,
 ) -> GQASpec:
-    """Grouped-query attention; num_heads and num_kv_heads are the family's defaults (None: as many as heads)."""
+    """Grouped-query attention with its rope; the values up to `partial_factor` are the family's defaults.
+
+    num_kv_heads None: as many as heads. head_dim None: hidden size over heads, which a null in the config means too.
+    theta, rope_parameters and partial_factor as in `read_rope`.
+    """
     heads = config.integer("num_attention_heads", default=num_heads)
     kv_heads = heads if num_kv_heads is None else num_kv_heads
     if "num_key_value_heads" in config.values:  # an explicit null means as many as heads, whatever the default
@@ -77,26 +84,29 @@ def read_gqa(
         raise CheckpointError(
             f"{config.source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
+    hidden = config.integer("hidden_size", default=hidden_size)
+    derived = head_dim if head_dim is not None and "head_dim" not in config.values else max(1, hidden // heads)
+    width = config.integer("head_dim", default=derived)
+    rope = read_rope(
+        config,
+        head_dim=width,
+        max_positions=config.integer("max_position_embeddings", default=max_positions),
+        default_theta=theta,
+        default_parameters=rope_parameters,
+        default_partial_factor=partial_factor,
+    )
     return GQASpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=width,
         rope=rope,
-        softmax_scale=head_dim**-0.5,
+        softmax_scale=width**-0.5,
         qk_norm=qk_norm,
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         sliding_window=sliding_window,
         sinks=sinks,
     )
-
-
-def read_head_dim(config: HFConfig, *, hidden_size: int, num_heads: int, default: int | None = None) -> int:
-    """`head_dim`, or hidden size over heads where the family has no default; null means the same."""
-    hidden = config.integer("hidden_size", default=hidden_size)
-    heads = config.integer("num_attention_heads", default=num_heads)
-    derived = default if default is not None and "head_dim" not in config.values else max(1, hidden // heads)
-    return config.integer("head_dim", default=derived)
 
 
 def read_mla(
@@ -150,15 +160,19 @@ def read_window(config: HFConfig, *, default: int | None) -> int | None:
     return window or None
 
 
-def window_per_layer(
-    config: HFConfig, num_layers: int, window: int | None, default_kinds: Sequence[str]
-) -> list[int | None]:
-    """The window of each layer: `layer_types` says which layers slide, else the family's `default_kinds`."""
-    kinds = config.per_layer("layer_types", num_layers, ("full_attention", "sliding_attention"))
-    kinds = tuple(default_kinds) if kinds is None else kinds
-    if window is None and "sliding_attention" in kinds:
+def window_per_layer(config: HFConfig, window: int | None, slides: Sequence[bool]) -> list[int | None]:
+    """The window of each layer: `layer_types` says which layers slide, else the family's `slides`."""
+    kinds = config.per_layer("layer_types", len(slides), ("full_attention", "sliding_attention"))
+    if kinds is not None:
+        slides = [kind == "sliding_attention" for kind in kinds]
+    if window is None and any(slides):
         raise CheckpointError(f"{config.source}: layer_types has sliding_attention, but no sliding_window is in use")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [window if is_sliding else None for is_sliding in slides]
+
+
+def qwen_window(config: HFConfig) -> int | None:
+    """`sliding_window` where `use_sliding_window` says that it is in use."""
+    return read_window(config, default=4096) if config.flag("use_sliding_window", default=False) else None
 
 
 def qwen_sparse_layers(config: HFConfig, num_layers: int, num_experts: int) -> list[bool]:
@@ -186,6 +200,27 @@ def sigmoid_router(
         renormalise_eps=1e-20,
         scale=config.number("routed_scaling_factor", default=scale),
     )
+
+
+def read_moe(config: HFConfig, router: RouterSpec, *, num_experts: int, top_k: int, width: int) -> MoEFFNSpec:
+    """The experts of DeepSeek-V3 and GLM with the shared ones; keyword values are the family's defaults."""
+    width = config.integer("moe_intermediate_size", default=width)
+    return MoEFFNSpec(
+        num_experts=config.integer("n_routed_experts", "num_local_experts", default=num_experts),
+        top_k=config.integer("num_experts_per_tok", default=top_k),
+        expert_intermediate_size=width,
+        router=router,
+        shared=read_shared(config, width, 1),
+        activation=read_activation(config),
+    )
+
+
+def leading_dense(
+    config: HFConfig, num_layers: int, *, default: int, dense: DenseFFNSpec, moe: MoEFFNSpec
+) -> list[FFNSpec]:
+    """The first `first_k_dense_replace` layers (the family's default where absent) are dense, the others MoE."""
+    num_dense = config.integer("first_k_dense_replace", default=default, minimum=0)
+    return [dense if idx < num_dense else moe for idx in range(num_layers)]
 
 
 def read_shared(config: HFConfig, expert_width: int, default: int) -> SharedExpertSpec | None:

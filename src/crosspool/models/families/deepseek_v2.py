@@ -1,7 +1,7 @@
 """DeepSeek-V2: MLA, softmax router without renormalisation, shared experts, leading dense layers."""
 
 from crosspool.models.config_json import HFConfig, read_activation
-from crosspool.models.families.blocks import build_spec, read_dense, read_mla, read_shared
+from crosspool.models.families.blocks import build_spec, leading_dense, read_dense, read_mla, read_shared
 from crosspool.models.families.family import Family
 from crosspool.models.families.names import DENSE_NAMES, EXPERT_NAMES, MLA_NAMES, MOE_NAMES, NORM_NAMES
 from crosspool.models.spec import ModelSpec, MoEFFNSpec, RouterSpec
@@ -12,7 +12,6 @@ def read_spec(config: HFConfig) -> ModelSpec:
     config.supported("norm_topk_prob", config.flag("norm_topk_prob", default=False), (False,))
     config.supported("mlp_bias", config.flag("mlp_bias", default=False), (False,))
     num_layers = config.integer("num_hidden_layers", default=32)
-    num_dense = config.integer("first_k_dense_replace", default=0, minimum=0)
     attention = read_mla(
         config,
         num_heads=32,
@@ -25,7 +24,6 @@ def read_spec(config: HFConfig) -> ModelSpec:
         interleaved=True,
     )
     width = config.integer("moe_intermediate_size", default=1407)
-    dense = read_dense(config, 11008)
     moe = MoEFFNSpec(
         num_experts=config.integer("n_routed_experts", "num_experts", default=64),
         top_k=config.integer("num_experts_per_tok"),
@@ -37,7 +35,7 @@ def read_spec(config: HFConfig) -> ModelSpec:
     return build_spec(
         config,
         [attention] * num_layers,
-        [dense if idx < num_dense else moe for idx in range(num_layers)],
+        leading_dense(config, num_layers, default=0, dense=read_dense(config, 11008), moe=moe),
         vocab_size=102400,
         hidden_size=4096,
         max_positions=2048,

@@ -1,10 +1,18 @@
 """GLM-4.7-Flash: MLA with interleaved rope, sigmoid router with correction bias, first layer dense."""
 
-from crosspool.models.config_json import HFConfig, read_activation
-from crosspool.models.families.blocks import build_spec, read_dense, read_mla, read_shared, sigmoid_router
+from crosspool.models.config_json import HFConfig
+from crosspool.models.families.blocks import (
+    FFNSpec,
+    build_spec,
+    leading_dense,
+    read_dense,
+    read_mla,
+    read_moe,
+    sigmoid_router,
+)
 from crosspool.models.families.family import Family
 from crosspool.models.families.names import DENSE_NAMES, EXPERT_NAMES, MLA_NAMES, MOE_NAMES, NORM_NAMES
-from crosspool.models.spec import ModelSpec, MoEFFNSpec
+from crosspool.models.spec import DenseFFNSpec, ModelSpec, MoEFFNSpec
 
 
 def read_spec(config: HFConfig) -> ModelSpec:
@@ -20,20 +28,12 @@ def read_spec(config: HFConfig) -> ModelSpec:
         max_positions=202752,
         interleaved=config.flag("rope_interleave", default=True),
     )
-    width = config.integer("moe_intermediate_size", default=1536)
-    dense = read_dense(config, 10240)
-    moe = MoEFFNSpec(
-        num_experts=config.integer("n_routed_experts", "num_local_experts", default=64),
-        top_k=config.integer("num_experts_per_tok", default=4),
-        expert_intermediate_size=width,
-        router=sigmoid_router(config, num_groups=1, topk_groups=1, renormalise=True, scale=1.8),
-        shared=read_shared(config, width, 1),
-        activation=read_activation(config),
-    )
+    router = sigmoid_router(config, num_groups=1, topk_groups=1, renormalise=True, scale=1.8)
+    moe = read_moe(config, router, num_experts=64, top_k=4, width=1536)
     return build_spec(
         config,
         [attention] * num_layers,
-        [dense if kind == "dense" else moe for kind in _layer_kinds(config, num_layers)],
+        _layers(config, num_layers, read_dense(config, 10240), moe),
         vocab_size=154880,
         hidden_size=2048,
         max_positions=202752,
@@ -43,13 +43,12 @@ def read_spec(config: HFConfig) -> ModelSpec:
     )
 
 
-def _layer_kinds(config: HFConfig, num_layers: int) -> tuple[str, ...]:
-    """`mlp_layer_types`, else `first_k_dense_replace` leading dense layers (one where that is absent too)."""
-    listed = config.per_layer("mlp_layer_types", num_layers, ("dense", "sparse"))
-    if listed is not None:
-        return listed
-    num_dense = config.integer("first_k_dense_replace", default=1, minimum=0)
-    return tuple("dense" if idx < num_dense else "sparse" for idx in range(num_layers))
+def _layers(config: HFConfig, num_layers: int, dense: DenseFFNSpec, moe: MoEFFNSpec) -> list[FFNSpec]:
+    """As `mlp_layer_types` lists them, else dense ones first (one where no field says how many)."""
+    kinds = config.per_layer("mlp_layer_types", num_layers, ("dense", "sparse"))
+    if kinds is None:
+        return leading_dense(config, num_layers, default=1, dense=dense, moe=moe)
+    return [dense if kind == "dense" else moe for kind in kinds]
 
 
 FAMILY = Family(

@@ -1,10 +1,9 @@
 """gpt-oss: attention sinks, a window in every other layer, biases everywhere, clamped SwiGLU, fused expert files."""
 
 from crosspool.models.config_json import HFConfig, read_activation
-from crosspool.models.families.blocks import build_spec, read_gqa, read_head_dim, read_window, window_per_layer
+from crosspool.models.families.blocks import build_spec, read_gqa, read_window, window_per_layer
 from crosspool.models.families.family import ExpertNames, Family
 from crosspool.models.families.names import GQA_NAMES, NORM_NAMES
-from crosspool.models.rope_config import read_rope
 from crosspool.models.spec import GQASpec, ModelSpec, MoEFFNSpec, RouterSpec
 
 _DEFAULT_ROPE = {
@@ -23,8 +22,8 @@ def read_spec(config: HFConfig) -> ModelSpec:
     config.supported("swiglu_alpha", config.number("swiglu_alpha", default=1.702), (1.702,))
     config.supported("swiglu_limit", config.number("swiglu_limit", default=7.0), (7.0,))
     num_layers = config.integer("num_hidden_layers", default=36)
-    kinds = ["full_attention" if idx % 2 else "sliding_attention" for idx in range(num_layers)]
-    windows = window_per_layer(config, num_layers, read_window(config, default=128), kinds)
+    slides = [idx % 2 == 0 for idx in range(num_layers)]
+    windows = window_per_layer(config, read_window(config, default=128), slides)
     moe = MoEFFNSpec(
         num_experts=config.integer("num_local_experts", "num_experts", default=128),
         top_k=config.integer("num_experts_per_tok", default=4),
@@ -45,21 +44,16 @@ def read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _attention(config: HFConfig, window: int | None) -> GQASpec:
-    head_dim = read_head_dim(config, hidden_size=2880, num_heads=64, default=64)
-    positions = config.integer("max_position_embeddings", default=131072)
     bias = config.flag("attention_bias", default=True)
     return read_gqa(
         config,
-        read_rope(
-            config,
-            head_dim=head_dim,
-            max_positions=positions,
-            default_theta=150000.0,
-            default_parameters=_DEFAULT_ROPE,
-        ),
+        hidden_size=2880,
         num_heads=64,
         num_kv_heads=8,
-        head_dim=head_dim,
+        max_positions=131072,
+        head_dim=64,
+        theta=150000.0,
+        rope_parameters=_DEFAULT_ROPE,
         qkv_bias=bias,
         o_bias=bias,
         sliding_window=window,

@@ -1,25 +1,22 @@
 """Llama: dense, plain GQA; the baseline every other family deviates from."""
 
 from crosspool.models.config_json import HFConfig
-from crosspool.models.families.blocks import build_spec, read_dense, read_gqa, read_head_dim
+from crosspool.models.families.blocks import build_spec, read_dense, read_gqa
 from crosspool.models.families.family import Family
 from crosspool.models.families.names import DENSE_NAMES, GQA_NAMES, NORM_NAMES
-from crosspool.models.rope_config import read_rope
 from crosspool.models.spec import ModelSpec
 
 
 def read_spec(config: HFConfig) -> ModelSpec:
     config.supported("mlp_bias", config.flag("mlp_bias", default=False), (False,))
     num_layers = config.integer("num_hidden_layers", default=32)
-    head_dim = read_head_dim(config, hidden_size=4096, num_heads=32)
-    positions = config.integer("max_position_embeddings", default=2048)
     bias = config.flag("attention_bias", default=False)
     attention = read_gqa(
         config,
-        read_rope(config, head_dim=head_dim, max_positions=positions),
+        hidden_size=4096,
         num_heads=32,
         num_kv_heads=None,
-        head_dim=head_dim,
+        max_positions=2048,
         qkv_bias=bias,
         o_bias=bias,
     )

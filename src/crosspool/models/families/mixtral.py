@@ -1,23 +1,21 @@
 """Mixtral: plain GQA, softmax router, renormalised; its files name experts w1 (gate), w3 (up), w2 (down)."""
 
 from crosspool.models.config_json import HFConfig, read_activation
-from crosspool.models.families.blocks import build_spec, read_gqa, read_head_dim, read_window
+from crosspool.models.families.blocks import build_spec, read_gqa, read_window
 from crosspool.models.families.family import ExpertNames, Family
 from crosspool.models.families.names import EXPERT_NAMES, GQA_NAMES, NORM_NAMES
-from crosspool.models.rope_config import read_rope
 from crosspool.models.spec import ModelSpec, MoEFFNSpec, RouterSpec
 
 
 def read_spec(config: HFConfig) -> ModelSpec:
     num_layers = config.integer("num_hidden_layers", default=32)
-    head_dim = read_head_dim(config, hidden_size=4096, num_heads=32)
-    positions = config.integer("max_position_embeddings", default=131072)
     attention = read_gqa(
         config,
-        read_rope(config, head_dim=head_dim, max_positions=positions, default_theta=1e6),
+        hidden_size=4096,
         num_heads=32,
         num_kv_heads=8,
-        head_dim=head_dim,
+        max_positions=131072,
+        theta=1e6,
         sliding_window=read_window(config, default=None),
     )
     moe = MoEFFNSpec(

@@ -1,10 +1,9 @@
 """OLMoE: MHA with QK-norm over the full width, softmax router that is not renormalised."""
 
 from crosspool.models.config_json import HFConfig, read_activation
-from crosspool.models.families.blocks import build_spec, read_gqa, read_head_dim
+from crosspool.models.families.blocks import build_spec, read_gqa
 from crosspool.models.families.family import Family
 from crosspool.models.families.names import EXPERT_NAMES, GQA_NAMES, MOE_NAMES, NORM_NAMES
-from crosspool.models.rope_config import read_rope
 from crosspool.models.spec import ModelSpec, MoEFFNSpec, RouterSpec
 
 
@@ -12,15 +11,13 @@ def read_spec(config: HFConfig) -> ModelSpec:
     """NOTE: `intermediate_size` is the width of one expert. `clip_qkv` is refused: no published model uses it."""
     config.supported("clip_qkv", config.get("clip_qkv"), (None,))
     num_layers = config.integer("num_hidden_layers", default=16)
-    head_dim = read_head_dim(config, hidden_size=2048, num_heads=16)
-    positions = config.integer("max_position_embeddings", default=4096)
     bias = config.flag("attention_bias", default=False)
     attention = read_gqa(
         config,
-        read_rope(config, head_dim=head_dim, max_positions=positions),
+        hidden_size=2048,
         num_heads=16,
         num_kv_heads=None,
-        head_dim=head_dim,
+        max_positions=4096,
         qk_norm="full",
         qkv_bias=bias,
         o_bias=bias,

@@ -4,15 +4,13 @@ from crosspool.models.config_json import HFConfig, read_activation
 from crosspool.models.families.blocks import (
     build_spec,
     qwen_sparse_layers,
+    qwen_window,
     read_dense,
     read_gqa,
-    read_head_dim,
-    read_window,
     window_per_layer,
 )
 from crosspool.models.families.family import Family
 from crosspool.models.families.names import DENSE_NAMES, EXPERT_NAMES, GQA_NAMES, NORM_NAMES
-from crosspool.models.rope_config import read_rope
 from crosspool.models.spec import GQASpec, ModelSpec, MoEFFNSpec, RouterSpec, SharedExpertSpec
 
 
@@ -43,14 +41,12 @@ def read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _attention(config: HFConfig, window: int | None) -> GQASpec:
-    head_dim = read_head_dim(config, hidden_size=2048, num_heads=16)
-    positions = config.integer("max_position_embeddings", default=32768)
     return read_gqa(
         config,
-        read_rope(config, head_dim=head_dim, max_positions=positions),
+        hidden_size=2048,
         num_heads=16,
         num_kv_heads=16,
-        head_dim=head_dim,
+        max_positions=32768,
         qkv_bias=config.flag("qkv_bias", default=True),
         sliding_window=window,
     )
@@ -58,12 +54,10 @@ def _attention(config: HFConfig, window: int | None) -> GQASpec:
 
 def _windows(config: HFConfig, num_layers: int) -> list[int | None]:
     """Where windows are in use, every other layer of the first `max_window_layers` slides, the first one included."""
-    is_used = config.flag("use_sliding_window", default=False)
-    window = read_window(config, default=4096) if is_used else None
+    is_used, window = config.flag("use_sliding_window", default=False), qwen_window(config)
     last = config.integer("max_window_layers", default=28, minimum=0)
     slides = [is_used and idx % 2 == 0 and idx < last for idx in range(num_layers)]
-    kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
-    return window_per_layer(config, num_layers, window, kinds)
+    return window_per_layer(config, window, slides)
 
 
 FAMILY = Family(

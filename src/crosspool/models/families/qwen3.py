@@ -3,15 +3,13 @@
 from crosspool.models.config_json import HFConfig
 from crosspool.models.families.blocks import (
     build_spec,
+    qwen_window,
     read_dense,
     read_gqa,
-    read_head_dim,
-    read_window,
     window_per_layer,
 )
 from crosspool.models.families.family import Family
 from crosspool.models.families.names import DENSE_NAMES, GQA_NAMES, NORM_NAMES
-from crosspool.models.rope_config import read_rope
 from crosspool.models.spec import GQASpec, ModelSpec
 
 
@@ -29,15 +27,14 @@ def read_spec(config: HFConfig) -> ModelSpec:
 
 
 def _attention(config: HFConfig, window: int | None) -> GQASpec:
-    head_dim = read_head_dim(config, hidden_size=4096, num_heads=32, default=128)
-    positions = config.integer("max_position_embeddings", default=32768)
     bias = config.flag("attention_bias", default=False)
     return read_gqa(
         config,
-        read_rope(config, head_dim=head_dim, max_positions=positions),
+        hidden_size=4096,
         num_heads=32,
         num_kv_heads=32,
-        head_dim=head_dim,
+        max_positions=32768,
+        head_dim=128,
         qk_norm="head",
         qkv_bias=bias,
         o_bias=bias,
@@ -47,12 +44,10 @@ def _attention(config: HFConfig, window: int | None) -> GQASpec:
 
 def _windows(config: HFConfig, num_layers: int) -> list[int | None]:
     """Where windows are in use, the layers from `max_window_layers` on slide."""
-    is_used = config.flag("use_sliding_window", default=False)
-    window = read_window(config, default=4096) if is_used else None
+    window = qwen_window(config)
     first = config.integer("max_window_layers", default=28, minimum=0)
     slides = [window is not None and idx >= first for idx in range(num_layers)]
-    kinds = ["sliding_attention" if slide else "full_attention" for slide in slides]
-    return window_per_layer(config, num_layers, window, kinds)
+    return window_per_layer(config, window, slides)
 
 
 FAMILY = Family(model_type="qwen3", read_spec=read_spec, layer_names=NORM_NAMES | GQA_NAMES | DENSE_NAMES)

@@ -4,35 +4,29 @@ from crosspool.models.config_json import HFConfig, read_activation
 from crosspool.models.families.blocks import (
     build_spec,
     qwen_sparse_layers,
+    qwen_window,
     read_dense,
     read_gqa,
-    read_head_dim,
-    read_window,
 )
 from crosspool.models.families.family import Family
 from crosspool.models.families.names import DENSE_NAMES, EXPERT_NAMES, GQA_NAMES, MOE_NAMES, NORM_NAMES
-from crosspool.models.rope_config import read_rope
 from crosspool.models.spec import ModelSpec, MoEFFNSpec, RouterSpec
 
 
 def read_spec(config: HFConfig) -> ModelSpec:
     """NOTE: `norm_topk_prob` defaults to false here, as in transformers; checkpoints say true."""
     num_layers = config.integer("num_hidden_layers", default=24)
-    # Transformers derives the head width from the hidden size when the config leaves it out.
-    head_dim = read_head_dim(config, hidden_size=2048, num_heads=32)
-    positions = config.integer("max_position_embeddings", default=32768)
     bias = config.flag("attention_bias", default=False)
-    window = read_window(config, default=4096)
     attention = read_gqa(
         config,
-        read_rope(config, head_dim=head_dim, max_positions=positions),
+        hidden_size=2048,
         num_heads=32,
         num_kv_heads=4,
-        head_dim=head_dim,
+        max_positions=32768,
         qk_norm="head",
         qkv_bias=bias,
         o_bias=bias,
-        sliding_window=window if config.flag("use_sliding_window", default=False) else None,
+        sliding_window=qwen_window(config),
     )
     num_experts = config.integer("num_experts", "num_local_experts", default=128, minimum=0)
     sparse = qwen_sparse_layers(config, num_layers, num_experts)
