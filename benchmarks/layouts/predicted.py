@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import RESULTS
-from crosspool.backends.cuda.steps.passes import PASS_TOKENS
+from crosspool.backends.cuda.steps.passes import BUCKETS, PASS_TOKENS
 from crosspool.backends.cuda.weights_rank.patience import PIECE_S, TOKEN_S
 from crosspool.planner.deployment import PlanInput
 from crosspool.planner.planner import Planned, plan_deployment
@@ -104,7 +104,14 @@ def simulated(
         rng = random.Random(number)
         shifts_s = [rng.uniform(-SHIFT_S, SHIFT_S) if number else 0.0 for _ in result["start_times"]]
         planned_run = _planned(result, gpus, SOME_SPEED, QUANTILE, shifts_s=shifts_s)
-        found.append(_simulated(*planned_run, layout, max(result["start_times"]) + 1.0, measured, models, beside_share))
+        last_s = max(result["start_times"]) + 1.0
+        found.append(_simulated(*planned_run, layout, last_s, measured, models, beside_share, rows_of_passes(result)))
+    return found
+
+
+def rows_of_passes(result: Mapping[str, Any]) -> Sequence[int]:
+    """Numbers of rows that decode's passes had in the run; the present ones where it does not say."""
+    found: Sequence[int] = result.get("machine", {}).get("pass_rows", BUCKETS)
     return found
 
 
@@ -136,11 +143,14 @@ def _simulated(
     measured: MeasuredTable,
     models: Sequence[str],
     beside_share: float = 0.0,
+    pass_rows: Sequence[int] = BUCKETS,
 ) -> GroupResult:
     """Two pools on two GPUs as the server runs them: steps handed out ahead, prompts behind decode for a while.
 
-    What is on one GPU at once shares it: its streams have no order.
+    What is on one GPU at once shares it: its streams have no order. Where nothing is measured passes have the rows of
+    their steps: then it is by bytes alone.
     """
+    rows = tuple(pass_rows) if measured else ()
     if layout == "crosspool" and plan_input.gpus.count > 1:
         settings = SimulationSettings(
             layout=layout,
@@ -152,11 +162,21 @@ def _simulated(
             patience_s=PIECE_S,
             patience_token_s=TOKEN_S,
             beside_share=beside_share,
+            pass_rows=rows,
         )
+    elif layout == "crosspool":
+        settings = SimulationSettings(layout=layout, duration_s=duration_s, order=STREAMS, pass_rows=rows)
     else:
         count = plan_input.gpus.count
         hosting = tuple(tuple(models[gpu::count]) for gpu in range(count)) if models else None
-        settings = SimulationSettings(layout=layout, duration_s=duration_s, order=STREAMS, hosting=hosting)
+        settings = SimulationSettings(
+            layout=layout,
+            duration_s=duration_s,
+            patience_s=PIECE_S,
+            patience_token_s=TOKEN_S,
+            hosting=hosting,
+            pass_rows=rows,
+        )
     (group,) = simulate(plan, plan_input, settings, measured=measured)
     return group
 

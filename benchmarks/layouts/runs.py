@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.report import describe_commit, describe_hardware, installed_versions
+from crosspool.backends.cuda.steps.passes import BUCKETS
 from crosspool.bench.run import run
 from crosspool.bench.settings import BenchSettings
 
@@ -64,13 +65,14 @@ class Runs:
 
 
 def machine() -> dict[str, Any]:
-    """Where a run took place."""
+    """Where a run took place, and what it ran on that figures depend on and no result tells: rows of passes."""
     facts = {**describe_hardware(), "gpus": [name for name, _, _ in gpu_memory()]}
     return {
         "hardware": facts,
         "versions": installed_versions(),
         "commit": describe_commit(),
         "start": _start_of_machine(),
+        "pass_rows": BUCKETS,
     }
 
 

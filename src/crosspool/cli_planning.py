@@ -68,6 +68,9 @@ def simulate(
     beside_share: Annotated[
         float, typer.Option(help="share of every FFN that a weights rank on the KV GPU holds, such as 0.25")
     ] = 0.0,
+    pass_rows: Annotated[
+        str, typer.Option(help="numbers of rows of decode's passes, ascending; on GPUs 1,2,3,4,6,8,12,16,20,24,32")
+    ] = "",
     measured: Annotated[
         list[Path] | None, typer.Option(help="measured stage times: kept results or a JSON table; repeat for more")
     ] = None,
@@ -97,6 +100,7 @@ def simulate(
         "patience_token_s": patience_token_us * 1e-6,
         "prompts_share": prompts_share,
         "beside_share": beside_share,
+        "pass_rows": pass_rows,
         "seed": seed,
     }
     run(files, settings, as_json=as_json, console=Console())

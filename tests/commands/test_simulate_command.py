@@ -167,6 +167,7 @@ def test_a_plan_for_something_else_is_refused(tmp_path, old, new, message):
     [
         (["--mode", "fast"], "mode 'fast' is unknown"),
         (["--layout", "static", "--mode", "exact"], "simulate it with mode steps"),
+        (["--pass-rows", "1,two"], "pass_rows are '1,two'; give numbers with commas between"),
         (["--order", "fifo"], "order 'fifo' is unknown"),
         (["--chrome", "trace.json"], "use mode exact"),
         (["--plan", "missing.json"], "cannot read missing.json"),

@@ -196,6 +196,8 @@ def test_two_pools_on_one_gpu_overlap_nothing():
         ({"patience_token_s": 1e-6, "mode": "exact"}, "added to patience_us, which is for ever; give that as well"),
         ({"beside_share": 1.0}, "beside_share is 1.0 with layout crosspool; give at least 0 and below 1"),
         ({"beside_share": 0.25, "layout": "static"}, "beside_share is 0.25 with layout static"),
+        ({"pass_rows": (1, 4, 2)}, "pass_rows are 1,4,2; give numbers above 0, each larger than the one before"),
+        ({"pass_rows": (0, 4)}, "pass_rows are 0,4; give numbers above 0"),
     ],
 )
 def test_wrong_settings_are_refused(change, message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from crosspool.scheduler.order import ORDER_POLICIES
@@ -97,3 +99,26 @@ def test_streams_of_one_process_alternate_by_the_layer():
     assert AlternatingGPUs().slowdowns([deep, whole("b", (1,))]) == [1.0, 1.0]
     beside = AlternatingGPUs().slowdowns([deep, whole("b", is_prompt=True)])
     assert beside == pytest.approx([1 + 30e-6 / deep.layer_s, 1.5])
+
+
+def test_attention_of_one_row_is_latency_that_others_run_under():
+    """Of two models; nobody is quicker for it than alone."""
+    first, second = (replace(whole(name), lone_s=15e-6) for name in "ab")
+    together = (first.layer_s + second.layer_s - 2 * 15e-6) / first.layer_s
+    assert AlternatingGPUs().slowdowns([first, second]) == pytest.approx([together] * 2)
+    assert AlternatingGPUs().slowdowns([first]) == [1.0]
+    small = replace(whole("b"), lone_s=whole("b").layer_s)
+    assert AlternatingGPUs().slowdowns([first, small]) == [1.0, 1.0]
+
+
+def test_a_chunk_beside_decode_takes_what_its_patience_allows_or_what_it_needs():
+    patient, quick = (replace(whole("a", is_prompt=True), allowed_s=allowed_s) for allowed_s in (90e-6, 10e-6))
+    rest_s = 1.5 * (patient.layer_s - 30e-6)
+    expected = (rest_s + 90e-6) / patient.layer_s
+    assert AlternatingGPUs().slowdowns([whole("a"), patient])[1] == pytest.approx(expected)
+    assert AlternatingGPUs().slowdowns([whole("a"), quick])[1] == pytest.approx(1.5)
+    assert SharedGPUs().slowdowns([whole("a"), patient])[1] == pytest.approx(expected)
+    assert SharedGPUs().slowdowns([whole("a"), patient, whole("b")])[1] == pytest.approx(
+        (2 * rest_s + 90e-6) / patient.layer_s
+    )
+    assert SharedGPUs().slowdowns([patient]) == [1.0], "nobody decodes beside it"

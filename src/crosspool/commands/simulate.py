@@ -40,7 +40,8 @@ class SimulateFiles:
 def run(files: SimulateFiles, settings: dict[str, object], *, as_json: bool, console: Console) -> None:
     """Raises CrossPoolError, in one line, for wrong input and for what does not fit."""
     try:
-        wanted = SimulationSettings(**settings)  # type: ignore[arg-type]
+        rows = _row_numbers(str(settings.get("pass_rows", "")))
+        wanted = SimulationSettings(**{**settings, "pass_rows": rows})  # type: ignore[arg-type]
         plan_input = read_plan_input(files.source)
         if files.plan is not None:
             planned, plan_input = with_saved_plan(read_plan(files.plan), plan_input)
@@ -63,6 +64,14 @@ def run(files: SimulateFiles, settings: dict[str, object], *, as_json: bool, con
                 console.print(
                     f"- {group.plan.name}: prompts are simulated in the pools, not on {ranks}", highlight=False
                 )
+
+
+def _row_numbers(text: str) -> tuple[int, ...]:
+    """Raises ValueError for what is no list of numbers."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ValueError(f"pass_rows are {text!r}; give numbers with commas between, such as 1,2,4,8") from None
 
 
 def _simulate(

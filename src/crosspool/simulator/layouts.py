@@ -26,6 +26,7 @@ from crosspool.planner.traffic import PlannedModel
 from crosspool.simulator.cost import MonolithicCost, PooledCost, StepCost
 from crosspool.simulator.group import FOR_EVER, Layout, Patience, SimulatedGroup, SimulatedModel
 from crosspool.simulator.measured import MeasuredTable, sharing_of, whole_with_measurements, with_measurements
+from crosspool.simulator.passes import PassCost
 from crosspool.simulator.pipeline import Route
 from crosspool.simulator.replicas import ReplicatedPages
 from crosspool.simulator.sharing import twin_stations
@@ -49,12 +50,13 @@ def simulated_group(
     measured: MeasuredTable | None = None,
     hosting: Hosting | None = None,
     beside_share: float = 0.0,
+    pass_rows: Sequence[int] = (),
 ) -> SimulatedGroup:
     """The models of one planned group in a layout, on the GPUs of its split.
 
     measured: tables that replace the roofline, of two pools and of models that lie whole on one GPU. hosting: where
     models of a monolithic layout lie, in place of what the planner would choose. beside_share: of every FFN, on the KV
-    GPU, in place of as much KV.
+    GPU, in place of as much KV. pass_rows: numbers of rows of decode's passes; none: as many as a step has.
 
     Raises CapacityError where a monolithic layout, or the KV GPU beside its share, cannot hold the weights.
     """
@@ -62,6 +64,9 @@ def simulated_group(
         group = _pools(models, split, plan_input, measured, max_queue, beside_share)
     else:
         group = _monolithic(models, split, plan_input, layout, measured, max_queue, hosting)
+    if pass_rows:
+        in_passes = (replace(model, cost=PassCost(model.cost, pass_rows)) for model in group.models)
+        group = replace(group, models=tuple(in_passes))
     return replace(
         group,
         name=name,

@@ -26,8 +26,9 @@ MAX_EVENTS = 3000
 class RunningStep:
     """A step in flight: its stage times with nobody else there, and where it runs.
 
-    delay: by how much each segment takes longer with others in flight, beyond waiting for its turn. model, is_prompt,
-    sharing: whose step it is, and what decode and prompts cost each other, where models lie whole on a GPU.
+    delay: by how much each segment takes longer with others in flight, beyond waiting for its turn. Where models lie
+    whole on a GPU, whose step it is: model, is_prompt; sharing: what decode and prompts cost each other; lone_s: a
+    layer's attention of one row, which leaves others most of the GPU; allowed_s: what a chunk's layer may take for FFN.
     """
 
     times: StageTimes
@@ -37,11 +38,20 @@ class RunningStep:
     model: str = ""
     is_prompt: bool = False
     sharing: Sharing = USUAL
+    lone_s: float = 0.0
+    allowed_s: float = float("inf")
 
     @property
     def layer_s(self) -> float:
         """One layer's part of the step, head included."""
         return self.times.step_s / self.times.num_layers
+
+    def slower_beside_decode(self, num_models: int = 1) -> float:
+        """Of a chunk: by how much, where it has a GPU for one part of the time in `num_models`."""
+        times = self.times.slower(num_models)
+        if self.allowed_s == float("inf"):
+            return num_models * self.sharing.prompt_slower
+        return self.sharing.prompt(times, self.allowed_s).step_s / self.times.step_s
 
 
 class PipelineOverlap:
@@ -109,7 +119,7 @@ class SharedGPUs:
         own = [other for other in here if other.model == step.model]
         num_prompts = sum(other.is_prompt for other in own)
         if step.is_prompt:
-            return num_models * num_prompts * (step.sharing.prompt_slower if num_prompts < len(own) else 1.0)
+            return num_prompts * (step.slower_beside_decode(num_models) if num_prompts < len(own) else num_models)
         return num_models * (1.0 + (step.sharing.longer_s / step.layer_s if num_prompts else 0.0))
 
 
@@ -117,19 +127,20 @@ class AlternatingGPUs:
     """Slowdowns of whole models that share a GPU as streams of one process: their kernels alternate, layer by layer.
 
     So a model waits for a layer of each neighbour in each of its own, and a shallow one beside a deep one suffers more
-    than by equal parts. Prompts, which have a lower priority, cost decode what they cost it in two pools; they do not
-    wait for it here, as they do on GPUs, so that first tokens come too soon.
+    than by equal parts. What attention takes of a single row is latency, under which others' kernels run. Prompts,
+    which have a lower priority, cost decode what they cost it in two pools, and step aside for as long as they may.
     """
 
     def slowdowns(self, running: Sequence[RunningStep]) -> list[float]:
         return [max(self._slowdown(step, gpu, running) for gpu in step.gpus) for step in running]
 
     def _slowdown(self, step: RunningStep, gpu: int, running: Sequence[RunningStep]) -> float:
-        decode = [other.layer_s for other in running if gpu in other.gpus and not other.is_prompt]
+        decode = [other.layer_s - other.lone_s for other in running if gpu in other.gpus and not other.is_prompt]
         num_prompts = sum(gpu in other.gpus and other.is_prompt for other in running)
         if step.is_prompt:
-            return num_prompts * (step.sharing.prompt_slower if decode else 1.0)
-        return (sum(decode) + (step.sharing.longer_s if num_prompts else 0.0)) / step.layer_s
+            return num_prompts * (step.slower_beside_decode() if decode else 1.0)
+        round_s = max(step.layer_s, sum(decode))
+        return (round_s + (step.sharing.longer_s if num_prompts else 0.0)) / step.layer_s
 
 
 def _cell(step: RunningStep) -> tuple[int, ...]:

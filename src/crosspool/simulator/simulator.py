@@ -29,7 +29,8 @@ class SimulationSettings:
     a prompt may take, and more for each of its tokens, before it goes before decode. prompts_share: they run beside
     decode rather than in turns, as long as their patience allows. hosting: names of the models of each GPU, in a
     monolithic layout; none: as planned. beside_share: of every FFN, on a weights rank that lies on the KV GPU (two
-    pools, one KV GPU).
+    pools, one KV GPU). pass_rows: ascending, the numbers of rows that decode's passes have (`passes.py`); none: as many
+    as a step has.
 
     Raises ValueError for bad bounds.
     """
@@ -50,6 +51,7 @@ class SimulationSettings:
     max_queue: int = 64
     hosting: Hosting | None = None
     beside_share: float = 0.0
+    pass_rows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.mode not in ("exact", "steps"):
@@ -72,15 +74,18 @@ class SimulationSettings:
                 f"beside_share is {self.beside_share} with layout {self.layout}; give at least 0 and below 1, and "
                 "layout crosspool"
             )
+        if list(self.pass_rows) != sorted({rows for rows in self.pass_rows if rows > 0}):
+            told = ",".join(map(str, self.pass_rows))
+            raise ValueError(f"pass_rows are {told}; give numbers above 0, each larger than the one before")
 
     def _check_mode(self) -> None:
         """Raises ValueError for what is played put by put in a mode that has no puts, and for half a patience."""
-        given = {
+        given: dict[str, float] = {
             "ahead": self.is_ahead,
             "prompts_wait": self.prompts_wait,
-            "patience_us": self.patience_s < float("inf"),
-            "patience_token_us": self.patience_token_s,
         }
+        if self.layout == "crosspool":  # elsewhere it is part of a chunk's speed beside decode
+            given |= {"patience_us": self.patience_s < float("inf"), "patience_token_us": self.patience_token_s}
         names = [name for name, value in given.items() if value]
         if names and self.mode != "exact":
             raise ValueError(
@@ -132,6 +137,7 @@ def _simulate_group(
         measured=measured,
         hosting=settings.hosting,
         beside_share=settings.beside_share,
+        pass_rows=settings.pass_rows,
     )
     requests = group_requests(
         group.models, start_s=settings.start_s, stop_s=settings.start_s + settings.duration_s, seed=settings.seed

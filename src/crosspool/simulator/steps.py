@@ -45,6 +45,7 @@ class StepSimulator:
         self._busy_s = [0.0] * len(group.stations)
         self._group = group
         self._models = group.by_name
+        self._lone_s = {model.name: model.cost.times(decode_work(1, 0.0)).attention_s for model in group.models}
         self._runs: dict[int, _Run] = {}
         self._now = 0.0
         self._has_pools = group.layout == "crosspool"
@@ -146,7 +147,17 @@ class StepSimulator:
         work = step_work(step)
         is_prompt = header.phase != "decode"
         times, delay = model.cost.times(work), model.cost.beside_others(work)
-        running = RunningStep(times, route, model.gpus, delay, model.name, is_prompt, model.sharing)
+        running = RunningStep(
+            times,
+            route,
+            model.gpus,
+            delay,
+            model.name,
+            is_prompt,
+            model.sharing,
+            lone_s=self._lone_s[model.name],
+            allowed_s=self._group.patience.allowed_s(header),
+        )
         self._runs[header.lane] = _Run(header.lane, model, 1, running)
         if self._pipeline is not None:
             times = running.times.slower(self._delay(running))
