@@ -74,7 +74,7 @@ def extents(parts: Iterable[Part], max_bytes: int = EXTENT_BYTES) -> list[Extent
 
 
 def _extent(file: Path, start: int, stop: int, parts: list[Part]) -> Extent:
-    return Extent(file, start, stop, tuple(parts), sum(part.read.num_bytes for part in parts))
+    return Extent(file, start, stop, tuple(parts), sum([part.read.num_bytes for part in parts]))
 
 
 def part_of(checkpoint: Checkpoint, read: Read) -> Part:
@@ -116,6 +116,8 @@ def joined(extent: Extent, is_plain: Callable[[Part], bool]) -> Extent:
 
     is_plain: whether a part is copied as it is; others stay alone.
     """
+    if len(extent.parts) == 1:
+        return extent
     found: list[Part] = []
     is_open = False
     for part in extent.parts:
