@@ -7,8 +7,8 @@ import pytest
 
 from crosspool.cluster.base import ModelPlacement, StepFailed
 from crosspool.cluster.channel_book import ChannelBook, Link
+from crosspool.cluster.cluster_steps import InFlight
 from crosspool.cluster.config import ClusterConfig
-from crosspool.cluster.in_flight import InFlight
 from crosspool.cluster.roster import Roster
 from crosspool.cluster.supervisor import LOOKS, MAX_BACKOFF_S, RankState, Supervisor, backoff_s
 from crosspool.scheduler.step import StepHeader

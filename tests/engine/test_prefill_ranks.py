@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from crosspool.engine.batcher import Chunk
+from crosspool.engine.models import check_whole_model
 from crosspool.engine.prefill_ranks import with_bounded_past
 from crosspool.engine.sequence import Sequence
-from crosspool.engine.whole_models import check_whole_model
 from crosspool.errors import CapacityError
 from crosspool.models.whole_size import whole_bytes
 from tests.support.core_drive import Drive, a_config, a_model

@@ -10,7 +10,7 @@ import pytest
 
 SOURCES = Path(importlib.util.find_spec("crosspool").origin).parent
 ROOTS = ["engine/scheduler_core.py", "scheduler/order.py"] + [
-    f"cluster/{name}.py" for name in ("supervisor", "roster", "channel_book", "in_flight")
+    f"cluster/{name}.py" for name in ("supervisor", "roster", "channel_book", "cluster_steps")
 ]
 """Entry points. What they import of these packages is looked at too."""
 PACKAGES = ("engine", "scheduler", "kv_pool")

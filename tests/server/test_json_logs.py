@@ -9,7 +9,7 @@ from collections.abc import Callable
 import httpx2
 import pytest
 
-from crosspool.server.json_logs import json_formatter
+from crosspool.server.context import json_formatter
 
 
 class Lines(logging.Handler):

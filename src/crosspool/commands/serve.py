@@ -10,8 +10,7 @@ from rich.console import Console
 from crosspool.cluster.rank_log import RankLog
 from crosspool.commands import check
 from crosspool.commands.loading import shown_while_loading
-from crosspool.commands.rank_lines import above_bars
-from crosspool.commands.told import teller
+from crosspool.commands.told import above_bars, teller
 from crosspool.config import DeploymentConfig, LogFormat
 from crosspool.deployment.launch import load_models, start_engine
 from crosspool.deployment.load import load_deployment
@@ -21,7 +20,7 @@ from crosspool.deployment.prepared_model import catalogue, demo_models, prepare_
 from crosspool.errors import CrossPoolError
 from crosspool.log_lines import text_formatter
 from crosspool.server.app import create_app
-from crosspool.server.json_logs import json_formatter
+from crosspool.server.context import json_formatter
 from crosspool.server.run import check_tls, listen, run_loop, serve
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from crosspool.engine.admission import PageBudget
-from crosspool.engine.sequence import Sequence
-from crosspool.engine.sequence_prefix import SequencePrefix
+from crosspool.engine.sequence import Sequence, SequencePrefix
 from crosspool.engine.served_model import ServedModel
 from crosspool.kv_pool.host_tier import HostTier
 from crosspool.kv_pool.pool import KVPool, Page

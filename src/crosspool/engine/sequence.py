@@ -1,14 +1,23 @@
 """Sequence: what the core knows of one accepted sequence, from its queue to its end."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self
 
 from crosspool.core import FinishReason, Request, SampledToken
-from crosspool.engine.sequence_prefix import SequencePrefix
 from crosspool.errors import CrossPoolError
 from crosspool.kv_pool.block_table import BlockTable
+from crosspool.kv_pool.prefix_cache import CachedPage
+from crosspool.kv_pool.prefix_chain import PrefixChain
 from crosspool.scheduler.step import NewSequence
+
+
+@dataclass(slots=True)
+class SequencePrefix:
+    """filled: an entry for each page that has been wholly written; None where another page was known by its key."""
+
+    chain: PrefixChain
+    filled: list[CachedPage | None] = field(default_factory=list)
 
 
 class SequenceState(StrEnum):

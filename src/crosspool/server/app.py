@@ -19,10 +19,8 @@ from crosspool.server import (
     generation_routes,
     health,
     limits_routes,
-    live_routes,
     messages_routes,
     models_routes,
-    prefix_routes,
     responses_routes,
     stats_routes,
     token_routes,
@@ -31,7 +29,6 @@ from crosspool.server import (
 from crosspool.server.admin_routes import Prepare
 from crosspool.server.catalogue import Catalogue
 from crosspool.server.direct_routes import DirectRoutes, direct_routes
-from crosspool.server.documented_app import DocumentedApp
 from crosspool.server.engine_client import EngineClient
 from crosspool.server.engine_metrics import EngineCollector
 from crosspool.server.errors import APIError, from_engine, from_validation
@@ -42,6 +39,24 @@ from crosspool.server.metrics import RequestMetrics
 from crosspool.server.metrics_compat import vllm_registry
 from crosspool.server.stream import ClientLeft
 from crosspool.server.tracing import Traces, make_provider
+
+FOREIGN_SCHEMAS = ("HTTPValidationError", "ValidationError")
+
+
+class DocumentedApp(FastAPI):
+    """FastAPI documents a 422 of its own for wrong fields; here they are a 400, which routes declare themselves."""
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            document = super().openapi()
+            for methods in document["paths"].values():
+                for route in methods.values():
+                    route["responses"].pop("422", None)
+            for name in FOREIGN_SCHEMAS:
+                document["components"]["schemas"].pop(name, None)
+            self.openapi_schema = document
+        return self.openapi_schema
+
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +99,9 @@ def create_app(
         models_routes,
         health,
         stats_routes,
-        live_routes,
         ui_routes,
         admin_routes,
         limits_routes,
-        prefix_routes,
     ):
         app.include_router(routes.router)
     for kind, handler in HANDLERS.items():

@@ -1,9 +1,14 @@
-"""What is known of the HTTP request that the running code works for: its id, API key and model."""
+"""What is known of the HTTP request that the running code works for: its id, API key and model; log records have it."""
 
+import logging
 from collections.abc import Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
+
+import structlog
+
+from crosspool import log_lines
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -14,3 +19,15 @@ CURRENT: ContextVar[Mapping[str, Any]] = ContextVar("crosspool_request", default
 def current(name: str) -> str:
     """`request_id`, `key` or `model` of the present request; empty outside one or before it is known."""
     return str(CURRENT.get().get(name, ""))
+
+
+def json_formatter() -> logging.Formatter:
+    """One JSON object a line, with what is known of the request."""
+    return log_lines.json_formatter(_add_request)
+
+
+def _add_request(logger: Any, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    for name in ("request_id", "key", "model"):
+        if name not in event and (value := current(name)):
+            event[name] = value
+    return event

@@ -1,20 +1,34 @@
 """Runs a chunk of prompts on a weights rank, once fused passes have ended."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import torch
 
 from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.chunks.chunk_crossing import ChunkCrossing
-from crosspool.backends.cuda.chunks.chunk_plan import chunk_plan
+from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
+from crosspool.backends.cuda.chunks.chunk_plan import ChunkPlan, chunk_plan
 from crosspool.backends.cuda.chunks.chunk_run import run_pieces
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.steps.lane import LaneIdle
-from crosspool.backends.cuda.weights_rank.ffn_chunk import ffn_chunk
 from crosspool.backends.cuda.weights_rank.ffn_passes import FFNPasses, FFNWay
 from crosspool.backends.cuda.weights_rank.fused_turns import FusedTurns, NoneFused
 from crosspool.backends.cuda.weights_rank.patience import Patience
 from crosspool.backends.cuda.weights_rank.resident_ffn import ResidentFFN
 from crosspool.scheduler.step import StepHeader
+
+
+def ffn_chunk(ffn: ChunkFFN, crossing: ChunkCrossing, plan: ChunkPlan, patience: Patience) -> Iterator[int]:
+    """Enqueue the chunk's kernels on torch's current stream; yields each crossing's number before its wait."""
+    for layer in range(plan.num_layers):
+        for piece in plan.pieces:
+            yield plan.crossing(layer, piece)
+            crossing.wait(layer, piece)
+            (rows,) = crossing.received(layer, piece, torch.bfloat16)
+            with patience.timed(piece.num_tokens):
+                ffn.run(layer, ffn.take(rows), crossing.sums(layer, piece))
+            crossing.raise_flags(layer, piece)
 
 
 def run_ffn_chunk(
