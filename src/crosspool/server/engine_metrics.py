@@ -1,16 +1,20 @@
 """The engine's own numbers, read from its snapshot at the moment Prometheus asks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from crosspool.engine.stats import EngineStats, ModelInfo, ModelStats
 from crosspool.server.engine_client import EngineClient
-from crosspool.server.step_metrics import moved, step_times
 
 Family = GaugeMetricFamily | CounterMetricFamily | SummaryMetricFamily
+Rows = Iterable[tuple[str | float, ...]]
+"""Each the labels' values and, last, the number."""
+
 STATES = ("loading", "ready", "draining", "failed")
+MODEL = ("model_name",)
+RANK = ("rank",)
 
 
 class EngineCollector(Collector):
@@ -30,200 +34,216 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         stats, models = self._engine.stats(), self._engine.models()
-        yield from _requests(stats)
-        yield from _pages(stats, models)
+        ranks_of = {info.name: info.kv_ranks for info in models}
+        frame_bytes = {pool.kv_rank: pool.frame_bytes for pool in stats.pools}
+        yield from _requests(stats.models)
+        yield from _pages(stats, ranks_of)
+        yield from _pools(stats, models, frame_bytes)
+        yield _cache_config(stats, ranks_of)
         yield from _prefixes(stats)
-        yield from _limits(stats, {model.name: model.kv_rank for model in models})
+        yield from _limits(stats, {info.name: frame_bytes.get(info.kv_rank, 0) for info in models})
         yield from _backings(stats)
         yield from _models(models)
         yield from _steps(stats)
-        yield from step_times(stats)
-        yield from moved(stats, models)
+        yield from _step_times(stats.models)
+        yield from _moved(stats.models, models)
 
 
-def _requests(stats: EngineStats) -> Iterator[Family]:
-    running = _gauge("num_requests_running", "sequences that prefill, decode or wait for a lost worker")
-    waiting = _gauge("num_requests_waiting", "sequences in the queue")
-    prompt = _counter("prompt_tokens", "prompt tokens run")
-    generated = _counter("generation_tokens", "tokens generated")
-    finished = CounterMetricFamily(
-        "crosspool:request_success", "sequences that ended", labels=("model_name", "finished_reason")
+def _requests(models: Sequence[ModelStats]) -> Iterator[Family]:
+    running = ((m.name, m.num_prefilling + m.num_decoding + m.num_parked) for m in models)
+    yield _gauge("num_requests_running", "sequences that prefill, decode or wait for a lost worker", MODEL, running)
+    yield _gauge("num_requests_waiting", "sequences in the queue", MODEL, ((m.name, m.num_queued) for m in models))
+    yield _counter("prompt_tokens", "prompt tokens run", MODEL, ((m.name, m.prompt_tokens) for m in models))
+    yield _counter("generation_tokens", "tokens generated", MODEL, ((m.name, m.generated_tokens) for m in models))
+    finished = ((m.name, str(reason), count) for m in models for reason, count in m.num_finished.items())
+    yield _counter("request_success", "sequences that ended", (*MODEL, "finished_reason"), finished)
+    preempted = ((m.name, m.num_preempted) for m in models)
+    text = "sequences that lost their KV with a worker and are prefilled again"
+    yield _counter("num_preemptions", text, MODEL, preempted)
+    verdicts = (
+        (m.name, verdict, count)
+        for m in models
+        for verdict, count in (("accepted", m.num_accepted), ("refused", m.num_refused))
     )
-    for model in stats.models:
-        running.add_metric([model.name], model.num_prefilling + model.num_decoding + model.num_parked)
-        waiting.add_metric([model.name], model.num_queued)
-        prompt.add_metric([model.name], model.prompt_tokens)
-        generated.add_metric([model.name], model.generated_tokens)
-        for reason, count in model.num_finished.items():
-            finished.add_metric([model.name, str(reason)], count)
-    yield from (running, waiting, prompt, generated, finished)
-    preempted = _counter("num_preemptions", "sequences that lost their KV with a worker and are prefilled again")
-    verdicts = CounterMetricFamily(
-        "crosspool:planner_admissions", "sequences accepted or refused", labels=("model_name", "verdict")
+    yield _counter("planner_admissions", "sequences accepted or refused", (*MODEL, "verdict"), verdicts)
+
+
+def _pages(stats: EngineStats, ranks_of: Mapping[str, Sequence[str]]) -> Iterator[Family]:
+    pages = (
+        (m.name, state, count)
+        for m in stats.models
+        for state, count in (("used", m.pages_used), ("reserved", m.pages_reserved), ("reusable", m.pages_reusable))
     )
-    for model in stats.models:
-        preempted.add_metric([model.name], model.num_preempted)
-        verdicts.add_metric([model.name, "accepted"], model.num_accepted)
-        verdicts.add_metric([model.name, "refused"], model.num_refused)
-    yield from (preempted, verdicts)
-
-
-def _pages(stats: EngineStats, models: list[ModelInfo]) -> Iterator[Family]:
-    pages = GaugeMetricFamily("crosspool:kv_pages", "KV pages of a model", labels=("model_name", "state"))
-    usage = _gauge("kv_cache_usage_perc", "frames a model uses, as a part of its KV pool, 0 to 1")
+    yield _gauge("kv_pages", "KV pages of a model", (*MODEL, "state"), pages)
     budgets = {pool.kv_rank: pool.frames_budget for pool in stats.pools}
-    ranks_of = {model.name: model.kv_ranks for model in models}
-    for model in stats.models:
-        pages.add_metric([model.name, "used"], model.pages_used)
-        pages.add_metric([model.name, "reserved"], model.pages_reserved)
-        pages.add_metric([model.name, "reusable"], model.pages_reusable)
-        budget = sum(budgets.get(rank, 0) for rank in ranks_of.get(model.name, ()))
-        usage.add_metric([model.name], _share(model, budget))
-    pool_bytes = GaugeMetricFamily("crosspool:pool_bytes", "memory of a pool", labels=("pool", "rank", "state"))
-    for pool in stats.pools:
+    whole = {m.name: sum(budgets.get(rank, 0) for rank in ranks_of.get(m.name, ())) for m in stats.models}
+    usage = ((m.name, m.frames_used / whole[m.name] if whole[m.name] else 0.0) for m in stats.models)
+    yield _gauge("kv_cache_usage_perc", "frames a model uses, as a part of its KV pool, 0 to 1", MODEL, usage)
+
+
+def _pools(stats: EngineStats, models: Sequence[ModelInfo], frame_bytes: Mapping[str, int]) -> Iterator[Family]:
+    rows = [
+        ("kv", pool.kv_rank, state, frames * pool.frame_bytes)
+        for pool in stats.pools
         for state, frames in (
             ("used", pool.frames_used),
             ("reserved", pool.frames_reserved),
             ("reusable", pool.frames_reusable),
             ("free", pool.frames_free),
-        ):
-            pool_bytes.add_metric(["kv", pool.kv_rank, state], frames * pool.frame_bytes)
+        )
+    ]
     weights: dict[str, int] = {}
     for info in models:
         for rank, num_bytes in info.bytes_by_rank.items():
             weights[rank] = weights.get(rank, 0) + num_bytes
-    for rank, num_bytes in sorted(weights.items()):
-        pool_bytes.add_metric(["weights", rank, "used"], num_bytes)
-    yield from (pages, usage, pool_bytes, _rank_bytes(stats), _cache_config(stats, ranks_of))
-
-
-def _rank_bytes(stats: EngineStats) -> GaugeMetricFamily:
-    """What each model has on each KV rank: several, where its KV is split or its sequences go to several."""
-    found = GaugeMetricFamily(
-        "crosspool:kv_rank_bytes", "KV memory of a model on a KV rank", labels=("model_name", "kv_rank", "state")
+    rows += [("weights", rank, "used", num_bytes) for rank, num_bytes in sorted(weights.items())]
+    yield _gauge("pool_bytes", "memory of a pool", ("pool", "rank", "state"), rows)
+    # of several ranks, where a model's KV is split or its sequences go to several
+    by_rank = (
+        (m.name, rank, state, count * frame_bytes[rank])
+        for m in stats.models
+        for rank, frames in m.frames_by_rank.items()
+        for state, count in (("used", frames.used), ("reserved", frames.reserved), ("reusable", frames.reusable))
     )
-    frame_bytes = {pool.kv_rank: pool.frame_bytes for pool in stats.pools}
-    for model in stats.models:
-        for rank, frames in model.frames_by_rank.items():
-            for state, count in (("used", frames.used), ("reserved", frames.reserved), ("reusable", frames.reusable)):
-                found.add_metric([model.name, rank, state], count * frame_bytes[rank])
-    return found
+    yield _gauge("kv_rank_bytes", "KV memory of a model on a KV rank", (*MODEL, "kv_rank", "state"), by_rank)
+
+
+def _cache_config(stats: EngineStats, ranks_of: Mapping[str, Sequence[str]]) -> Family:
+    names = (*MODEL, "kv_rank", "page_tokens", "frames_per_page", "frame_bytes", "num_frames")
+    pools = {pool.kv_rank: pool for pool in stats.pools}
+    found = [(m, pools[rank]) for m in stats.models for rank in ranks_of.get(m.name, ()) if rank in pools]
+    rows = (
+        (m.name, pool.kv_rank, m.page_tokens, m.frames_per_page, pool.frame_bytes, pool.frames_budget, 1)
+        for m, pool in found
+    )
+    return _gauge("cache_config_info", "how a model's pages are cut; always 1", names, rows)
 
 
 def _prefixes(stats: EngineStats) -> Iterator[Family]:
-    queries = _counter("prefix_cache_queries", "prompt tokens that were looked for in the prefix cache")
-    hits = _counter("prefix_cache_hits", "prompt tokens that cached pages held, so that they were not run")
-    evictions = _counter("prefix_cache_evictions", "cached pages that were given up for others")
-    for model in stats.models:
-        queries.add_metric([model.name], model.prefix_queries)
-        hits.add_metric([model.name], model.prefix_hits)
-        evictions.add_metric([model.name], model.prefix_evictions)
-    yield from (queries, hits, evictions)
-    if any(pool.host_frames_budget for pool in stats.pools):
-        yield from _host_tier(stats)
+    text = "prompt tokens that were looked for in the prefix cache"
+    yield _counter("prefix_cache_queries", text, MODEL, ((m.name, m.prefix_queries) for m in stats.models))
+    text = "prompt tokens that cached pages held, so that they were not run"
+    yield _counter("prefix_cache_hits", text, MODEL, ((m.name, m.prefix_hits) for m in stats.models))
+    text = "cached pages that were given up for others"
+    yield _counter("prefix_cache_evictions", text, MODEL, ((m.name, m.prefix_evictions) for m in stats.models))
+    if not any(pool.host_frames_budget for pool in stats.pools):
+        return
+    text = "cached pages that went to host memory instead of being dropped"
+    yield _counter("prefix_cache_stowed", text, MODEL, ((m.name, m.prefix_stowed) for m in stats.models))
+    text = "pages that came from host memory instead of being run"
+    yield _counter("prefix_cache_brought_back", text, MODEL, ((m.name, m.prefix_brought_back) for m in stats.models))
+    memory = (
+        (pool.kv_rank, state, frames * pool.frame_bytes)
+        for pool in stats.pools
+        for state, frames in (
+            ("used", pool.host_frames_used),
+            ("free", pool.host_frames_budget - pool.host_frames_used),
+        )
+    )
+    yield _gauge("host_pool_bytes", "host memory for cached KV", (*RANK, "state"), memory)
 
 
-def _host_tier(stats: EngineStats) -> Iterator[Family]:
-    stowed = _counter("prefix_cache_stowed", "cached pages that went to host memory instead of being dropped")
-    brought_back = _counter("prefix_cache_brought_back", "pages that came from host memory instead of being run")
-    for model in stats.models:
-        stowed.add_metric([model.name], model.prefix_stowed)
-        brought_back.add_metric([model.name], model.prefix_brought_back)
-    memory = GaugeMetricFamily("crosspool:host_pool_bytes", "host memory for cached KV", labels=("rank", "state"))
-    for pool in stats.pools:
-        free = pool.host_frames_budget - pool.host_frames_used
-        for state, frames in (("used", pool.host_frames_used), ("free", free)):
-            memory.add_metric([pool.kv_rank, state], frames * pool.frame_bytes)
-    yield from (stowed, brought_back, memory)
-
-
-def _cache_config(stats: EngineStats, ranks_of: Mapping[str, Sequence[str]]) -> GaugeMetricFamily:
-    names = ("model_name", "kv_rank", "page_tokens", "frames_per_page", "frame_bytes", "num_frames")
-    found = GaugeMetricFamily("crosspool:cache_config_info", "how a model's pages are cut; always 1", labels=names)
-    pools = {pool.kv_rank: pool for pool in stats.pools}
-    for model in stats.models:
-        for pool in (pools[rank] for rank in ranks_of.get(model.name, ()) if rank in pools):
-            sizes = (model.page_tokens, model.frames_per_page, pool.frame_bytes, pool.frames_budget)
-            found.add_metric([model.name, pool.kv_rank, *map(str, sizes)], 1)
-    return found
-
-
-def _share(model: ModelStats, budget: int) -> float:
-    return model.frames_used / budget if budget else 0.0
+def _limits(stats: EngineStats, frame_bytes: Mapping[str, int]) -> Iterator[Family]:
+    """frame_bytes: of the models' KV ranks, by model."""
+    budget = ((pool.kv_rank, pool.frames_limit * pool.frame_bytes) for pool in stats.pools)
+    yield _gauge("kv_budget_bytes", "what all models together may hold", RANK, budget)
+    limits = (
+        (m.name, limit, frames * frame_bytes.get(m.name, 0))
+        for m in stats.models
+        for limit, frames in (("floor", m.frames_floor), ("ceiling", m.frames_ceiling))
+        if frames is not None
+    )
+    yield _gauge("kv_limit_bytes", "floor and ceiling of a model in a KV pool", (*MODEL, "limit"), limits)
 
 
 def _backings(stats: EngineStats) -> Iterator[Family]:
     """Where frames are mapped for each model: what the driver has done, and who had to wait for it."""
     if not stats.backings:
         return
-    calls = CounterMetricFamily("crosspool:kv_mappings", "pages mapped and unmapped", labels=("rank", "operation"))
-    waits = CounterMetricFamily(
-        "crosspool:kv_mapping_waits", "steps that waited for a page to be mapped", labels=("rank", "path")
+    ranks = stats.backings.items()
+    calls = ((rank, call, count) for rank, n in ranks for call, count in (("map", n.maps), ("unmap", n.unmaps)))
+    yield _counter("kv_mappings", "pages mapped and unmapped", (*RANK, "operation"), calls)
+    waits = (
+        (rank, path, count)
+        for rank, n in ranks
+        for path, count in (("decode", n.decode_waits), ("full", n.full_waits), ("prefill", n.prefill_waits))
     )
-    failures = CounterMetricFamily("crosspool:kv_mapping_failures", "failed driver calls", labels=("rank",))
-    mapped = GaugeMetricFamily("crosspool:kv_mapped_frames", "frames mapped for some model", labels=("rank",))
-    longest = GaugeMetricFamily("crosspool:kv_mapping_longest_wait_seconds", "longest of the waits", labels=("rank",))
-    for rank, counts in stats.backings.items():
-        calls.add_metric([rank, "map"], counts.maps)
-        calls.add_metric([rank, "unmap"], counts.unmaps)
-        waits.add_metric([rank, "decode"], counts.decode_waits)
-        waits.add_metric([rank, "full"], counts.full_waits)
-        waits.add_metric([rank, "prefill"], counts.prefill_waits)
-        failures.add_metric([rank], counts.failures)
-        mapped.add_metric([rank], counts.mapped_frames)
-        longest.add_metric([rank], counts.longest_wait_s)
-    yield from (calls, waits, failures, mapped, longest)
+    yield _counter("kv_mapping_waits", "steps that waited for a page to be mapped", (*RANK, "path"), waits)
+    yield _counter("kv_mapping_failures", "failed driver calls", RANK, ((rank, n.failures) for rank, n in ranks))
+    yield _gauge("kv_mapped_frames", "frames mapped for some model", RANK, ((r, n.mapped_frames) for r, n in ranks))
+    longest = ((rank, n.longest_wait_s) for rank, n in ranks)
+    yield _gauge("kv_mapping_longest_wait_seconds", "longest of the waits", RANK, longest)
 
 
-def _limits(stats: EngineStats, rank_of: Mapping[str, str]) -> Iterator[Family]:
-    limits = GaugeMetricFamily(
-        "crosspool:kv_limit_bytes", "floor and ceiling of a model in a KV pool", labels=("model_name", "limit")
-    )
-    budget = GaugeMetricFamily("crosspool:kv_budget_bytes", "what all models together may hold", labels=("rank",))
-    frame_bytes = {pool.kv_rank: pool.frame_bytes for pool in stats.pools}
-    for pool in stats.pools:
-        budget.add_metric([pool.kv_rank], pool.frames_limit * pool.frame_bytes)
-    for model in stats.models:
-        each = frame_bytes.get(rank_of.get(model.name, ""), 0)
-        limits.add_metric([model.name, "floor"], model.frames_floor * each)
-        if model.frames_ceiling is not None:
-            limits.add_metric([model.name, "ceiling"], model.frames_ceiling * each)
-    yield from (budget, limits)
-
-
-def _models(models: list[ModelInfo]) -> Iterator[Family]:
-    state = GaugeMetricFamily("crosspool:model_state", "1 for the state a model is in", labels=("model_name", "state"))
-    load = _gauge("model_load_seconds", "time the model took to load")
-    for model in models:
-        for name in STATES:
-            state.add_metric([model.name, name], float(model.state == name))
-        if model.load_s is not None:
-            load.add_metric([model.name], model.load_s)
-    yield from (state, load)
+def _models(models: Sequence[ModelInfo]) -> Iterator[Family]:
+    states = ((info.name, state, float(info.state == state)) for info in models for state in STATES)
+    yield _gauge("model_state", "1 for the state a model is in", (*MODEL, "state"), states)
+    loads = ((info.name, info.load_s) for info in models if info.load_s is not None)
+    yield _gauge("model_load_seconds", "time the model took to load", MODEL, loads)
 
 
 def _steps(stats: EngineStats) -> Iterator[Family]:
-    lanes = GaugeMetricFamily("crosspool:lanes_running", "lanes with a step in flight", labels=("phase",))
-    for phase in ("prefill", "decode"):
-        running = [lane for lane in stats.lanes if lane.phase == phase and lane.state == "running"]
-        lanes.add_metric([phase], len(running))
-    yield lanes
-    yield CounterMetricFamily("crosspool:steps", "steps that ended", value=stats.num_steps)
-    yield CounterMetricFamily("crosspool:step_replays", "steps run again after a failure", value=stats.num_replays)
+    running = [lane.phase for lane in stats.lanes if lane.state == "running"]
+    lanes = ((phase, running.count(phase)) for phase in ("prefill", "decode"))
+    yield _gauge("lanes_running", "lanes with a step in flight", ("phase",), lanes)
+    yield _counter("steps", "steps that ended", (), [(stats.num_steps,)])
+    yield _counter("step_replays", "steps run again after a failure", (), [(stats.num_replays,)])
     if stats.prefill_switches:
-        switches = CounterMetricFamily(
-            "crosspool:prefill_switches", "models brought in on a prefill rank", labels=("rank",)
-        )
-        for rank, count in stats.prefill_switches.items():
-            switches.add_metric([rank], count)
-        yield switches
-    yield CounterMetricFamily("crosspool:ranks_lost", "workers that died or hung", value=stats.num_ranks_lost)
-    yield GaugeMetricFamily("crosspool:ranks_down", "workers being restarted", value=len(stats.ranks_down))
+        text = "models brought in on a prefill rank"
+        yield _counter("prefill_switches", text, RANK, stats.prefill_switches.items())
+    yield _counter("ranks_lost", "workers that died or hung", (), [(stats.num_ranks_lost,)])
+    yield _gauge("ranks_down", "workers being restarted", (), [(len(stats.ranks_down),)])
 
 
-def _gauge(name: str, text: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"crosspool:{name}", text, labels=("model_name",))
+def _step_times(models: Sequence[ModelStats]) -> Iterator[Family]:
+    """Sums and counts over steps, by model and phase.
+
+    What the KV rank computed, what the weights rank that worked longest computed, and what the KV rank waited beyond
+    that. A backend that does not tell the last two apart has neither.
+    """
+    steps = [((m.name, phase), totals) for m in models for phase, totals in m.steps.items()]
+    told = [(labels, totals) for labels, totals in steps if totals.num_told]
+    text = "time a step computed on its KV rank"
+    yield _summary("attention_seconds", text, ((at, total.num_steps, total.attention_s) for at, total in steps))
+    text = "time a step computed on the weights rank that worked longest for it"
+    yield _summary("ffn_seconds", text, ((at, total.num_told, total.ffn_s) for at, total in told))
+    text = "time a step's KV rank waited beyond the FFN's own: crossings and turns"
+    yield _summary("transfer_seconds", text, ((at, total.num_told, total.transfer_s) for at, total in told))
+    tokens = ((at, total.num_steps, total.num_tokens) for at, total in steps)
+    yield _summary("iteration_tokens_total", "tokens of a step", tokens)
 
 
-def _counter(name: str, text: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"crosspool:{name}", text, labels=("model_name",))
+def _moved(stats: Sequence[ModelStats], models: Sequence[ModelInfo]) -> Iterator[Family]:
+    """Tokens that went to experts, and weights that went into memory."""
+    run = {m.name: sum(total.num_tokens for total in m.steps.values()) for m in stats}
+    experts = (
+        (info.name, str(layer), num_experts * run.get(info.name, 0))
+        for info in models
+        for layer, num_experts in enumerate(info.experts_by_layer)
+        if num_experts
+    )
+    text = "pairs of a token and an expert it went to, by MoE layer, of all steps that ended"
+    yield _counter("expert_tokens", text, (*MODEL, "layer"), experts)
+    text = "weights read into the ranks' memory since the model was added, again after a loss included"
+    yield _counter("weight_bytes_moved", text, MODEL, ((info.name, info.moved_bytes) for info in models))
+
+
+def _gauge(name: str, text: str, labels: Sequence[str], rows: Rows) -> Family:
+    return _filled(GaugeMetricFamily(f"crosspool:{name}", text, labels=labels), rows)
+
+
+def _counter(name: str, text: str, labels: Sequence[str], rows: Rows) -> Family:
+    return _filled(CounterMetricFamily(f"crosspool:{name}", text, labels=labels), rows)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, rows: Rows) -> Family:
+    for *labels, value in rows:
+        family.add_metric([str(label) for label in labels], float(value))
+    return family
+
+
+def _summary(name: str, text: str, rows: Iterable[tuple[tuple[str, str], int, float]]) -> Family:
+    family = SummaryMetricFamily(f"crosspool:{name}", text, labels=(*MODEL, "phase"))
+    for labels, count, total in rows:
+        family.add_metric(labels, count, total)
+    return family
