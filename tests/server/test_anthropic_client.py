@@ -118,6 +118,14 @@ def test_a_forced_tool_is_a_grammar(client: Anthropic, scripted: FakeEngine) -> 
     assert scripted.requests[-1].constraint is None
 
 
+def test_a_form_is_a_grammar_at_either_of_its_places(url: str, scripted: FakeEngine) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object", "properties": {}, "additionalProperties": False}}
+    for asked in ({"output_config": {"format": form, "effort": "low"}}, {"output_format": form}):
+        answer = httpx2.post(f"{url}/v1/messages", json={**ASK, **asked}, headers={"x-api-key": "sk-right"})
+        assert answer.status_code == 200, answer.text
+        assert scripted.requests[-1].constraint is not None
+
+
 def test_stop_reasons(client: Anthropic, scripted: FakeEngine) -> None:
     message = client.messages.create(**{**ASK, "max_tokens": 2})
     assert (message.stop_reason, message.content[-1].text) == ("max_tokens", "One")
@@ -174,6 +182,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "always"}}, "tool_choice"),
     ({"thinking": {"type": "deep"}}, "thinking"),
     ({"stop_sequences": [""]}, "stop_sequences"),
+    ({"output_config": {"format": {"type": "regex"}}}, "output_config.format"),
+    ({"mcp_servers": [{"type": "url", "name": "x", "url": "http://x"}]}, "mcp_servers"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -63,6 +64,10 @@ WRONG_IN_BOTH: list[tuple[str, Any]] = [
     ("logprobs", 5000),
     ("user", 3),
     ("guided_json", {"type": "object"}),
+    ("regex", "a+"),
+    ("allowed_token_ids", [5]),
+    ("bad_words", ["no"]),
+    ("return_token_ids", True),
     ("structured_outputs", {"regex": "[a-"}),
     ("structured_outputs", {"structural_tag": {}}),
     ("structured_outputs", {"regex": "a", "choice": ["b"]}),
@@ -99,6 +104,8 @@ WRONG_CHAT: list[tuple[str, Any]] = [
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ("tool_choice", "required"),
     ("functions", [{"name": "f"}]),
+    ("chat_template", "{{ messages }}"),
+    ("echo", True),
     ("modalities", ["audio"]),
     ("chat_template_kwargs", "x"),
 ]
@@ -154,6 +161,32 @@ async def test_unknown_fields_are_accepted_and_logged(
     assert response.status_code == 200
     assert "frobnicate" in caplog.text
     assert "wibble" not in caplog.text  # null is absent
+
+
+async def test_bookkeeping_of_hosted_services_is_taken_without_a_word(
+    http: httpx2.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = {"store": True, "metadata": {"a": "b"}, "service_tier": "flex", "prompt_cache_key": "k"}
+    assert (await http.post("/v1/chat/completions", json={**CHAT_OK, **told})).status_code == 200
+    assert "ignored" not in caplog.text
+
+
+async def test_a_refused_field_names_what_to_send_instead(http: httpx2.AsyncClient) -> None:
+    for field, remedy in (("guided_regex", "structured_outputs"), ("functions", "tools"), ("echo", "leave it out")):
+        error = (await http.post("/v1/chat/completions", json={**CHAT_OK, field: "x"})).json()["error"]
+        assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+        assert remedy in error["message"]
+
+
+async def test_a_broken_body_says_where_and_a_packed_one_how_to_send_it(http: httpx2.AsyncClient) -> None:
+    headers = {"Content-Type": "application/json"}
+    broken = await http.post("/v1/completions", content=b'{"model": "tiny",}', headers=headers)
+    assert broken.json()["error"]["code"] == "invalid_json"
+    assert "(character 17)" in broken.json()["error"]["message"]
+    packed = gzip.compress(json.dumps(OK).encode())
+    response = await http.post("/v1/completions", content=packed, headers={**headers, "Content-Encoding": "gzip"})
+    assert response.status_code == 400
+    assert "Content-Encoding gzip" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

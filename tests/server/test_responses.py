@@ -120,6 +120,9 @@ def test_forms_and_forced_calls_are_grammars(client: OpenAI, scripted: FakeEngin
         ({"input": []}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"top_logprobs": 3}, "logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "logprobs"),
+        ({"guided_json": {}, "regex": "a"}, "regex"),
         ({"text": {"format": {"type": "json_schema", "name": "it", "schema": {"type": "nosuch"}}}}, "schema.type"),
     ],
 )

@@ -37,6 +37,7 @@ from crosspool.server.keys import KeyGuard
 from crosspool.server.messages_answer import error_body
 from crosspool.server.metrics import RequestMetrics
 from crosspool.server.metrics_compat import vllm_registry
+from crosspool.server.request_form import RequestForm
 from crosspool.server.stream import ClientLeft
 from crosspool.server.tracing import Traces, make_provider
 
@@ -78,6 +79,7 @@ def create_app(
         description="Many Mixture-of-Experts models from two memory pools, behind the OpenAI API.",
         middleware=_middleware(config),
         strict_content_type=False,
+        redirect_slashes=False,  # RequestForm takes them away
         docs_url=None,  # FastAPI's page loads its scripts from elsewhere; ours is at /docs
         redoc_url=None,
     )
@@ -111,7 +113,7 @@ def create_app(
 
 def _middleware(config: ServerConfig) -> Sequence[Middleware]:
     """Outermost first."""
-    found = [Middleware(RequestContext, quiet_paths=config.quiet_paths)]
+    found = [Middleware(RequestContext, quiet_paths=config.quiet_paths), Middleware(RequestForm)]
     if config.otlp_traces_endpoint is not None:
         provider = make_provider(config.otlp_traces_endpoint)
         found.append(Middleware(Traces, provider=provider, quiet_paths=config.quiet_paths))
@@ -158,7 +160,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         detail = f"{path} takes {(error.headers or {}).get('Allow', 'other methods')}, not {request.method}"
     if error.status_code == 400:
+        encoding = request.headers.get("content-encoding", "identity")
         detail = "the body is not JSON in UTF-8, or is nested too deeply"
+        if encoding != "identity":
+            detail = f"bodies in Content-Encoding {ascii(encoding)[1:-1][:40]} are not read; send it as plain JSON"
     code = CODES.get(error.status_code, "invalid_request")
     return await _api_error(request, APIError(error.status_code, detail, code=code, headers=dict(error.headers or {})))
 

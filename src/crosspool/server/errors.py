@@ -125,7 +125,8 @@ def encodable(text: str) -> str:
 def _describe(item: Mapping[str, Any]) -> str:
     field = _field(item)
     if item["type"] == "json_invalid":
-        return f"the body is not valid JSON: {shorten(str(item.get('ctx', {}).get('error', '')))}"
+        reason, place = shorten(str(item.get("ctx", {}).get("error", ""))), item["loc"][-1]
+        return f"the body is not valid JSON: {reason}" + (f" (character {place})" if isinstance(place, int) else "")
     if item["type"] == "missing":
         return f"{field or 'the body'} is missing"
     message = shorten(str(item["msg"]).removeprefix("Value error, ").removeprefix("Input "))

@@ -134,7 +134,6 @@ UNHEALTHY_MODEL: dict[int | str, dict[str, Any]] = {
 UNHEALTHY: dict[int | str, dict[str, Any]] = {503: {"description": "not healthy; the body says why and since when"}}
 
 
-@router.head("/health", include_in_schema=False)
 @router.get("/health", summary="Liveness: is there forward progress?", responses=UNHEALTHY)
 async def health(request: Request) -> JSONResponse:
     engine = request.app.state.engine
@@ -148,7 +147,6 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(body, 200 if found.is_live else 503)
 
 
-@router.head("/health/models/{name:path}", include_in_schema=False)
 @router.get("/health/models/{name:path}", summary="One model: may it be asked?", responses=UNHEALTHY_MODEL)
 async def model_health(name: str, request: Request) -> JSONResponse:
     """200 while the model is ready and makes progress; by name or alias."""
@@ -160,7 +158,6 @@ async def model_health(name: str, request: Request) -> JSONResponse:
     return JSONResponse(found.body(), 200 if found.is_live else 503)
 
 
-@router.head("/health/ready", include_in_schema=False)
 @router.get("/health/ready", summary="Readiness: may traffic be sent here?", responses=UNHEALTHY)
 async def ready(request: Request) -> JSONResponse:
     state = request.app.state

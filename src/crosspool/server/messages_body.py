@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from crosspool.server.errors import APIError, bad_request, from_validation, shorten
 from crosspool.server.protocol import CacheSalt, ChatBody, Count, Flag, Number, Stop, prepared
+from crosspool.server.refusals import refuse_extra
 
 IGNORED_BLOCKS = ("redacted_thinking",)
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -67,10 +68,18 @@ class MessagesBody(CountBody):
     stream: Flag = False
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    output_config: dict[str, Any] = Field({}, description="format: a JSON schema; effort: handed to the chat template")
+    output_format: dict[str, Any] | None = Field(None, description="the older place of output_config.format")
     cache_salt: CacheSalt | None = None
+
+    def chat(self) -> ChatBody:
+        refuse_extra(self.model_extra)
+        return super().chat()
 
     def _sampling(self) -> dict[str, Any]:
         return {
+            "response_format": _form(self.output_config.get("format") or self.output_format),
+            "reasoning_effort": self.output_config.get("effort"),
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -166,6 +175,14 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in CHOICES:
         raise bad_request("tool_choice.type must be auto, any, tool or none", param="tool_choice")
     return {**found, "tool_choice": CHOICES[kind]}
+
+
+def _form(form: Any) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        raise _wrong("output_config.format", '{"type": "json_schema", "schema": {...}}')
+    return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
 
 
 def _thinks(thinking: dict[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Request bodies of the OpenAI API, every bound checked: a wrong value is a 400 that names the field and its limit.
 
-null means absent. Fields this server does not know are accepted and logged (`unknown_fields`); fields it knows but
-does not offer yet, and fields that contradict each other, are refused by `refusals.py`.
+null means absent. Fields this server does not know are accepted and logged; fields it knows but does not offer,
+and fields that contradict each other, are refused: both by `refusals.py`.
 """
 
 import math
@@ -200,10 +200,6 @@ class GenerationBody(BaseModel):
     def wrapped_seed(self) -> int | None:
         """The seed as the engine takes it, 0 or more."""
         return None if self.seed is None else self.seed % SEED_RANGE
-
-    @property
-    def unknown_fields(self) -> list[str]:
-        return sorted(self.model_extra or {})
 
 
 class CompletionBody(GenerationBody):

@@ -1,6 +1,7 @@
 """Fields that are known and not offered, or that contradict each other: refused by name, never silently ignored."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from crosspool.server.errors import APIError, bad_request, shorten
@@ -8,26 +9,45 @@ from crosspool.server.protocol import ChatBody, CompletionBody, GenerationBody
 
 logger = logging.getLogger(__name__)
 
-# OpenAI's and vLLM's fields that would change the answer, so that dropping them would be a silent wrong answer.
-NOT_OFFERED = (
-    "audio",
-    "beam_width",
-    "continue_final_message",
-    "documents",
-    "function_call",
-    "functions",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
-    "length_penalty",
-    "logits_processors",
-    "mm_processor_kwargs",
-    "prediction",
-    "prompt_logprobs",
-    "truncate_prompt_tokens",
-    "use_beam_search",
-    "web_search_options",
+LEAVE_OUT = "leave it out"
+FORM = "say the answer's form in structured_outputs"
+
+# Fields of OpenAI, Anthropic, vLLM and SGLang that would change the answer, so that to drop them would be a wrong
+# answer; and what to do instead.
+NOT_OFFERED = {
+    "allowed_token_ids": "bind the answer with structured_outputs or logit_bias",
+    "audio": LEAVE_OUT,
+    "bad_words": "use logit_bias",
+    "beam_width": LEAVE_OUT,
+    "chat_template": "the model's own is used; chat_template_kwargs reach it",
+    "continue_final_message": "use /v1/completions",
+    "documents": "write them into a message",
+    "ebnf": FORM,
+    "echo": LEAVE_OUT,
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "guided_choice": FORM,
+    "guided_grammar": FORM,
+    "guided_json": FORM,
+    "guided_regex": FORM,
+    "json_schema": FORM,
+    "length_penalty": LEAVE_OUT,
+    "logits_processors": LEAVE_OUT,
+    "mcp_servers": LEAVE_OUT,
+    "mm_processor_kwargs": LEAVE_OUT,
+    "prediction": LEAVE_OUT,
+    "prompt_embeds": LEAVE_OUT,
+    "prompt_logprobs": LEAVE_OUT,
+    "regex": FORM,
+    "return_token_ids": "ask /tokenize for the ids of a text",
+    "return_tokens_as_token_ids": "ask /tokenize for the ids of a text",
+    "truncate_prompt_tokens": LEAVE_OUT,
+    "use_beam_search": LEAVE_OUT,
+    "web_search_options": LEAVE_OUT,
+}
+# What says nothing about the answer: bookkeeping of the hosted services.
+WITHOUT_EFFECT = frozenset(
+    ("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user")
 )
 HARMLESS: tuple[Any, ...] = (None, False, "", "none", [], {})
 MAX_LOGGED_FIELDS = 20
@@ -45,14 +65,21 @@ def refuse_unsupported(body: GenerationBody) -> None:
         _completion(body)
     elif isinstance(body, ChatBody):
         _chat(body)
-    extra = body.model_extra or {}
-    for name in NOT_OFFERED if extra else ():
-        value = extra.get(name)
+    refuse_extra(body.model_extra)
+
+
+def refuse_extra(extra: Mapping[str, Any] | None) -> None:
+    """The same of the fields that a body of any API does not declare."""
+    if not extra:
+        return
+    for name in sorted(extra.keys() & NOT_OFFERED.keys()):
+        value = extra[name]
         if not (isinstance(value, bool | str | list | dict | None) and value in HARMLESS):
-            raise _not_offered(name)
-    if extra:
-        shown = shorten(", ".join(shorten(name, 40) for name in body.unknown_fields[:MAX_LOGGED_FIELDS]), 400)
-        logger.warning("ignored %d unknown field(s): %s", len(extra), ascii(shown))
+            raise _not_offered(name, NOT_OFFERED[name])
+    unknown = sorted(extra.keys() - WITHOUT_EFFECT)
+    if unknown:
+        shown = shorten(", ".join(shorten(name, 40) for name in unknown[:MAX_LOGGED_FIELDS]), 400)
+        logger.warning("ignored %d unknown field(s): %s", len(unknown), ascii(shown))
 
 
 def _completion(body: CompletionBody) -> None:
@@ -72,5 +99,5 @@ def _chat(body: ChatBody) -> None:
         raise _not_offered("modalities", 'only ["text"] is taken')
 
 
-def _not_offered(name: str, remedy: str = "leave it out") -> APIError:
+def _not_offered(name: str, remedy: str = LEAVE_OUT) -> APIError:
     return bad_request(f"{name} is not offered by this server; {remedy}", param=name, code="unsupported_parameter")

@@ -3,12 +3,13 @@
 The server keeps no conversation: each request brings its own, and what refers to a kept one is refused.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crosspool.server.errors import bad_request, from_validation, shorten
 from crosspool.server.protocol import CacheSalt, ChatBody, Count, Flag, Number, prepared
+from crosspool.server.refusals import refuse_extra
 
 NOT_KEPT = ("previous_response_id", "conversation", "prompt", "background", "context_management")
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
@@ -34,6 +35,9 @@ class ResponsesBody(BaseModel):
     stream: Flag = False
     metadata: dict[str, Any] | None = None
     store: Flag | None = Field(None, description="nothing is kept, whatever is asked")
+    top_logprobs: int | None = None
+    include: list[Any] | None = Field(None, description="nothing can be added to an answer")
+    truncation: Literal["auto", "disabled"] | None = Field(None, description="an input that is too long is refused")
 
     @model_validator(mode="before")
     @classmethod
@@ -49,6 +53,13 @@ class ResponsesBody(BaseModel):
                     param=name,
                     code="unsupported_parameter",
                 )
+        if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
+            raise bad_request(
+                "logprobs are not offered here; ask /v1/chat/completions for them",
+                param="top_logprobs" if self.top_logprobs else "include",
+                code="unsupported_parameter",
+            )
+        refuse_extra(self.model_extra)
         effort = (self.reasoning or {}).get("effort")
         found = {
             "model": self.model,
