@@ -12,13 +12,13 @@ from typing import Any
 from crosspool.engine.admission import PageBudget
 from crosspool.engine.claims import Claim
 from crosspool.kv_pool.ahead import AheadOfNeed, MemoryHint
-from crosspool.kv_pool.backing.base import Backing, FrameRange
+from crosspool.kv_pool.backing.base import FrameRange
 from crosspool.kv_pool.backing.driver import DriverError
 from crosspool.kv_pool.backing.vmm import VmmBacking
 from crosspool.kv_pool.limits import PoolLimits, PoolSize, check_limits
 from crosspool.kv_pool.pool import KVPool, Page
 from crosspool.units import KiB, ceil_div
-from tests.support.arena_backing import ArenaBacking
+from tests.support.arena_backing import ArenaBacking, Backing
 from tests.support.fake_vmm import FakeVmmDriver, Status
 
 FRAME_BYTES = 64 * KiB

@@ -1,6 +1,7 @@
 """RankHalves: makes a rank's half of a step, by what the rank is in it: leader, share, weights rank or prefill rank."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from crosspool.backends.base import HalfStep
 from crosspool.cluster.lane_run import LaneRun, Outcome
@@ -12,36 +13,28 @@ from crosspool.scheduler.step import StepDescriptor, StepHeader
 Work = StepDescriptor | StepHeader
 
 
+@dataclass(frozen=True, slots=True)
 class RankHalves:
     """Halves of one rank. `clock` is that of its loop, in seconds."""
 
-    def __init__(
-        self,
-        name: str,
-        worker: RankWorker,
-        models: RankModels,
-        links: RankLinks,
-        clock: Callable[[], float],
-        step_deadline_s: float,
-    ) -> None:
-        self._name = name
-        self._worker = worker
-        self._models = models
-        self._links = links
-        self._clock = clock
-        self._step_deadline_s = step_deadline_s
+    name: str
+    worker: RankWorker
+    models: RankModels
+    links: RankLinks
+    clock: Callable[[], float]
+    step_deadline_s: float
 
     def leads(self, header: StepHeader) -> bool:
         """Whether this rank's word ends the step."""
-        return self._worker.is_kv and header.kv_rank == self._name
+        return self.worker.is_kv and header.kv_rank == self.name
 
     def deadline_s(self, header: StepHeader) -> float:
         """How long one wait of the half may take: the leading rank speaks before the others."""
-        return self._step_deadline_s * (1 if self.leads(header) else 2)
+        return self.step_deadline_s * (1 if self.leads(header) else 2)
 
     def may_begin_ahead(self, work: Work) -> bool:
         """Whether the half's first segment may run while the lane's step before it does."""
-        ahead = self._worker.ahead
+        ahead = self.worker.ahead
         return ahead is not None and ahead.may_begin_ahead(work)
 
     def make(self, work: Work) -> LaneRun | None:
@@ -49,32 +42,32 @@ class RankHalves:
         header = header_of(work)
         half: HalfStep[Outcome]
         if not isinstance(work, StepDescriptor):
-            links = self._links.of(header, (header.kv_rank,))
-            half = self._worker.ffn.run(work, links)
-        elif self._worker.prefill_worker is not None:
-            links = self._links.of(header, (header.kv_rank,))
-            half = self._worker.prefill_worker.run(work, links)
+            links = self.links.of(header, (header.kv_rank,))
+            half = self.worker.ffn.run(work, links)
+        elif self.worker.prefill_worker is not None:
+            links = self.links.of(header, (header.kv_rank,))
+            half = self.worker.prefill_worker.run(work, links)
         elif self.leads(header):
-            links = self._links.of(header, *self._peers(header))
-            half = self._worker.attention.run(work, links)
+            links = self.links.of(header, *self._peers(header))
+            half = self.worker.attention.run(work, links)
         else:
-            links = self._links.of(header, (), (header.kv_rank,))
-            share = self._worker.share.run_share(work, links)
+            links = self.links.of(header, (), (header.kv_rank,))
+            share = self.worker.share.run_share(work, links)
             if share is None:
                 return None
             half = share
-        run = LaneRun(header, half, links, self._clock(), self.deadline_s(header))
-        run.clocks = self._links.clocks(header.lane, links)
+        run = LaneRun(header, half, links, self.clock(), self.deadline_s(header))
+        run.clocks = self.links.clocks(header.lane, links)
         return run
 
     def _peers(self, header: StepHeader) -> tuple[Sequence[str], Sequence[str]]:
         """Those whose rows the leading rank waits for in every layer, and those of its exchange."""
-        placement = self._models.placement(header.model)
+        placement = self.models.placement(header.model)
         if placement is None:
             return (), ()
         if header.prefill_rank is not None:
             return (header.prefill_rank,), ()
-        return placement.weights_ranks, placement.shares(self._name)
+        return placement.weights_ranks, placement.shares(self.name)
 
 
 def header_of(work: Work) -> StepHeader:

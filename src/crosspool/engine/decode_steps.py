@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 from crosspool.engine.batcher import Turns, decode_row
 from crosspool.engine.kv_pages import KVPages
@@ -14,39 +15,29 @@ from crosspool.engine.step_start import StepStart
 from crosspool.scheduler.step import StepDescriptor
 
 
+@dataclass(slots=True)
 class DecodeSteps:
     """Models take turns; a model has a batch for each home of its decoding sequences.
 
     num_stalls: rows left out of a step because their sequences had no page for one more token.
     """
 
-    def __init__(
-        self,
-        lanes: Items[Lane],
-        parked: ParkedSteps,
-        turns: Turns,
-        loads: Mapping[str, ModelLoad],
-        kv: KVPages,
-        ranks: RankHealth,
-        run_length: RunLength,
-        starter: StepStart,
-    ) -> None:
-        self.num_stalls = 0
-        self._lanes = lanes
-        self._parked = parked
-        self._turns = turns
-        self._loads = loads
-        self._kv = kv
-        self._ranks = ranks
-        self._run_length = run_length
-        self._starter = starter
+    lanes: Items[Lane]
+    parked: ParkedSteps
+    turns: Turns
+    loads: Mapping[str, ModelLoad]
+    kv: KVPages
+    ranks: RankHealth
+    run_length: RunLength
+    starter: StepStart
+    num_stalls: int = 0
 
     def step(self, lane: Lane, now: float) -> StepDescriptor | None:
         """The next model's whole decode batch: all its decoding sequences that have a slot for one more token."""
         flying = self.under_way()
-        for name in self._turns.ready(self._decoding(flying)):
-            load = self._loads[name]
-            for home in load.homes_of(load.decoding.values(), self._ranks):
+        for name in self.turns.ready(self._decoding(flying)):
+            load = self.loads[name]
+            for home in load.homes_of(load.decoding.values(), self.ranks):
                 step = None if (name, home) in flying else self._batch(lane, load, home, now)
                 if step is not None:
                     return step
@@ -60,9 +51,9 @@ class DecodeSteps:
         """
         assert lane.step is not None
         flying = self.under_way()
-        for name in self._turns.ready(self._decoding(flying)):
-            load, home = self._loads[name], lane.step.header.kv_rank
-            homes = [own for own in load.homes_of(load.decoding.values(), self._ranks) if (name, own) not in flying]
+        for name in self.turns.ready(self._decoding(flying)):
+            load, home = self.loads[name], lane.step.header.kv_rank
+            homes = [own for own in load.homes_of(load.decoding.values(), self.ranks) if (name, own) not in flying]
             if not homes:
                 continue
             if home not in homes:
@@ -74,25 +65,23 @@ class DecodeSteps:
 
     def under_way(self) -> list[tuple[str, str]]:
         """Model and home of every decode step in flight or parked: decode requests that share both share one lane."""
-        steps = [flight.step for lane in self._lanes if lane.phase == "decode" for flight in lane.flights()]
-        steps += [parked.step for parked in self._parked.steps if parked.step.header.phase == "decode"]
+        steps = [flight.step for lane in self.lanes if lane.phase == "decode" for flight in lane.flights()]
+        steps += [parked.step for parked in self.parked.steps if parked.step.header.phase == "decode"]
         return [(step.header.model, step.header.kv_rank) for step in steps]
 
     def _decoding(self, flying: Container[tuple[str, str]]) -> set[str]:
         """Models with decoding sequences that may be in no step yet."""
         return {
             name
-            for name, load in self._loads.items()
+            for name, load in self.loads.items()
             if load.decoding and any((name, home) not in flying for home in load.needs)
         }
 
     def _batch(self, lane: Lane, load: ModelLoad, home: str, now: float) -> StepDescriptor | None:
         decoding = [sequence for sequence in load.decoding.values() if sequence.kv_rank == home]
-        batch = [sequence for sequence in decoding if self._kv.of(sequence).ensure_slot(sequence)]
+        batch = [sequence for sequence in decoding if self.kv.of(sequence).ensure_slot(sequence)]
         self.num_stalls += len(decoding) - len(batch)
         if not batch:
             return None
-        num_steps = self._run_length.of(load, batch)
-        return self._starter.start(
-            lane, load, home, batch, [decode_row(sequence) for sequence in batch], now, num_steps
-        )
+        num_steps = self.run_length.of(load, batch)
+        return self.starter.start(lane, load, home, batch, [decode_row(sequence) for sequence in batch], now, num_steps)

@@ -6,6 +6,7 @@ unless its very next token ends it.
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 from crosspool.engine.batcher import decode_row
 from crosspool.engine.decode_steps import DecodeSteps
@@ -19,28 +20,18 @@ from crosspool.engine.step_start import StepStart
 from crosspool.scheduler.step import StepDescriptor
 
 
+@dataclass(frozen=True, slots=True)
 class StepsAhead:
     """A step behind each running decode step that has none yet."""
 
-    def __init__(
-        self,
-        lanes: Items[Lane],
-        parked: ParkedSteps,
-        decode: DecodeSteps,
-        loads: Mapping[str, ModelLoad],
-        kv: KVPages,
-        ranks: RankHealth,
-        run_length: RunLength,
-        starter: StepStart,
-    ) -> None:
-        self._lanes = lanes
-        self._parked = parked
-        self._decode = decode
-        self._loads = loads
-        self._kv = kv
-        self._ranks = ranks
-        self._run_length = run_length
-        self._starter = starter
+    lanes: Items[Lane]
+    parked: ParkedSteps
+    decode: DecodeSteps
+    loads: Mapping[str, ModelLoad]
+    kv: KVPages
+    ranks: RankHealth
+    run_length: RunLength
+    starter: StepStart
 
     def fill(self, now: float) -> list[StepDescriptor]:
         """A step behind each running decode step that has none yet.
@@ -48,9 +39,9 @@ class StepsAhead:
         Up to as many models as lanes keep their lanes; of more, the one whose turn is next goes behind the step that
         runs longest. Parked steps come first: while there are any, lanes run empty.
         """
-        if self._parked.steps:
+        if self.parked.steps:
             return []
-        decode = [lane for lane in self._lanes if lane.phase == "decode"]
+        decode = [lane for lane in self.lanes if lane.phase == "decode"]
         open_ = [
             (lane.present.started_s, lane)
             for lane in decode
@@ -58,8 +49,8 @@ class StepsAhead:
         ]
         if not open_:
             return []
-        keep_lanes = num_decode_batches(self._loads.values(), self._ranks) <= len(decode)
-        next_step = self._same_again if keep_lanes else self._decode.step_behind
+        keep_lanes = num_decode_batches(self.loads.values(), self.ranks) <= len(decode)
+        next_step = self._same_again if keep_lanes else self.decode.step_behind
         steps = (next_step(lane, now) for _, lane in sorted(open_, key=lambda entry: entry[0]))
         return [step for step in steps if step is not None]
 
@@ -71,12 +62,8 @@ class StepsAhead:
         """
         assert lane.step is not None
         name, home = lane.step.header.model, lane.step.header.kv_rank
-        load = self._loads.get(name)
-        if (
-            load is None
-            or not self._ranks.are_up(load.needs[home])
-            or self._decode.under_way().count((name, home)) != 1
-        ):
+        load = self.loads.get(name)
+        if load is None or not self.ranks.are_up(load.needs[home]) or self.decode.under_way().count((name, home)) != 1:
             return None
         batch = []
         for sequence in load.decoding.values():
@@ -87,11 +74,11 @@ class StepsAhead:
                     return None
                 if sequence.num_generated_tokens + sequence.num_ahead >= sequence.request.sampling.max_tokens:
                     continue  # the running step gives its last token
-            if not self._kv.of(sequence).ensure_slot_ahead(sequence):
+            if not self.kv.of(sequence).ensure_slot_ahead(sequence):
                 return None
             batch.append(sequence)
         if not batch:
             return None
-        num_steps = self._run_length.of(load, batch)
+        num_steps = self.run_length.of(load, batch)
         rows = [decode_row(sequence, sequence.num_ahead) for sequence in batch]
-        return self._starter.start(lane, load, home, batch, rows, now, num_steps)
+        return self.starter.start(lane, load, home, batch, rows, now, num_steps)

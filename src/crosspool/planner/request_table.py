@@ -6,7 +6,6 @@ would lose that.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -17,19 +16,12 @@ NUM_ROWS = 16384
 """Rows drawn from a distribution of lengths."""
 
 
-class ServiceTimes(Protocol):
-    """How long requests hold their KV, from admission to the last token."""
-
-    def service_s(self, prompt_tokens: IntColumn, output_tokens: IntColumn) -> FloatColumn: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SteadySpeed:
-    """Prefill at a constant rate, then one token every `tbt_s`."""
+    """How long requests hold their KV: prefill at a constant rate, then one token every `tbt_s`."""
 
     tbt_s: float
     prefill_tokens_per_s: float = float("inf")
-    first_s: float = 0.0  # before prefill: queue, tokenizer
 
     def __post_init__(self) -> None:
         if not self.tbt_s > 0:
@@ -38,7 +30,7 @@ class SteadySpeed:
             raise ValueError(f"prefill speed is {self.prefill_tokens_per_s} tokens/s; it must be above 0")
 
     def service_s(self, prompt_tokens: IntColumn, output_tokens: IntColumn) -> FloatColumn:
-        return self.first_s + prompt_tokens / self.prefill_tokens_per_s + output_tokens * self.tbt_s
+        return prompt_tokens / self.prefill_tokens_per_s + output_tokens * self.tbt_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,7 +57,7 @@ class RequestTable:
     def mean_service_s(self) -> float:
         return float(self.service_s.mean())
 
-    def with_service(self, service: ServiceTimes) -> "RequestTable":
+    def with_service(self, service: SteadySpeed) -> "RequestTable":
         """The same requests at another speed."""
         return RequestTable(
             prompt_tokens=self.prompt_tokens,
@@ -77,7 +69,7 @@ class RequestTable:
 
 def table_from_lengths(
     lengths: Lengths,
-    service: ServiceTimes,
+    service: SteadySpeed,
     rng: np.random.Generator,
     *,
     max_tokens: int | None = None,
@@ -93,7 +85,7 @@ def table_from_lengths(
     )
 
 
-def table_from_trace(trace: Trace, service: ServiceTimes | None, *, max_tokens: int | None = None) -> RequestTable:
+def table_from_trace(trace: Trace, service: SteadySpeed | None, *, max_tokens: int | None = None) -> RequestTable:
     """The rows of a trace of one model, in its order; recorded service times win over `service`.
 
     Raises ValueError where neither gives a time. A request without output holds its prompt until its first token.

@@ -5,7 +5,7 @@ between tokens. A cost model (roofline, measured table, or the simulator) gives 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, isfinite
 
 from crosspool.errors import CapacityError
@@ -109,18 +109,11 @@ def agree(traffic: Sequence[Traffic], cost: CostModel, *, tolerance: float = TOL
 
 
 def _at(traffic: Sequence[Traffic], speeds: Speeds) -> list[Traffic]:
-    return [
-        Traffic(facts=item.facts, rate_rps=item.rate_rps, requests=item.requests.with_service(speeds[item.facts.name]))
-        for item in traffic
-    ]
+    return [replace(item, requests=item.requests.with_service(speeds[item.facts.name])) for item in traffic]
 
 
 def _between(old: SteadySpeed, new: SteadySpeed) -> SteadySpeed:
-    return SteadySpeed(
-        tbt_s=(old.tbt_s + new.tbt_s) / 2,
-        prefill_tokens_per_s=new.prefill_tokens_per_s,
-        first_s=new.first_s,
-    )
+    return replace(new, tbt_s=(old.tbt_s + new.tbt_s) / 2)
 
 
 def _mean_live(item: Traffic) -> float:

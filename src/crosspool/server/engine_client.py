@@ -55,6 +55,8 @@ class EngineClient(Protocol):
         """Raise a CrossPoolError if the engine no longer runs."""
         ...
 
+    async def close(self, *, drain_s: float = 0.0) -> None: ...
+
 
 def info_of(engine: EngineClient, name: str) -> ModelInfo:
     """What the engine says of a model that the server knows by name.

@@ -11,7 +11,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,6 +20,7 @@ from uvicorn.loops.auto import auto_loop_factory
 from crosspool.config import ServerConfig
 from crosspool.engine.stats import EngineStats
 from crosspool.errors import CrossPoolError
+from crosspool.server.engine_client import EngineClient
 from crosspool.server.garbage import rare_collections, settle_memory
 
 logger = logging.getLogger(__name__)
@@ -30,14 +31,6 @@ BACKLOG = 2048
 DRAIN_POLL_S = 0.05
 LAST_WORDS_S = 5
 """How long connections may take to send what is left once the engine has ended every request."""
-
-
-class ClosableEngine(Protocol):
-    """What ending needs of an engine."""
-
-    def stats(self) -> EngineStats: ...
-
-    async def close(self, *, drain_s: float = 0.0) -> None: ...
 
 
 class SignalledServer(uvicorn.Server):
@@ -102,7 +95,7 @@ def run_loop(main: Coroutine[Any, Any, T]) -> T:
 
 async def serve(
     app: FastAPI,
-    engine: ClosableEngine,
+    engine: EngineClient,
     load: Callable[[], Awaitable[None]],
     listener: socket.socket,
     config: ServerConfig,
@@ -136,7 +129,7 @@ async def serve(
         await serving
 
 
-async def _drain(engine: ClosableEngine, hurry: asyncio.Event, timeout_s: float) -> None:
+async def _drain(engine: EngineClient, hurry: asyncio.Event, timeout_s: float) -> None:
     """Wait until nothing runs, `hurry` is set, or the time is over."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s

@@ -26,7 +26,11 @@ PLACE_TIMEOUT_S = 10.0
 
 
 class VmmBacking:
-    """Implements `base.Backing` over a driver. Without a thread, the caller's own does what is needed (tests)."""
+    """Spots for the pages of one KV rank's models, over a driver. The engine owns frames; here they get addresses.
+
+    Calls come from the thread that runs steps; none of them but `spots` may wait. Without a thread, the caller's own
+    does what is needed (tests).
+    """
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class VmmBacking:
             self._thread.start()
 
     def add_model(self, model: str, frames_per_page: int) -> FrameRange:
+        """Addresses for a model. Frame 0 of the range is the pool's frame 0, which masked rows may touch."""
         num_spots = (self._num_frames - 1) // frames_per_page
         num_frames = 1 + num_spots * frames_per_page
         base = self._memory.reserve_range(num_frames)
@@ -64,12 +69,14 @@ class VmmBacking:
         return FrameRange(base=base, num_frames=num_frames, frame_bytes=self._frame_bytes)
 
     def remove_model(self, model: str) -> None:
+        """No step in flight uses the model any more."""
         with self._changed:
             self._mapper.remove_model(model)
             self._changed.notify_all()
         self._help()
 
     def begin_step(self, step: Hashable, sequence_ids: Collection[int]) -> None:
+        """What these sequences have stays where it is until the step has ended, even if they are forgotten."""
         with self._changed:
             self._mapper.begin_step(step, sequence_ids)
 
@@ -80,6 +87,10 @@ class VmmBacking:
                 self._changed.notify_all()
 
     def spots(self, model: str, sequence_id: int, pages: Sequence[Page], *, is_decode: bool) -> tuple[Page, ...]:
+        """Where in the model's range the pages lie, as lists of its frames; the sequence uses them from now on.
+
+        Waits where a page has no spot yet. Raises DriverError if the driver cannot give it one.
+        """
         with self._changed:
             found = self._mapper.use(model, sequence_id, pages)
             if not all(page.is_mapped for page in found):
@@ -119,21 +130,25 @@ class VmmBacking:
                 self._changed.notify_all()
 
     def expect(self, model: str, pages: Iterable[Page]) -> None:
+        """The model will get these pages soon."""
         with self._changed:
             self._mapper.expect(model, pages)
             self._changed.notify_all()
 
     def give_back(self, model: str, pages: Iterable[Page]) -> None:
+        """Nobody uses these pages, and the model will not get them again soon."""
         with self._changed:
             self._mapper.give_back(model, pages)
             self._changed.notify_all()
 
     def withdraw(self, frames: Iterable[int]) -> None:
+        """Nobody has these frames until they are restored: their memory goes back to the driver, if it can."""
         with self._changed:
             self._mapper.withdraw(frames)
             self._changed.notify_all()
 
     def restore(self, frames: Iterable[int]) -> None:
+        """Models may get these frames again; they are absent until the driver has given memory for them."""
         with self._changed:
             self._mapper.restore(frames)
             self._changed.notify_all()
