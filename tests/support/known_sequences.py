@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -43,6 +44,8 @@ class KnownSequences:
         self.models = models
         self.num_frames = num_frames
         self.kv_ranks = tuple(kv_ranks)
+        all_frames = range(num_frames * max(1, len(self.kv_ranks)))
+        self.frames = frozenset(frame for frame in all_frames if frame % num_frames > 0)
         self.known: dict[str, dict[int, Known]] = {}
         self.contents = FrameContents()
 
@@ -110,9 +113,10 @@ class KnownSequences:
             self._check_frames_of(step, sequence.pages)
             self._check_contents(step, row, sequence, all_pages=row.sequence_id in joining)
         self.check_frames(header.kv_rank)
+        holders = Counter(page for each in known.values() for page in each.pages)
         for row in step.rows:
             whole = replace(row, num_new_tokens=row.num_new_tokens * step.num_steps)
-            self._spoil(step, whole, known[row.sequence_id])
+            self._spoil(step, whole, known[row.sequence_id], holders)
 
     def _check_contents(self, step: StepDescriptor, row: StepRow, sequence: Known, *, all_pages: bool) -> None:
         """Slots that the row attends to hold its sequence's tokens: on all its pages, or on one of them in turns."""
@@ -124,13 +128,12 @@ class KnownSequences:
             if part:
                 self.contents.check(self._where(step), step.header.model, sequence.pages[page], part)
 
-    def _spoil(self, step: StepDescriptor, row: StepRow, sequence: Known) -> None:
+    def _spoil(self, step: StepDescriptor, row: StepRow, sequence: Known, holders: Counter[tuple[int, ...]]) -> None:
         """What the row writes into is its sequence's alone, and nobody's to read before the step has ended well."""
         header = step.header
-        others = [known for key, known in self.known[header.kv_rank].items() if key != row.sequence_id]
         for page, slots, _ in self._written(step, row):
             self.contents.spoil(self._where(step), header.model, sequence.pages[page], slots)
-            assert all(sequence.pages[page] not in other.pages for other in others), "a step writes into a shared page"
+            assert holders[sequence.pages[page]] == 1, "a step writes into a shared page"
 
     def _written(self, step: StepDescriptor, row: StepRow) -> list[tuple[int, range, slice]]:
         """The pages a row writes into: index, slots, and which positions these are."""
@@ -149,15 +152,17 @@ class KnownSequences:
 
         Of numbered ranks those of all of them are looked at together.
         """
-        owners: dict[int, tuple[tuple[int, ...], int]] = {}
         known = [self.known.get(kv_rank, {})] if not self.kv_ranks else self.known.values()
-        for sequence in (sequence for own in known for sequence in own.values()):
-            for index, page in enumerate(sequence.pages):
-                for frame in page:
-                    assert 0 < frame < self.num_frames * max(1, len(self.kv_ranks))
-                    assert frame % self.num_frames > 0, "a reserved frame"
-                    part = tuple(other for other in page if other // self.num_frames == frame // self.num_frames)
-                    assert owners.setdefault(frame, (part, index)) == (part, index), f"frame {frame} is owned twice"
+        pages = {place for own in known for each in own.values() for place in enumerate(each.pages)}
+        parts = pages if not self.kv_ranks else {(idx, part) for idx, page in pages for part in self._parts(page)}
+        frames = [frame for _, part in parts for frame in part]
+        assert len(frames) == len(set(frames)), "a frame is owned twice"
+        assert self.frames.issuperset(frames), "a reserved frame, or one beyond the last"
+
+    def _parts(self, page: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """A page's frames by the rank that has them."""
+        ranks = sorted({frame // self.num_frames for frame in page})
+        return [tuple(frame for frame in page if frame // self.num_frames == rank) for rank in ranks]
 
     def _where(self, step: StepDescriptor) -> str:
         return ALL_RANKS if self.kv_ranks else step.header.kv_rank
@@ -167,7 +172,7 @@ class KnownSequences:
         model = self.models[step.header.model]
         width = model.frames_per_page
         if not self.kv_ranks:
-            assert all(len(page) == width for page in pages)
+            assert {len(page) for page in pages} <= {width}
             return
         for page in pages:
             on = [self.kv_ranks[frame // self.num_frames] for frame in page]
