@@ -49,6 +49,30 @@ def test_help_takes_less_than_half_a_second() -> None:
     assert min(durations) < 0.5
 
 
+def test_characters_that_a_terminal_lacks_end_no_command() -> None:
+    program = "from crosspool import cli; cli.app = lambda: print('\\u2581 caf\\u00e9'); cli.main()"
+    variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False, env=variables
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (0, "? caf?\n", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is not here")
+def test_a_full_disk_is_a_one_line_error() -> None:
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            [sys.executable, "-m", "crosspool", "serve", "--help"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    assert found.returncode == 1
+    assert found.stderr == "error: cannot write any more: no space is left on the device\n"
+
+
 @pytest.mark.parametrize("width", ["80", "60"])
 @pytest.mark.parametrize("command", ["serve", "bench", "simulate", "limits"])
 def test_help_shows_every_option_whole(command: str, width: str) -> None:

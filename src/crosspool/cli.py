@@ -1,5 +1,7 @@
 """The command line. Each command imports what it needs when it is called, so that `crosspool --help` is quick."""
 
+import errno
+import io
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,10 +31,18 @@ Words = list[str] | None
 
 def main() -> None:
     """Entry point of `crosspool`. What a user can fix is one line on standard error and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # answers and pictures may hold what a terminal has no character for
     try:
         app()
     except CrossPoolError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print("error: cannot write any more: no space is left on the device", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import select
+import sys
 import time
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell
 from crosspool.cluster.messages import AbortStep, Forget, Step
-from crosspool.cluster.processes import ProcessHost
+from crosspool.cluster.processes import ProcessHost, Spawner
 from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.start import start_cluster
 from crosspool.scheduler.step import StepHeader
@@ -31,6 +32,16 @@ def host():
     yield SimpleNamespace(process=made, board=board, bell=bells[0])
     for bell in bells:
         bell.close()
+
+
+def test_a_child_that_has_not_begun_to_ignore_signals_lives_through_them():
+    spawner = Spawner()
+    program = "import os, signal; [os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM)]"
+    try:
+        child = spawner.start([sys.executable, "-c", program], (), {})
+        assert child.wait(timeout=30) == 0
+    finally:
+        spawner.close()
 
 
 def has_rung(host):

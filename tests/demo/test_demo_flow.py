@@ -1,13 +1,16 @@
 """`crosspool demo` as a newcomer runs it: a real server, real HTTP, exit code 0."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
-from crosspool.demo.run import _free_port, _url
+from crosspool.demo.run import _free_port, _server, _url
 from crosspool.demo.scenario import DEMO_MODELS, demo_requests
 from crosspool.errors import CrossPoolError
 
@@ -27,6 +30,14 @@ def test_the_demo_serves_all_three_models_and_gives_every_page_back():
     assert all(len(answer.split()) > 3 for answer in report["answers"].values())
     assert report["pool"]["peak_frames"] < 0.85 * report["pool"]["separate_caches_frames"], "sharing saved nothing"
     assert sum(report["samples"][-1]["frames_used"].values()) == 0
+
+
+def test_ctrl_c_of_a_terminal_reaches_the_demo_alone_which_ends_its_server():
+    with _server("127.0.0.1", 1, Console(quiet=True)) as server:
+        os.kill(server.pid, signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.wait(timeout=0.3)
+    assert server.returncode is not None
 
 
 def test_a_host_that_is_not_here_is_a_one_line_error():

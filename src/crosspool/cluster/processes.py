@@ -39,7 +39,7 @@ class Spawner:
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="crosspool-spawner")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="crosspool-spawner", initializer=_hold_signals)
 
     def start(
         self, arguments: Sequence[str], fds: Sequence[int], variables: dict[str, str], stderr: int | None = None
@@ -53,6 +53,11 @@ class Spawner:
 
     def close(self) -> None:
         self._thread.shutdown()
+
+
+def _hold_signals() -> None:
+    """Children begin with what this thread holds back: Ctrl-C must not end one before it can say that it ignores it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
 
 
 class ProcessHost:

@@ -62,7 +62,11 @@ def _server(host: str, port: int, console: Console) -> Iterator[subprocess.Popen
     console.print(
         f"[dim]starting {' '.join([Path(sys.executable).name, *command[1:3]])} with {len(directories)} models[/]"
     )
-    server = subprocess.Popen(command)
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # the server never sees Ctrl-C: the demo ends it
+    try:
+        server = subprocess.Popen(command)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
     try:
         yield server
     finally:
