@@ -9,8 +9,7 @@ from crosspool.planner.layouts import (
     Room,
     compare_layouts,
     elastic_hosting,
-    evaluate_elastic,
-    evaluate_static,
+    evaluate,
     seen_tokens,
     static_hosting,
 )
@@ -49,12 +48,12 @@ def test_fixed_parts_divide_a_shared_gpu_by_demand():
     room = Room(num_gpus=1, bytes_per_gpu=140 * 10**9)
     pair = [catalogue_facts("deepseek-v2-lite"), catalogue_facts("olmoe-1b-7b")]
     hosting = static_hosting(pair, room)
-    equal = evaluate_static(pair, room, hosting)
-    skewed = evaluate_static(pair, room, hosting, {"deepseek-v2-lite": 3.0, "olmoe-1b-7b": 1.0})
+    equal = evaluate("static", pair, room, hosting)
+    skewed = evaluate("static", pair, room, hosting, {"deepseek-v2-lite": 3.0, "olmoe-1b-7b": 1.0})
     assert skewed.seen_tokens["deepseek-v2-lite"] == pytest.approx(
         1.5 * equal.seen_tokens["deepseek-v2-lite"], rel=1e-3
     )
-    elastic = evaluate_elastic(pair, room, [["deepseek-v2-lite", "olmoe-1b-7b"]])
+    elastic = evaluate("elastic", pair, room, [["deepseek-v2-lite", "olmoe-1b-7b"]])
     assert elastic.seen_tokens["deepseek-v2-lite"] == pytest.approx(2 * equal.seen_tokens["deepseek-v2-lite"], rel=1e-3)
 
 

@@ -7,10 +7,11 @@ import yaml
 
 from crosspool.errors import CapacityError
 from crosspool.planner.deployment import PlanInput
+from crosspool.planner.layouts import replica_size
 from crosspool.planner.planner import plan_deployment
 from crosspool.simulator.driver import CoreDriver, SimulatedRequest
 from crosspool.simulator.exact import simulate_exact
-from crosspool.simulator.layouts import replica_size, simulated_group
+from crosspool.simulator.layouts import simulated_group
 from crosspool.simulator.simulator import SimulationSettings, simulate
 from crosspool.simulator.steps import simulate_steps
 

@@ -9,8 +9,10 @@ In both, attention with fewer KV heads than GPUs runs as data-parallel replicas,
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, log2
+from typing import Literal
 
 from crosspool.planner.facts import ModelFacts
+from crosspool.planner.group import Split
 from crosspool.planner.parallelism import monolithic_share_seen
 from crosspool.planner.plan import LayoutResult
 from crosspool.units import format_bytes
@@ -27,22 +29,34 @@ class Room:
     bytes_per_gpu: int
 
 
+def room_beside(split: Split, num_gpus: int, memory_bytes: int) -> Room:
+    """GPU memory for weights and KV together, with the same kept back as the split keeps back."""
+    parts = split.gpus[0].parts
+    beside = ("activations", "logits", "graphs", "runtime", "in_use_by_others", "reserve")
+    return Room(num_gpus=num_gpus, bytes_per_gpu=memory_bytes - sum(parts[name] for name in beside))
+
+
 def shard_bytes(facts: ModelFacts, num_gpus: int) -> int:
     """Weights of one model on each of `num_gpus` GPUs. Attention is cut by KV heads, and replicated beyond them."""
     replicas_share = min(num_gpus, facts.num_kv_heads)
     return facts.ffn_bytes // num_gpus + facts.kv_pool_weight_bytes // replicas_share
 
 
+def replica_size(num_kv_heads: int, num_gpus: int) -> int:
+    """GPUs that one sequence's cache is spread over: the most that the KV heads fill and that divide the GPUs."""
+    size = max(1, floor(num_gpus * monolithic_share_seen(num_kv_heads, num_gpus)))
+    while num_gpus % size:
+        size -= 1
+    return size
+
+
 def seen_tokens(facts: ModelFacts, free_bytes: Sequence[float]) -> int:
     """Tokens of one request, given the KV bytes it may use on each of the model's GPUs.
 
-    Heads spread over the GPUs fill all alike. With fewer heads the best replica group counts; a replica of an odd
-    number of GPUs takes the next lower power of two that divides.
+    Heads spread over the GPUs fill all alike. With fewer heads the best replica group counts.
     """
     num_gpus = len(free_bytes)
-    group = floor(num_gpus * monolithic_share_seen(facts.num_kv_heads, num_gpus))
-    while num_gpus % group:
-        group -= 1
+    group = replica_size(facts.num_kv_heads, num_gpus)
     per_gpu = facts.kv_bytes_per_token / group
     groups = [free_bytes[start : start + group] for start in range(0, num_gpus, group)]
     return max(0, floor(max(min(free) for free in groups) / per_gpu))
@@ -100,40 +114,42 @@ def elastic_hosting(models: Sequence[ModelFacts], room: Room) -> Hosting | None:
     return hosting if max(loads) <= room.bytes_per_gpu else None
 
 
-def evaluate_static(
-    models: Sequence[ModelFacts], room: Room, hosting: Hosting | None, weights: Mapping[str, float] | None = None
+def evaluate(
+    layout: Literal["static", "elastic"],
+    models: Sequence[ModelFacts],
+    room: Room,
+    hosting: Hosting | None,
+    weights: Mapping[str, float] | None = None,
 ) -> LayoutResult:
-    """KV of each GPU is divided among its models, equally or in proportion to `weights` (such as demand)."""
+    """What one request of each model sees.
+
+    static: KV of each GPU is divided among its models, equally or in proportion to `weights` (such as demand).
+    elastic: a request may take all that is free on its GPUs while the others are idle. hosting None: not placed.
+    """
     if hosting is None:
-        return _unplaced("static", models, room)
+        needed, each = sum(model.weight_bytes for model in models), format_bytes(room.bytes_per_gpu)
+        note = f"weights of {format_bytes(needed)} cannot be placed on {room.num_gpus} GPUs of {each} this way"
+        nothing = {model.name: 0 for model in models}
+        return LayoutResult(layout=layout, fits=False, note=note, kv_bytes=0, gpus=(), seen_tokens=nothing)
     free = _free_bytes(models, room, hosting)
     parts = {model.name: (weights or {}).get(model.name, 1.0) or 1.0 for model in models}
     seen = {}
     for model in models:
         mine = [gpu for gpu, names in enumerate(hosting) if model.name in names]
-        share = [free[gpu] * parts[model.name] / sum(parts[name] for name in hosting[gpu]) for gpu in mine]
+        share: list[float] = [free[gpu] for gpu in mine]
+        if layout == "static":
+            share = [free[gpu] * parts[model.name] / sum(parts[name] for name in hosting[gpu]) for gpu in mine]
         seen[model.name] = seen_tokens(model, share)
-    return _result("static", hosting, free, seen)
-
-
-def evaluate_elastic(models: Sequence[ModelFacts], room: Room, hosting: Hosting | None) -> LayoutResult:
-    """One request may take all that is free on its GPUs while the others are idle."""
-    if hosting is None:
-        return _unplaced("elastic", models, room)
-    free = _free_bytes(models, room, hosting)
-    seen = {
-        model.name: seen_tokens(model, [free[gpu] for gpu, names in enumerate(hosting) if model.name in names])
-        for model in models
-    }
-    return _result("elastic", hosting, free, seen)
+    gpus = tuple("+".join(names) or "-" for names in hosting)
+    return LayoutResult(layout=layout, fits=True, note="", kv_bytes=sum(free), gpus=gpus, seen_tokens=seen)
 
 
 def compare_layouts(
     models: Sequence[ModelFacts], room: Room, demand: Mapping[str, float] | None = None
 ) -> tuple[LayoutResult, LayoutResult]:
     """Static partition and elastic pool on the same GPUs, each placed by its own rule."""
-    static = evaluate_static(models, room, static_hosting(models, room), demand)
-    return static, evaluate_elastic(models, room, elastic_hosting(models, room))
+    static = evaluate("static", models, room, static_hosting(models, room), demand)
+    return static, evaluate("elastic", models, room, elastic_hosting(models, room))
 
 
 def _fewest_gpus(model: ModelFacts, room: Room) -> int | None:
@@ -151,27 +167,3 @@ def _free_bytes(models: Sequence[ModelFacts], room: Room, hosting: Hosting) -> l
     degrees = {model.name: sum(model.name in names for names in hosting) for model in models}
     sizes = {model.name: shard_bytes(model, degrees[model.name]) for model in models if degrees[model.name]}
     return [max(0, room.bytes_per_gpu - sum(sizes[name] for name in names)) for names in hosting]
-
-
-def _result(layout: str, hosting: Hosting, free: Sequence[int], seen: dict[str, int]) -> LayoutResult:
-    return LayoutResult(
-        layout="static" if layout == "static" else "elastic",
-        fits=True,
-        note="",
-        kv_bytes=sum(free),
-        gpus=tuple("+".join(names) or "-" for names in hosting),
-        seen_tokens=seen,
-    )
-
-
-def _unplaced(layout: str, models: Sequence[ModelFacts], room: Room) -> LayoutResult:
-    needed = sum(model.weight_bytes for model in models)
-    return LayoutResult(
-        layout="static" if layout == "static" else "elastic",
-        fits=False,
-        note=f"weights of {format_bytes(needed)} cannot be placed on {room.num_gpus} GPUs of "
-        f"{format_bytes(room.bytes_per_gpu)} this way",
-        kv_bytes=0,
-        gpus=(),
-        seen_tokens={model.name: 0 for model in models},
-    )

@@ -10,7 +10,7 @@ from crosspool.planner.deployment import PlanInput
 from crosspool.planner.group import Split, smallest_set, split_group
 from crosspool.planner.group_plan import build_group, check_contexts
 from crosspool.planner.grouping import group_models
-from crosspool.planner.layouts import Room, compare_layouts
+from crosspool.planner.layouts import compare_layouts, room_beside
 from crosspool.planner.notes import plan_notes
 from crosspool.planner.placement import NORMAL_P99
 from crosspool.planner.plan import PLAN_VERSION, GroupPlan, LayoutResult, Placement, Plan
@@ -181,12 +181,7 @@ class _TooSmallError(CapacityError):
 
 def _layouts(group: PlannedGroup, plan_input: PlanInput) -> tuple[LayoutResult, ...]:
     """Our split beside a static partition and an elastic pool of the same GPUs, with the same memory kept back."""
-    parts = group.split.gpus[0].parts
-    beside = ("activations", "logits", "graphs", "runtime", "in_use_by_others", "reserve")
-    room = Room(
-        num_gpus=group.plan.num_gpus,
-        bytes_per_gpu=plan_input.gpus.memory_bytes - sum(parts[name] for name in beside),
-    )
+    room = room_beside(group.split, group.plan.num_gpus, plan_input.gpus.memory_bytes)
     ours = LayoutResult(
         layout="crosspool",
         fits=True,

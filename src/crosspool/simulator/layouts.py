@@ -9,7 +9,6 @@ to their own memory; elastic ones share what their GPUs have left (kvcached-like
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import floor
 from pathlib import Path
 
 from crosspool.engine.admission import PageBudget
@@ -20,16 +19,22 @@ from crosspool.errors import CapacityError
 from crosspool.planner.deployment import PlanInput
 from crosspool.planner.gpus import gpu_kind
 from crosspool.planner.group import Split
-from crosspool.planner.layouts import Hosting, Room, elastic_hosting, shard_bytes, static_hosting
-from crosspool.planner.parallelism import kv_parallelism, monolithic_share_seen
+from crosspool.planner.layouts import (
+    Hosting,
+    Room,
+    elastic_hosting,
+    replica_size,
+    room_beside,
+    shard_bytes,
+    static_hosting,
+)
+from crosspool.planner.parallelism import kv_parallelism
 from crosspool.planner.traffic import PlannedModel
 from crosspool.simulator.cost import MonolithicCost, PooledCost, StepCost
-from crosspool.simulator.group import FOR_EVER, Layout, Patience, SimulatedGroup, SimulatedModel
+from crosspool.simulator.group import Layout, SimulatedGroup, SimulatedModel
 from crosspool.simulator.measured import MeasuredTable, sharing_of, whole_with_measurements, with_measurements
-from crosspool.simulator.passes import PassCost
 from crosspool.simulator.pipeline import Route
 from crosspool.simulator.replicas import ReplicatedPages
-from crosspool.simulator.sharing import twin_stations
 from crosspool.units import ceil_div, format_bytes
 
 
@@ -40,23 +45,16 @@ def simulated_group(
     layout: Layout = "crosspool",
     *,
     name: str = "g0",
-    order: str = "priority",
-    host_s: float = 0.0,
-    is_ahead: bool = False,
-    prompts_wait: int = 0,
-    patience: Patience = FOR_EVER,
-    prompts_share: bool = False,
     max_queue: int = 64,
     measured: MeasuredTable | None = None,
     hosting: Hosting | None = None,
     beside_share: float = 0.0,
-    pass_rows: Sequence[int] = (),
 ) -> SimulatedGroup:
     """The models of one planned group in a layout, on the GPUs of its split.
 
     measured: tables that replace the roofline, of two pools and of models that lie whole on one GPU. hosting: where
     models of a monolithic layout lie, in place of what the planner would choose. beside_share: of every FFN, on the KV
-    GPU, in place of as much KV. pass_rows: numbers of rows of decode's passes; none: as many as a step has.
+    GPU, in place of as much KV.
 
     Raises CapacityError where a monolithic layout, or the KV GPU beside its share, cannot hold the weights.
     """
@@ -64,20 +62,7 @@ def simulated_group(
         group = _pools(models, split, plan_input, measured, max_queue, beside_share)
     else:
         group = _monolithic(models, split, plan_input, layout, measured, max_queue, hosting)
-    if pass_rows:
-        in_passes = (replace(model, cost=PassCost(model.cost, pass_rows)) for model in group.models)
-        group = replace(group, models=tuple(in_passes))
-    return replace(
-        group,
-        name=name,
-        order=order,
-        host_s=host_s,
-        is_ahead=is_ahead,
-        prompts_wait=prompts_wait,
-        patience=patience,
-        prompts_share=prompts_share,
-        stations=twin_stations(group.stations) if prompts_share else group.stations,
-    )
+    return replace(group, name=name)
 
 
 def _config(plan_input: PlanInput, num_frames: int, max_queue: int, num_decode: int, num_prefill: int) -> EngineConfig:
@@ -185,7 +170,7 @@ def _monolithic(
     hosting: Hosting | None,
 ) -> SimulatedGroup:
     kind, facts = gpu_kind(plan_input.gpus.kind), [model.facts for model in planned]
-    room = room_beside(split, plan_input)
+    room = room_beside(split, len(split.gpus), plan_input.gpus.memory_bytes)
     hosting = hosting or (static_hosting if layout == "static" else elastic_hosting)(facts, room)
     if hosting is None:
         raise CapacityError(
@@ -229,23 +214,6 @@ def _monolithic(
         stations=tuple(f"gpu{gpu}" for gpu in range(room.num_gpus)),
         prepare=prepare,
     )
-
-
-def room_beside(split: Split, plan_input: PlanInput) -> Room:
-    """GPU memory for weights and KV together, with the same kept back as the split keeps back."""
-    parts = split.gpus[0].parts
-    beside = ("activations", "logits", "graphs", "runtime", "in_use_by_others", "reserve")
-    return Room(
-        num_gpus=len(split.gpus), bytes_per_gpu=plan_input.gpus.memory_bytes - sum(parts[name] for name in beside)
-    )
-
-
-def replica_size(num_kv_heads: int, num_gpus: int) -> int:
-    """GPUs that one sequence's cache is spread over: the most that the KV heads fill and that divide the GPUs."""
-    size = max(1, floor(num_gpus * monolithic_share_seen(num_kv_heads, num_gpus)))
-    while num_gpus % size:
-        size -= 1
-    return size
 
 
 def _free_frames(

@@ -1,7 +1,7 @@
 """simulate: every group of a planned deployment, in one of the two modes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from crosspool.planner.deployment import PlanInput
@@ -11,8 +11,10 @@ from crosspool.simulator.exact import simulate_exact
 from crosspool.simulator.group import Layout, Patience
 from crosspool.simulator.layouts import simulated_group
 from crosspool.simulator.measured import MeasuredTable
+from crosspool.simulator.passes import PassCost
 from crosspool.simulator.pipeline import Span
 from crosspool.simulator.result import GroupResult
+from crosspool.simulator.sharing import twin_stations
 from crosspool.simulator.steps import simulate_steps
 from crosspool.simulator.workload import group_requests
 
@@ -80,10 +82,7 @@ class SimulationSettings:
 
     def _check_mode(self) -> None:
         """Raises ValueError for what is played put by put in a mode that has no puts, and for half a patience."""
-        given: dict[str, float] = {
-            "ahead": self.is_ahead,
-            "prompts_wait": self.prompts_wait,
-        }
+        given: dict[str, float] = {"ahead": self.is_ahead, "prompts_wait": self.prompts_wait}
         if self.layout == "crosspool":  # elsewhere it is part of a chunk's speed beside decode
             given |= {"patience_us": self.patience_s < float("inf"), "patience_token_us": self.patience_token_s}
         names = [name for name, value in given.items() if value]
@@ -127,18 +126,24 @@ def _simulate_group(
         plan_input,
         settings.layout,
         name=group.plan.name,
+        max_queue=settings.max_queue,
+        measured=measured,
+        hosting=settings.hosting,
+        beside_share=settings.beside_share,
+    )
+    simulated = replace(
+        simulated,
         order=settings.order,
         host_s=settings.host_s,
         is_ahead=settings.is_ahead,
         prompts_wait=settings.prompts_wait,
         patience=Patience(settings.patience_s, settings.patience_token_s),
         prompts_share=settings.prompts_share,
-        max_queue=settings.max_queue,
-        measured=measured,
-        hosting=settings.hosting,
-        beside_share=settings.beside_share,
-        pass_rows=settings.pass_rows,
+        stations=twin_stations(simulated.stations) if settings.prompts_share else simulated.stations,
     )
+    if rows := settings.pass_rows:
+        in_passes = (replace(model, cost=PassCost(model.cost, rows)) for model in simulated.models)
+        simulated = replace(simulated, models=tuple(in_passes))
     requests = group_requests(
         group.models, start_s=settings.start_s, stop_s=settings.start_s + settings.duration_s, seed=settings.seed
     )
