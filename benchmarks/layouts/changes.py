@@ -1,13 +1,13 @@
 """Which change of two pools would gain how much on a load: simulated from measured stage times, one change at a time.
 
-    python -m benchmarks.layouts.changes --trace-dir TRACES [--rate 0.8] [--seconds 20]
+    python -m benchmarks.layouts.changes --trace-dir TRACES [--rates 0.8 2.0] [--seconds 20]
 
 For the two layouts on two GPUs, crosspool-1+1 and crosspool-1+1s (a quarter of every FFN beside attention): P50 and P99
-of the times between tokens, output tokens/s and TTFT, medians of simulations whose arrivals differ by up to 5 ms. No
-figure here is a measurement.
+of the times between tokens, output tokens/s and TTFT, medians of simulations whose arrivals differ by up to 5 ms.
+Beside them, without any change, whole models on the same GPUs. No figure here is a measurement.
 
 simulated_tbt_ms.<layout>.<change>.<model>.<rate>.<p50|p99>, simulated_tokens_per_s.<layout>.<change>.<rate>,
-simulated_ttft_ms.<layout>.<change>.all.<rate>.p50.
+simulated_ttft_ms.<layout>.<change>.all.<rate>.<p50|p99>.
 """
 
 from __future__ import annotations
@@ -17,30 +17,39 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from typing import cast
 
 from benchmarks.layouts.predicted import SHIFT_S, TIMES, outlook, stage_times
 from benchmarks.layouts.server import beside_share
 from benchmarks.report import RESULTS, Report
 from crosspool.planner.catalogue import catalogue_facts
+from crosspool.simulator.group import Layout
 from crosspool.simulator.measured import MeasuredModel, MeasuredTable, sharing_of
 from crosspool.simulator.result import GroupResult
 
 MODELS = ("glm-4.7-flash", "qwen3-30b-a3b", "deepseek-v2-lite")
 LAYOUTS = ("crosspool-1+1", "crosspool-1+1s")
+BASELINES = ("static-2", "elastic-2")
+RATES = ("0.8", "2.0")
 ROUTER_US = 5.0
 """What a layer's router takes of the weights GPU at eight rows; routed on the KV rank it takes as much there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """words: what is changed. stages: of each model's stage times. decode_lanes: None as planned."""
+    """words: what is changed. stages: of each model's stage times. engine: settings that are not as planned.
+
+    is_present: with today's FFNs. at: the rates that it is simulated at.
+    """
 
     words: str
     stages: Callable[[MeasuredModel], MeasuredModel] = lambda model: model
-    decode_lanes: int | None = None
+    engine: Mapping[str, int] = field(default_factory=dict)
+    is_present: bool = True
+    at: Sequence[str] = ("0.8",)
 
 
 def ffn_times(
@@ -61,12 +70,12 @@ def routed_on_kv(model: MeasuredModel) -> MeasuredModel:
 
 
 CHANGES: Mapping[str, Change] = {
-    "none": Change(words="as measured stage times have it"),
+    "none": Change(words="as measured stage times have it", at=RATES),
+    "before": Change(words="with the FFNs that the kept runs had", is_present=False, at=RATES),
     "ffn95": Change(words="FFN at 8 to 24 rows x 0.95", stages=lambda model: ffn_times(model, 0.95, rows=range(8, 25))),
-    "ffn86": Change(words="FFN at 8 to 24 rows x 0.86", stages=lambda model: ffn_times(model, 0.86, rows=range(8, 25))),
     "routekv": Change(words="the KV rank routes (--route kv)", stages=routed_on_kv),
     "both": Change(
-        words="FFN x 0.86 and --route kv", stages=lambda model: routed_on_kv(ffn_times(model, 0.86, rows=range(8, 25)))
+        words="FFN x 0.95 and --route kv", stages=lambda model: routed_on_kv(ffn_times(model, 0.95, rows=range(8, 25)))
     ),
     "lanes_free": Change(
         words="lanes cost each other nothing",
@@ -80,7 +89,10 @@ CHANGES: Mapping[str, Change] = {
         words="prompts cost decode nothing (ranks of their own)",
         stages=lambda model: replace(model, beside_prompt_s=0.0),
     ),
-    "3lanes": Change(words="three decode lanes (--decode-lanes 3)", decode_lanes=3),
+    "3lanes": Change(words="three decode lanes (--decode-lanes 3)", engine={"decode_lanes": 3}),
+    "64seqs": Change(
+        words="up to 64 sequences of a model at once (--max-num-seqs 64)", engine={"max_num_seqs": 64}, at=("2.0",)
+    ),
 }
 """By name in metrics."""
 
@@ -97,7 +109,7 @@ def with_means(table: MeasuredTable) -> MeasuredTable:
 def simulate_change(
     trace: Path, seconds: float, layout: str, change: Change, table: MeasuredTable
 ) -> list[GroupResult]:
-    """As often as a run of the report is simulated."""
+    """As often as a run of the report is simulated. table: before the change."""
     rows = [json.loads(line) for line in trace.read_text(encoding="utf-8").splitlines()]
     changed = {name: change.stages(model) for name, model in with_means(table).items()}
     found = []
@@ -112,11 +124,11 @@ def simulate_change(
                 outlook(
                     path,
                     {"count": 2, "kv": 1},
-                    "crosspool",
+                    cast(Layout, layout.partition("-")[0]),
                     changed,
                     MODELS,
                     beside_share=beside_share(layout),
-                    decode_lanes=change.decode_lanes,
+                    engine=change.engine,
                 )
             )
     return found
@@ -129,54 +141,64 @@ def add_change(report: Report, layout: str, name: str, rate: str, groups: Sequen
             every_ms = [1e3 * group.models[model].tbt.quantile(share) for group in groups]
             told = f"simulated; {min(every_ms):.1f} to {max(every_ms):.1f}; {CHANGES[name].words}"
             report.metric(f"simulated_tbt_ms.{case}.{model}.{rate}.{level}", median(every_ms), note=told)
-    ttft_ms = median(1e3 * group.total.ttft.quantile(0.5) for group in groups)
-    report.metric(f"simulated_ttft_ms.{case}.all.{rate}.p50", ttft_ms, note="simulated")
+    for level, share in (("p50", 0.5), ("p99", 0.99)):
+        ttft_ms = median(1e3 * group.total.ttft.quantile(share) for group in groups)
+        report.metric(f"simulated_ttft_ms.{case}.all.{rate}.{level}", ttft_ms, note="simulated")
     tokens = median(group.total.num_tokens / group.duration_s for group in groups)
     report.metric(f"simulated_tokens_per_s.{case}.{rate}", tokens, note="simulated, to the last token")
-    busy = [median(1.0 - group.bubble_share(index) for group in groups) for index in range(2)]
-    told = "simulated; of the time with steps in flight"
-    report.metric(f"simulated_busy.{case}.kv.{rate}", busy[0], limit=1.0, note=told)
-    report.metric(f"simulated_busy.{case}.weights.{rate}", busy[1], limit=1.0, note=told)
+    for index, station in enumerate(groups[0].stations[:2]):
+        busy = median(1.0 - group.bubble_share(index) for group in groups)
+        told = "simulated; of the time with steps in flight"
+        report.metric(f"simulated_busy.{case}.{station}.{rate}", busy, limit=1.0, note=told)
 
 
 def as_list(report: Report, rate: str) -> str:
     """Markdown: what each change gives, a line for each."""
     lines = []
-    for layout in LAYOUTS:
-        for name, change in CHANGES.items():
+    for layout in (*LAYOUTS, *BASELINES):
+        for name, change in changes_of(layout, rate).items():
             case = f"{layout}.{name}"
             figures = []
             for model in MODELS:
                 p50, p99 = (report.metrics[f"simulated_tbt_ms.{case}.{model}.{rate}.{at}"] for at in ("p50", "p99"))
                 figures.append(f"{model} {p50:.1f} / {p99:.1f}")
             tokens = report.metrics[f"simulated_tokens_per_s.{case}.{rate}"]
-            ttft_ms = report.metrics[f"simulated_ttft_ms.{case}.all.{rate}.p50"]
+            ttft_ms = [report.metrics[f"simulated_ttft_ms.{case}.all.{rate}.{level}"] for level in ("p50", "p99")]
             lines.append(
                 f"- {layout}, {change.words}: {', '.join(figures)} ms; {tokens:,.0f} tokens/s; first tokens after "
-                f"{ttft_ms:.0f} ms"
+                f"{ttft_ms[0]:.0f} / {ttft_ms[1]:,.0f} ms"
             )
     return "\n".join(lines)
+
+
+def changes_of(layout: str, rate: str) -> Mapping[str, Change]:
+    """What is simulated of a layout at a rate, by name; of baselines nothing is changed."""
+    names = [name for name, change in CHANGES.items() if rate in change.at]
+    return {name: CHANGES[name] for name in names if layout in LAYOUTS or name == "none"}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trace-dir", type=Path, required=True, help="folder of sharegpt_<rate>.jsonl")
-    parser.add_argument("--rate", default="0.8")
+    parser.add_argument("--rates", nargs="+", default=list(RATES), choices=RATES)
     parser.add_argument("--seconds", type=float, default=20.0, help="of the trace")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    config = {"rate": args.rate, "seconds": args.seconds, "trace_dir": args.trace_dir.name}
+    config = {"rates": args.rates, "seconds": args.seconds, "trace_dir": args.trace_dir.name}
     report = Report("layout_changes", hardware="cpu", config=config)
-    stages = stage_times()
-    for layout in LAYOUTS:
-        for name, change in CHANGES.items():
-            trace = args.trace_dir / f"sharegpt_{args.rate}.jsonl"
-            add_change(report, layout, name, args.rate, simulate_change(trace, args.seconds, layout, change, stages))
-            print(f"{layout} {name}", flush=True)
+    tables = {is_present: stage_times(is_present=is_present) for is_present in (False, True)}
+    for rate in args.rates:
+        trace = args.trace_dir / f"sharegpt_{rate}.jsonl"
+        for layout in (*LAYOUTS, *BASELINES):
+            for name, change in changes_of(layout, rate).items():
+                groups = simulate_change(trace, args.seconds, layout, change, tables[change.is_present])
+                add_change(report, layout, name, rate, groups)
+                print(f"{layout} {rate} {name}", flush=True)
     report.summary = (
-        f"SIMULATED, nothing here was measured: the first {args.seconds:g} s of the trace of {args.rate} requests/s of "
-        "each of three models on two H200s, from kept stage times, one change at a time; medians of "
-        f"{TIMES} simulations whose arrivals differ by up to {1e3 * SHIFT_S:g} ms.\n\n" + as_list(report, args.rate)
+        f"SIMULATED, nothing here was measured: the first {args.seconds:g} s of the trace of three models on two "
+        "H200s, from kept stage times, one change at a time; P50 / P99, medians of "
+        f"{TIMES} simulations whose arrivals differ by up to {1e3 * SHIFT_S:g} ms.\n\n"
+        + "\n\n".join(f"At {rate} requests/s of each model:\n\n{as_list(report, rate)}" for rate in args.rates)
     )
     for path in report.write(args.out):
         print(path)

@@ -39,16 +39,21 @@ STAGE_TIMES = (
     *("moe_rows_h200", "decode_shares_h200-x2"),
     *("lanes_h200", "lanes_h200-x2", "prefill_h200-x2", "layouts_h200-x2"),
 )
-"""Kept results with measured stage times; row by row the later one counts."""
+"""Kept results with measured stage times of the kernels that the kept runs of layouts had; row by row the later one
+counts."""
+PRESENT_FFN = "moe_layer_fused_h200"
+"""Layers of experts as they are now."""
 
 
-def stage_times(folder: Path = RESULTS) -> MeasuredTable:
-    """The newest of each; an empty table where there is none.
+def stage_times(folder: Path = RESULTS, *, is_present: bool = False) -> MeasuredTable:
+    """The newest of each; an empty table where there is none. is_present: with the FFNs of today's kernels.
 
     What two lanes cost each other has not been measured of every model: those that were stand for the others.
     """
-    newest = [max(found) for name in STAGE_TIMES if (found := sorted(folder.glob(f"{name}_2*.json")))]
-    table = read_measured(newest) if newest else {}
+    table = _newest(folder, STAGE_TIMES)
+    if is_present:
+        ffns = {name: model.ffn_s for name, model in _newest(folder, (PRESENT_FFN,)).items()}
+        table = {name: replace(model, ffn_s=ffns.get(name, model.ffn_s)) for name, model in table.items()}
     lanes = max((model.lanes_efficiency for model in table.values()), key=len, default=())
     shared = max((model.shared_efficiency for model in table.values()), default=())
     return {
@@ -59,6 +64,11 @@ def stage_times(folder: Path = RESULTS) -> MeasuredTable:
         )
         for name, model in table.items()
     }
+
+
+def _newest(folder: Path, names: Sequence[str]) -> MeasuredTable:
+    newest = [max(found) for name in names if (found := sorted(folder.glob(f"{name}_2*.json")))]
+    return read_measured(newest) if newest else {}
 
 
 def kv_demand(result: Mapping[str, Any], gpus: Mapping[str, Any], quantile: float = QUANTILE) -> QuantileEstimate:
@@ -123,15 +133,13 @@ def outlook(
     models: Sequence[str] = (),
     *,
     beside_share: float = 0.0,
-    decode_lanes: int | None = None,
+    engine: Mapping[str, int] | None = None,
 ) -> GroupResult:
-    """What the simulator says of a whole trace that was not measured. decode_lanes: None as planned."""
+    """What the simulator says of a whole trace that was not measured. engine: settings that are not as planned."""
     recorded = read_trace(trace)
     duration_s = float(recorded.arrival_s[-1]) + 1.0
     plan_input = _plan_input(recorded.models, trace, duration_s, gpus, SOME_SPEED, QUANTILE)
-    if decode_lanes is not None:
-        engine = plan_input.engine.model_copy(update={"decode_lanes": decode_lanes})
-        plan_input = plan_input.model_copy(update={"engine": engine})
+    plan_input = plan_input.model_copy(update={"engine": plan_input.engine.model_copy(update=engine)})
     return _simulated(plan_deployment(plan_input), plan_input, layout, duration_s, measured, models, beside_share)
 
 

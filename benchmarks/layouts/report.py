@@ -203,7 +203,8 @@ def add_outlook(report: Report, trace: Path, rate: str, models: Sequence[str] = 
     for layout in ("crosspool-1+1", "crosspool-1+1s", "static-2", "elastic-2"):
         kind = cast(Layout, layout.partition("-")[0])
         share = beside_share(layout)
-        group = outlook(trace, {"count": 2, "kv": 1}, kind, stage_times(), models, beside_share=share)
+        stages = stage_times(is_present=True)
+        group = outlook(trace, {"count": 2, "kv": 1}, kind, stages, models, beside_share=share)
         for model, figures in group.models.items():
             for level, share in (("p50", 0.5), ("p99", 0.99)):
                 name = f"simulated_tbt_ms.{layout}.{model}.{rate}.{level}"

@@ -10,11 +10,12 @@ import pytest
 from benchmarks import bench_layouts_gpu
 from benchmarks.bench_layouts_gpu import Load
 from benchmarks.layouts.memory import FRAME_BYTES, RESERVE_BYTES, kv_room, tokens_in
-from benchmarks.layouts.predicted import kv_demand, kv_held, outlook, simulated, stage_times
+from benchmarks.layouts.predicted import kv_demand, kv_held, outlook, rows_of_passes, simulated, stage_times
 from benchmarks.layouts.report import add_outlook, layouts_report
 from benchmarks.layouts.runs import Runs
 from benchmarks.layouts.server import GPU_LAYOUTS, beside_share
 from benchmarks.report import Report
+from crosspool.backends.cuda.steps.passes import BUCKETS
 from crosspool.units import GiB
 
 MODELS = ("glm-4.7-flash", "qwen3-30b-a3b", "deepseek-v2-lite")
@@ -254,6 +255,22 @@ def test_lanes_of_a_model_that_was_not_measured_are_taken_to_be_as_efficient_as_
     table = stage_times(tmp_path)
     assert table["glm-4.7-flash"].lanes_efficiency == table["qwen3-30b-a3b"].lanes_efficiency == ((4, 0.9),)
     assert stage_times(tmp_path / "nothing") == {}
+
+
+def test_present_ffns_take_the_place_of_all_that_were_measured_before(tmp_path):
+    """Rows between those of the newest result are interpolated, not taken from slower kernels."""
+    for name, metrics in (
+        ("moe_layer_h200", {"moe_us.qwen3-30b-a3b.b1.uniform.p50": 40.0, "moe_us.qwen3-30b-a3b.b9.uniform.p50": 170.0}),
+        ("moe_layer_fused_h200", {"moe_us.qwen3-30b-a3b.b1.uniform.p50": 30.0}),
+    ):
+        (tmp_path / f"{name}_2026-11-30.json").write_text(json.dumps({"metrics": metrics}))
+    rows = [[at for at, _ in stage_times(tmp_path, is_present=now)["qwen3-30b-a3b"].ffn_s[1]] for now in (False, True)]
+    assert rows == [[1, 9], [1]]
+
+
+def test_a_run_is_simulated_with_the_passes_that_it_had():
+    assert rows_of_passes({"machine": {"pass_rows": [1, 2, 4]}}) == [1, 2, 4]
+    assert rows_of_passes({}) == BUCKETS
 
 
 def test_layouts_are_compared_on_as_many_gpus_only(tmp_path):

@@ -17,10 +17,17 @@ def cost():
     return PooledCost(catalogue_facts("glm-4.7-flash"), gpu_kind("h200"), num_kv=1, num_weights=1, beside_share=0.25)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 9])
-def test_passes_of_as_many_rows_as_the_step_has_and_larger_steps_cost_what_they_did(cost, rows):
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_passes_of_as_many_rows_as_the_step_has_cost_what_they_did(cost, rows):
     work = decode_work(rows, 1000.0 * rows)
     assert PassCost(cost, ROWS).times(work) == cost.times(work)
+
+
+def test_a_larger_step_takes_its_passes_one_after_another(cost):
+    parts = [cost.times(decode_work(rows, 1000.0 * rows)) for rows in (8, 8, 2)]
+    found = PassCost(cost, ROWS).times(decode_work(18, 18_000.0))
+    assert found.step_s == pytest.approx(sum(part.step_s for part in parts))
+    assert found.beside_s == pytest.approx(sum(part.beside_s for part in parts))
 
 
 def test_a_chunk_of_a_prompt_is_no_pass(cost):

@@ -17,21 +17,26 @@ UNUSED_FFN_SHARE = 0.27
 
 
 class PassCost:
-    """`cost` of decode steps whose rows are rounded up to one of `rows`, ascending. Larger steps are left alone."""
+    """`cost` of decode steps in passes of at most the largest of `rows`, ascending, each rounded up to one of them.
+
+    Passes of a step run one after another; prompts' chunks run in none.
+    """
 
     def __init__(self, cost: StepCost, rows: Sequence[int]) -> None:
         self._cost, self._rows = cost, rows
 
     def times(self, work: StepWork) -> StageTimes:
-        used = self._cost.times(work)
-        index = bisect_left(self._rows, work.num_tokens)
-        if work.num_tokens != work.num_sampled or index == len(self._rows) or self._rows[index] == work.num_tokens:
+        if work.num_tokens != work.num_sampled:
+            return self._cost.times(work)
+        full, rest = divmod(work.num_tokens, self._rows[-1])
+        found = [self._pass(_part(work, self._rows[-1]))] * full
+        return _one_after_another(found + ([self._pass(_part(work, rest))] if rest else []))
+
+    def _pass(self, work: StepWork) -> StageTimes:
+        used, rows = self._cost.times(work), self._rows[bisect_left(self._rows, work.num_tokens)]
+        if rows == work.num_tokens:
             return used
-        rows = self._rows[index]
-        longer = rows / work.num_tokens
-        whole = self._cost.times(
-            StepWork(num_tokens=rows, num_sampled=rows, kv_tokens=work.kv_tokens * longer, pairs=work.pairs * longer)
-        )
+        whole = self._cost.times(_part(work, rows))
         return replace(
             whole,
             ffn_s=_part_of_the_way(used.ffn_s, whole.ffn_s),
@@ -40,6 +45,23 @@ class PassCost:
 
     def beside_others(self, work: StepWork) -> float:
         return self._cost.beside_others(work)
+
+
+def _part(work: StepWork, rows: int) -> StepWork:
+    """Decode of so many rows as long as those of `work` on average."""
+    share = rows / work.num_tokens
+    return StepWork(num_tokens=rows, num_sampled=rows, kv_tokens=work.kv_tokens * share, pairs=work.pairs * share)
+
+
+def _one_after_another(passes: Sequence[StageTimes]) -> StageTimes:
+    return StageTimes(
+        num_layers=passes[0].num_layers,
+        attention_s=sum(each.attention_s for each in passes),
+        ffn_s=sum(each.ffn_s for each in passes),
+        crossing_s=sum(each.crossing_s for each in passes),
+        tail_s=sum(each.tail_s for each in passes),
+        beside_s=sum(each.beside_s for each in passes),
+    )
 
 
 def _part_of_the_way(used_s: float, whole_s: float) -> float:

@@ -7,12 +7,14 @@ import json
 import pytest
 
 from benchmarks.layouts.changes import (
+    BASELINES,
     CHANGES,
     LAYOUTS,
     MODELS,
     Change,
     add_change,
     as_list,
+    changes_of,
     ffn_times,
     simulate_change,
     with_means,
@@ -34,10 +36,10 @@ def ffn_us(model):
 
 
 def test_changes_reach_the_stages_that_they_name():
-    assert ffn_us(CHANGES["ffn86"].stages(MODEL)) == [30, 0.86 * 170, 0.86 * 300, 350]
+    assert ffn_us(CHANGES["ffn95"].stages(MODEL)) == [30, 0.95 * 170, 0.95 * 300, 350]
     routed = CHANGES["routekv"].stages(MODEL)
     assert (ffn_us(routed), routed.attention_base_s) == ([25, 165, 295, 345], pytest.approx(25e-6))
-    assert ffn_us(CHANGES["both"].stages(MODEL))[1] == pytest.approx(0.86 * 170 - 5)
+    assert ffn_us(CHANGES["both"].stages(MODEL))[1] == pytest.approx(0.95 * 170 - 5)
     assert CHANGES["lanes_free"].stages(MODEL).lanes_efficiency == ()
     assert CHANGES["prompts_half"].stages(MODEL).beside_prompt_s == 1.5e-3
     assert CHANGES["prompts_free"].stages(MODEL).beside_prompt_s == 0.0
@@ -53,15 +55,19 @@ def test_a_faster_ffn_gains_and_the_list_has_a_line_of_it(tmp_path):
     rows = [{"t": 0.4 * number, "model": name, "in": 300, "out": 60} for number in range(5) for name in MODELS]
     trace = tmp_path / "sharegpt_0.8.jsonl"
     trace.write_text("\n".join(map(json.dumps, rows)))
-    report, stages = Report("layout_changes", hardware="cpu"), stage_times()
+    report, stages = Report("layout_changes", hardware="cpu"), stage_times(is_present=True)
     fast = Change(words="", stages=lambda model: ffn_times(model, 0.7))
     for layout in LAYOUTS:
         slow, quick = (simulate_change(trace, 1.0, layout, change, stages) for change in (CHANGES["none"], fast))
         assert slow[0].total.num_finished == 9, "the first second's"
         for name in CHANGES:
-            add_change(report, layout, name, "0.8", quick if name == "ffn86" else slow)
-        p50 = [report.metrics[f"simulated_tbt_ms.{layout}.{name}.{MODELS[0]}.0.8.p50"] for name in ("none", "ffn86")]
+            add_change(report, layout, name, "0.8", quick if name == "ffn95" else slow)
+        p50 = [report.metrics[f"simulated_tbt_ms.{layout}.{name}.{MODELS[0]}.0.8.p50"] for name in ("none", "ffn95")]
         assert p50[1] < 0.95 * p50[0]
+    for layout in BASELINES:
+        add_change(report, layout, "none", "0.8", simulate_change(trace, 1.0, layout, CHANGES["none"], stages))
     listed = as_list(report, "0.8").splitlines()
-    assert len(listed) == 2 * len(CHANGES)
-    assert f"{MODELS[0]} {p50[0]:.1f} / " in listed[len(CHANGES)]
+    of_pools = changes_of("crosspool-1+1", "0.8")
+    assert "64seqs" in changes_of("crosspool-1+1", "2.0").keys() - of_pools.keys()
+    assert len(listed) == 2 * len(of_pools) + len(BASELINES)
+    assert f"{MODELS[0]} {p50[0]:.1f} / " in listed[len(of_pools)]
