@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.bench_prefill_kernels import Layer
 from benchmarks.full_models import CONFIGS, full_spec
-from benchmarks.gpu_timing import guarded, keep_busy, write_failures
+from benchmarks.gpu_timing import guarded, warm_up, write_failures
 from benchmarks.kv_pool.filled_half import filled_half
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
@@ -111,7 +111,7 @@ def pieces(piece: Callable[[], object], stream: Any, count: int) -> tuple[Any, A
 def measure(report: Report, side: Side, streams: dict[str, Any]) -> None:
     """Both alone, then beside each other."""
     graph = captured(side.decode)
-    keep_busy(0.1)
+    warm_up(graph.replay)
     alone = median(decode_times(graph, side.layers))
     report.metric(f"decode_layer_us.{side.name}.alone", alone)
     print(f"{side.name}: a decode layer {alone:.1f} us alone", flush=True)

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.bench_attention import KINDS
 from benchmarks.full_models import full_spec
-from benchmarks.gpu_timing import guarded, keep_busy, seeded_cache, write_failures
+from benchmarks.gpu_timing import guarded, seeded_cache, warm_up, write_failures
 from benchmarks.kv_pool.cache_attention import FRAME_BYTES, SEED, CacheAttention, geometry_of
 from benchmarks.kv_pool.step_gaps import PairedGaps, gaps_us, step_graph
 from benchmarks.report import RESULTS, Report
@@ -127,7 +127,7 @@ def beside_steps(report: Report, kernels: DeviceKernels, tier: Tier, num_gaps: i
     spec, layers = model.layers[-1].attention, model.num_layers
     cache = seeded_cache(geometry_of(spec, layers), 1, STEP_CONTEXT, SEED)
     graph = step_graph(CacheAttention(kernels, spec, STEP_CONTEXT), cache)
-    keep_busy(0.2)
+    warm_up(graph.replay)
     gaps = PairedGaps()
     num_before = tier.num_moved
     for number in range(NUM_ROUNDS):

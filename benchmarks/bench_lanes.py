@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from benchmarks.crossings.asked_lane import AskedLane
 from benchmarks.crossings.ffn_client import STEP
 from benchmarks.crossings.one_gpu import OneGpu
 from benchmarks.full_models import full_spec
-from benchmarks.gpu_timing import guarded, keep_busy, write_failures
+from benchmarks.gpu_timing import guarded, warm_up, write_failures
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.loading.weights import random_ffn_weights
 from crosspool.backends.cuda.weights_rank.ffn_server import FFNServer
@@ -32,7 +33,12 @@ HOWS = ("resident", "fused", "words", "flags")
 
 def run(lanes: Sequence[AskedLane], server: FFNServer | None, pause_us: int) -> float:
     """Microseconds a layer of one lane, the mean of all."""
-    keep_busy(0.25)
+    warm_up(partial(turn, lanes, server, pause_us), at_once=1)
+    return turn(lanes, server, pause_us)
+
+
+def turn(lanes: Sequence[AskedLane], server: FFNServer | None, pause_us: int) -> float:
+    """The same of one turn of `PASSES`, whatever the clocks are."""
     all_params = [lane.params(PASSES, pause_us) for lane in lanes]
     torch.cuda.synchronize()
     for _ in range(2):

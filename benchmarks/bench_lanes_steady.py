@@ -24,7 +24,7 @@ from benchmarks.crossings.asked_lane import AskedLane
 from benchmarks.crossings.ffn_client import STEP
 from benchmarks.crossings.one_gpu import OneGpu
 from benchmarks.full_models import full_spec
-from benchmarks.gpu_timing import guarded, keep_busy, write_failures
+from benchmarks.gpu_timing import guarded, write_failures
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.loading.weights import random_ffn_weights
 from crosspool.backends.cuda.weights_rank.ffn_server import FFNServer
@@ -33,7 +33,7 @@ from crosspool.scheduler.order import by_ticket
 from crosspool.simulator.pipeline import OrderedPipeline, Route
 
 DRAWN_LAYERS, SEED, AHEAD = 12, 7, 20
-WINDOW_S, TARGET, SHALLOW_LIMIT, STEADY_LIMIT = 10.0, 0.95, 1.05, 1.05
+WARM_UP_S, WINDOW_S, TARGET, SHALLOW_LIMIT, STEADY_LIMIT = 0.1, 10.0, 0.95, 1.05, 1.05
 PAUSE_US = {"qwen3-30b-a3b": 17, "glm-4.7-flash": 26, "deepseek-v2-lite": 19}
 """What a layer's attention half takes behind a wait, batch 1 and 4K (`benchmarks/results/attention_half_h200_*`)."""
 PAIRS = (
@@ -73,7 +73,6 @@ class Running:
     """Lanes at work at a server of their own: `turn` keeps them so."""
 
     def __init__(self, gpus: OneGpu, lanes: Sequence[AskedLane], passes: Sequence[int], pauses: Sequence[int]) -> None:
-        keep_busy(0.1)
         self._lanes, self._left = lanes, list(passes)
         self._server = FFNServer(lanes[0].side.kernels, gpus.devices[0], [lane.side.lane for lane in lanes])
         self._server.reserve(max(lane.served.smem_bytes for lane in lanes))
@@ -116,11 +115,12 @@ def together(gpus: OneGpu, lanes: Sequence[AskedLane], passes: int, pause_us: in
 
 
 def means_ms(stamps: Sequence[Stamps], begin_s: float, end_s: float) -> list[float]:
-    """Mean pass of each lane in that time since all lanes were at work, as far as all of them were."""
+    """Mean pass of each lane in that time since all lanes were at work and clocks up, as far as all of them were."""
     done = [each[each > 0] for each in stamps]
     first = max(each[min(8, len(each) - 2)] for each in done)
     last = min(each[-1] for each in done)
-    low, high = first + 1e9 * begin_s, min(float(last), first + 1e9 * end_s)
+    warm = first + 1e9 * WARM_UP_S
+    low, high = warm + 1e9 * begin_s, min(float(last), warm + 1e9 * end_s)
     found = []
     for each in done:
         within = each[(each >= low) & (each <= high)]

@@ -35,7 +35,9 @@ def replay_us(
         work()
     if budget_s is not None:
         replays = min(replays, max(8, int(budget_s / _once_s(graph))))
-    _warm_up(graph, warm_up_s, min(20, replays))
+    warm_up(graph.replay, warm_up_s, min(20, replays))
+    for _ in range(3):
+        graph.replay()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
     for begin, end in events:
         begin.record()
@@ -54,25 +56,16 @@ def _once_s(graph: torch.cuda.CUDAGraph) -> float:
     return time.perf_counter() - begin
 
 
-def _warm_up(graph: torch.cuda.CUDAGraph, seconds: float, replays: int) -> None:
-    """Bring the clocks up by the graph's own replays: matrix products draw so much power that what follows them for a
-    while runs at lower clocks."""
+def warm_up(work: Callable[[], object], seconds: float = 0.2, at_once: int = 20) -> None:
+    """Bring the clocks up by the very work that is timed next, `at_once` of it without a wait between.
+
+    An idle GPU runs at a fraction of its clocks. Large matrix products do not serve for this: they draw so much power
+    that what follows them for a while runs at lower clocks.
+    """
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds:
-        for _ in range(replays):
-            graph.replay()
-        torch.cuda.synchronize()
-    for _ in range(3):
-        graph.replay()
-
-
-def keep_busy(seconds: float) -> None:
-    """Keep the GPU busy until its clocks are up: an idle one runs at a fraction of them, and so do short bursts."""
-    matrix = torch.randn(4096, 4096, device="cuda").bfloat16()
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < seconds:
-        for _ in range(20):
-            torch.mm(matrix, matrix)
+        for _ in range(at_once):
+            work()
         torch.cuda.synchronize()
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from benchmarks.gpu_timing import keep_busy
+from benchmarks.gpu_timing import warm_up
 from benchmarks.kv_pool.cache_attention import CacheAttention
 from benchmarks.report import Report
 from crosspool.backends.cuda.kv_frames.cache import PagedCache
@@ -60,7 +60,7 @@ def step_graph(attention: CacheAttention, cache: PagedCache) -> torch.cuda.CUDAG
 
 def paired_gaps(graph: torch.cuda.CUDAGraph, beside: Beside, num_gaps: int, num_rounds: int) -> PairedGaps:
     """`num_gaps` of each kind, in rounds of both; which of them comes first changes from round to round."""
-    keep_busy(0.2)
+    warm_up(graph.replay)
     gaps = PairedGaps()
     for number in range(num_rounds):
         found: dict[bool, list[float]] = {}
