@@ -15,6 +15,7 @@ from crosspool.bench.compare import differences
 from crosspool.bench.report import _tail
 from crosspool.bench.saved import read_result
 from crosspool.bench.table import show_result
+from crosspool.commands.bench import each_with_flag
 from crosspool.config import ServerConfig
 from crosspool.demo.scenario import demo_model_dirs
 from crosspool.errors import CrossPoolError
@@ -51,7 +52,7 @@ def result_file(url, tmp_path_factory):
     shown = bench(
         url, "--request-rate", "40", "--request-rate", "paced=20", "--num-prompts", "12", "--output-len", "20",
         "--save-detailed", "--report", "--result-dir", str(folder), "--result-filename", "run.json", "--goodput",
-        "ttft:5000", "--label", "first",
+        "ttft:5000", "tbt:5000", "--label", "first",
     )  # fmt: skip
     assert shown.exit_code == 0, shown.output
     return folder / "run.json"
@@ -70,7 +71,7 @@ def test_every_request_is_served_and_measured(result_file):
     interval = paced["tbt_ms"]["p99"]
     assert interval["low"] <= interval["value"] <= interval["high"]
     assert result["models"][FAST]["tbt_ms"]["median"] < paced["tbt_ms"]["median"]
-    assert result["goodput_share"] == 1.0
+    assert (result["goodput_share"], result["goodput_limits"]) == (1.0, "ttft:5000 tbt:5000")
     assert result["models"]["paced"]["server_queue"]["num"] == 12  # the warm-up is not counted
     assert result["client"]["loop_lag_p99_ms"] >= 0
     assert sum(result["timeline"]["output_tokens_per_s"]) == 480
@@ -208,6 +209,16 @@ def test_results_are_compared_by_their_intervals(result_file, tmp_path):
     shown = CliRunner().invoke(cli.app, ["bench", "compare", *map(str, paths)], env={"COLUMNS": "120"})
     assert "worse" in shown.stdout
     assert "10.00" in shown.stdout
+    assert "not the same load" not in shown.stdout
+    paths[1].write_text(json.dumps({**second, "request_rate": "6", "total_input_tokens": 0}))
+    shown = CliRunner().invoke(cli.app, ["bench", "compare", *map(str, paths)], env={"COLUMNS": "240"})
+    assert f"not the same load: request_rate {first['request_rate']} and 6; prompt tokens a request" in shown.stdout
+
+
+def test_one_goodput_flag_takes_several_limits():
+    words = ["--goodput", "ttft:500", "tbt:60", "--seed", "1", "compare", "--goodput", "tpot:9"]
+    flag = "--goodput"
+    assert each_with_flag(words, flag) == [flag, "ttft:500", flag, "tbt:60", "--seed", "1", "compare", flag, "tpot:9"]
 
 
 WRONG = {

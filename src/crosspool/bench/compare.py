@@ -6,6 +6,10 @@ from typing import Any, Literal
 
 Verdict = Literal["better", "worse", "same", ""]
 TIMES = ("ttft_ms", "tbt_ms", "tpot_ms", "e2e_ms")
+LOADS = ("endpoint", "trace", "num_prompts", "request_rate", "burstiness", "max_concurrency", "seed", "goodput_limits")
+"""What two results have to agree in, as far as both tell."""
+UNLIKE = 1.05
+"""Ratio of mean lengths from which they differ."""
 COUNTS = ("request_throughput", "output_throughput", "goodput_share", "refused", "failed")
 
 
@@ -29,6 +33,20 @@ class Difference:
     @property
     def ratio(self) -> float | None:
         return self.second / self.first if self.first else None
+
+
+def unlike_loads(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """In what the loads differ, a few words each: figures of unlike loads say little about the servers."""
+    told = [
+        f"{name} {first[name]} and {second[name]}"
+        for name in LOADS
+        if name in first and name in second and first[name] != second[name]
+    ]
+    for name, total in (("prompt", "total_input_tokens"), ("output", "total_output_tokens")):
+        means = [result[total] / max(1, result["completed"]) for result in (first, second)]
+        if max(means) > UNLIKE * min(means):
+            told.append(f"{name} tokens a request {means[0]:.0f} and {means[1]:.0f}")
+    return told
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:

@@ -64,6 +64,7 @@ def result_dict(
         "burstiness": settings.burstiness,
         "max_concurrency": settings.max_concurrency,
         "realised_rates": dict(facts.rates),
+        "goodput_limits": facts.objective.words,
         **_totals(records, duration, facts.objective),
         "max_output_tokens_per_s": max(_tokens_by_second(served), default=0),
         "max_concurrent_requests": max(_running_by_second(records, duration), default=0),

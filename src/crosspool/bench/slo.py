@@ -14,6 +14,11 @@ class Objective:
 
     limits_ms: tuple[tuple[str, float], ...]
 
+    @property
+    def words(self) -> str:
+        """As on the command line."""
+        return " ".join(f"{name}:{limit:g}" for name, limit in self.limits_ms)
+
     def is_met(self, record: RequestRecord) -> bool:
         return record.outcome == "served" and all(_worst_ms(name, record) <= limit for name, limit in self.limits_ms)
 

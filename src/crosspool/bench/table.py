@@ -84,7 +84,8 @@ def _show(found: tuple[Sequence[str], Sequence[Sequence[str]]], console: Console
     console.print(table)
 
 
-def show_differences(found: Sequence[Difference], console: Console) -> None:
+def show_differences(found: Sequence[Difference], unlike: Sequence[str], console: Console) -> None:
+    """unlike: in what the two loads differ."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("model", "metric", "first", "second", "second / first", "second is"):
         table.add_column(column, justify="left" if column in ("model", "metric", "second is") else "right")
@@ -96,6 +97,8 @@ def show_differences(found: Sequence[Difference], console: Console) -> None:
     console.print(table)
     note = f"same: the 95 % intervals overlap; no word: fewer than {FEWEST_REQUESTS} requests, or no interval"
     console.print(note, style="dim", highlight=False)
+    if unlike:
+        console.print(f"warning: not the same load: {'; '.join(unlike)}", style="yellow", highlight=False)
 
 
 def headline(result: Mapping[str, Any]) -> list[str]:
@@ -108,7 +111,8 @@ def headline(result: Mapping[str, Any]) -> list[str]:
     ]
     if result["goodput_share"] is not None:
         lines.append(
-            f"{100 * result['goodput_share']:.1f} % keep the limits: {result['request_goodput']:.2f} requests/s"
+            f"{100 * result['goodput_share']:.1f} % keep {result.get('goodput_limits', 'the limits')} ms: "
+            f"{result['request_goodput']:.2f} requests/s"
         )
     return lines
 

@@ -1,5 +1,6 @@
 """`crosspool bench` and `crosspool bench compare`: the flags. What they do is in `bench/`, imported when called."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,10 +9,30 @@ import typer
 from crosspool.commands.help import BenchCommands
 from crosspool.errors import CrossPoolError
 
-app = typer.Typer(cls=BenchCommands, no_args_is_help=False, pretty_exceptions_enable=False)
+
+class BenchFlags(BenchCommands):
+    """Takes several limits behind one `--goodput`, as vLLM's flag does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, each_with_flag(args, "--goodput"))
+
+
+app = typer.Typer(cls=BenchFlags, no_args_is_help=False, pretty_exceptions_enable=False)
 Words = list[str] | None
 LOCAL = "http://localhost:8000"
 OF_MODELS = "VALUE, or MODEL=VALUE for one; repeat for more"
+
+
+def each_with_flag(args: Sequence[str], flag: str) -> list[str]:
+    """`flag a b` as `flag a flag b`, up to the next word that begins with a dash."""
+    found: list[str] = []
+    is_behind = False
+    for word in args:
+        if is_behind and not word.startswith("-") and found[-1] != flag:
+            found.append(flag)
+        is_behind = word == flag or (is_behind and not word.startswith("-"))
+        found.append(word)
+    return found
 
 
 @app.callback(invoke_without_command=True)
@@ -90,7 +111,7 @@ def bench(
     num_processes: Annotated[int, typer.Option("--client-processes", min=1, help="processes that send and read")] = 1,
     metrics: Annotated[str, typer.Option("--percentile-metrics", help="which metrics")] = "ttft,tpot,itl,e2el",
     percentiles: Annotated[str, typer.Option("--metric-percentiles", help="which percentiles")] = "50,95,99",
-    goodput: Annotated[Words, typer.Option(help="limits such as ttft:500 (ttft, tbt, tpot, e2el; ms)")] = None,
+    goodput: Annotated[Words, typer.Option(help="limits such as ttft:500 tbt:100 (or tpot, e2el; ms)")] = None,
     saves: Annotated[bool, typer.Option("--save-result", help="write the result as JSON")] = False,
     detailed: Annotated[bool, typer.Option("--save-detailed", help="with lists of every request")] = False,
     reports: Annotated[bool, typer.Option("--report", help="also Markdown, HTML and pictures")] = False,
@@ -130,15 +151,16 @@ def compare(
 
     from rich.console import Console
 
-    from crosspool.bench.compare import differences
+    from crosspool.bench.compare import differences, unlike_loads
     from crosspool.bench.saved import read_result
     from crosspool.bench.table import show_differences
 
     try:
-        found = differences(read_result(first), read_result(second))
+        results = read_result(first), read_result(second)
+        found = differences(*results)
     except ValueError as error:
         raise CrossPoolError(str(error)) from None
     if as_json:
         print(json.dumps([{**asdict(item), "ratio": item.ratio} for item in found], indent=1))
     else:
-        show_differences(found, Console())
+        show_differences(found, unlike_loads(*results), Console())
