@@ -25,6 +25,7 @@ def test_only_the_run_between_is_counted():
     assert figures["mean_ms"] == pytest.approx(200)
     assert figures["p50_ms"] == pytest.approx(100)
     assert figures["p95_ms"] == pytest.approx(910)
+    assert between["m"].as_dict(0.3)["p95_ms"] == 300, "no request waited longer, so the bucket is not filled evenly"
 
 
 def test_our_own_names_win_over_others_beside_them():

@@ -152,13 +152,16 @@ def _of_model(
 ) -> dict[str, Any]:
     served = _served(records)
     waits = [1e3 * (record.started_s - record.due_s) for record in records]
+    waited_s = [
+        each.ttft_s if each.outcome == "served" else float("inf") for each in records if each.outcome != "refused"
+    ]
     events = sum(len(record.token_times_s) for record in served)
     return {
         "num_prompts": len(records),
         **_totals(records, duration_s, facts.objective),
         "tokens_per_event": sum(record.output_tokens for record in served) / events if events else None,
         **_measured(served, facts),
-        "server_queue": queue_times.as_dict() if queue_times is not None else None,
+        "server_queue": queue_times.as_dict(max(waited_s, default=0.0)) if queue_times is not None else None,
         "client_queue_ms": {"mean": float(np.mean(waits)), "max": float(np.max(waits))},
         "timeline": _timeline(records, duration_s),
         "curves": {

@@ -38,11 +38,12 @@ class QueueTimes:
             lower, below = (bound if bound != float("inf") else lower), count
         return lower
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self, most_s: float = float("inf")) -> dict[str, float]:
+        """most_s: what no request can have waited longer than; quantiles of wide buckets may be above it."""
         return {
             "num": self.num,
             "mean_ms": 1e3 * self.total_s / self.num if self.num else 0.0,
-            **{f"p{level}_ms": 1e3 * self.quantile_s(level / 100) for level in (50, 95, 99)},
+            **{f"p{level}_ms": 1e3 * min(most_s, self.quantile_s(level / 100)) for level in (50, 95, 99)},
         }
 
 
