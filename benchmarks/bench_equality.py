@@ -20,11 +20,11 @@ import torch
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import guarded, seeded_cache, write_failures
 from benchmarks.report import RESULTS, Report
+from benchmarks.split_model.undivided import UndividedDecoder
 from crosspool.backends.cuda.device.launch import DeviceKernels, Launcher
 from crosspool.backends.cuda.kernels.norm import residual_norm
 from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
 from crosspool.backends.cuda.loading.weights import pack_attention_weights, pack_ffn_weights, random_layers
-from crosspool.backends.cuda.undivided import UndividedDecoder
 from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.families.registry import FAMILIES

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.report import Report
+from benchmarks.split_model.undivided import UndividedDecoder
 from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
 from crosspool.backends.cuda.chunks.chunk_half import ChunkHalf
 from crosspool.backends.cuda.chunks.chunk_plan import PADDED_ROWS, chunk_plan
@@ -21,7 +22,6 @@ from crosspool.backends.cuda.kv_frames.cache import PagedCache
 from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.loading.weights import AttentionWeights
-from crosspool.backends.cuda.undivided import UndividedDecoder
 from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import ModelSpec

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from benchmarks.split_model.model import Gpus, SplitModel
+from benchmarks.split_model.undivided import UndividedDecoder
 from benchmarks.split_model.ways import Drawn
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.loading.random_slices import random_ffn_slices
 from crosspool.backends.cuda.loading.weights import AttentionWeights
-from crosspool.backends.cuda.undivided import UndividedDecoder
 from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 from crosspool.models.spec import ModelSpec, MoEFFNSpec
 from crosspool.models.tensors import model_tensors, weight_bytes

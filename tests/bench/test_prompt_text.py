@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from crosspool.bench.prompt_text import read_tokenizer, some_words, text_of
-from crosspool.bench.target import Target
+from crosspool.bench.target import Target, read_tokenizer, some_words, text_of
 from crosspool.bench.traffic import PlannedRequest
 from crosspool.demo.scenario import demo_model_dirs
 

@@ -7,7 +7,7 @@ import os
 
 from rich.console import Console
 
-from crosspool.commands.told import above_bars
+from crosspool.commands.loading import above_bars
 
 
 def test_lines_are_printed_as_they_are_written():

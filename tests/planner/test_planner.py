@@ -72,8 +72,6 @@ def test_files_that_are_no_plan_are_named(tmp_path):
         plan_from_json(text.replace('"version": 1', '"version": 99'))
     with pytest.raises(ValueError, match="cannot read"):
         read_plan(tmp_path / "none.json")
-    with pytest.raises(ValueError, match="'other' is not in this plan; it has qwen3"):
-        plan().group_of("other")
 
 
 def test_one_small_gpu_is_refused_with_the_numbers_and_the_smallest_set():
@@ -160,7 +158,7 @@ def test_two_groups_hold_their_own_models():
     ranks = [rank for group in made.groups for rank in (*group.kv_ranks, *group.weights_ranks)]
     assert ranks == ["g0.kv0", "g0.w0", "g1.kv0", "g1.w0"]
     assert made.placement.gap <= 0.01
-    assert made.group_of("mixtral-8x7b").model("mixtral-8x7b").servable
+    assert all(model.servable for group in made.groups for model in group.models)
 
 
 def test_requests_over_several_kv_ranks_see_the_whole_pool_or_one_rank():

@@ -6,11 +6,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from crosspool.bench.numbers import cell, number
 from crosspool.bench.result import ALL, CURVE_LEVELS
 from crosspool.bench.saved import write_text
 from crosspool.bench.svg import line_chart
-from crosspool.bench.table import SHOWN, counts_table, headline, percentile_names, remarks, shown_models
+from crosspool.bench.table import SHOWN, cell, counts_table, headline, number, percentile_names, remarks, shown_models
 
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#1e293b}"

@@ -1,4 +1,4 @@
-"""A result, or two of them, as tables on a terminal."""
+"""A result, or two of them, as tables on a terminal; figures as short text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,7 +7,18 @@ from rich.console import Console
 from rich.table import Table
 
 from crosspool.bench.compare import FEWEST_REQUESTS, Difference
-from crosspool.bench.numbers import cell, number
+
+
+def cell(estimate: Mapping[str, float], *, with_interval: bool = True) -> str:
+    if not with_interval:
+        return number(estimate["value"])
+    return f"{number(estimate['value'])} ({number(estimate['low'])}-{number(estimate['high'])})"
+
+
+def number(value: float) -> str:
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def shown_models(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

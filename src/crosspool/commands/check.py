@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from crosspool.commands.told import teller
+from crosspool.commands.loading import teller
 from crosspool.config import DeploymentConfig
 from crosspool.deployment.engine_and_cluster import engine_config
 from crosspool.deployment.launch import checked

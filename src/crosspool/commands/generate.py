@@ -14,9 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 from rich.console import Console
 
-from crosspool.commands.loading import shown_while_loading
+from crosspool.commands.loading import shown_while_loading, teller
 from crosspool.commands.serve import deployment
-from crosspool.commands.told import teller
 from crosspool.core import TokenConstraint
 from crosspool.deployment.launch import load_models, start_engine
 from crosspool.deployment.prepared_model import catalogue, prepare_models

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from crosspool.cluster.rank_log import RankLog
 from crosspool.commands import check
-from crosspool.commands.loading import shown_while_loading
-from crosspool.commands.told import above_bars, teller
+from crosspool.commands.loading import above_bars, shown_while_loading, teller
 from crosspool.config import DeploymentConfig, LogFormat
 from crosspool.deployment.launch import load_models, start_engine
 from crosspool.deployment.load import load_deployment

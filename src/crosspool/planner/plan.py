@@ -171,14 +171,6 @@ class Plan:
     def num_gpus(self) -> int:
         return sum(group.num_gpus for group in self.groups)
 
-    def group_of(self, model: str) -> GroupPlan:
-        """Raises ValueError listing the planned models for an unknown one."""
-        for group in self.groups:
-            if any(item.name == model for item in group.models):
-                return group
-        names = ", ".join(item.name for group in self.groups for item in group.models)
-        raise ValueError(f"{model!r} is not in this plan; it has {names}")
-
     def group_named(self, name: str | None) -> GroupPlan:
         """The group of this name; None: the only one. Raises ValueError listing the groups."""
         names = ", ".join(group.name for group in self.groups)

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from benchmarks.split_model.undivided import UndividedDecoder
 from crosspool.backends.cuda.kv_frames.cache import PagedCache
 from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
-from crosspool.backends.cuda.undivided import UndividedDecoder
 from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 from crosspool.backends.numpy import layer_router
 from crosspool.backends.numpy.router import sigmoid, softmax
