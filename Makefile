@@ -10,6 +10,8 @@ UV     ?= $(shell command -v uv 2>/dev/null)
 ARGS        ?=
 PYTEST_ARGS ?=
 FUZZ_ARGS   ?=
+# One worker a core. A file's tests stay together, for what they share; in the order of the files, whose last are short.
+TEST_WORKERS ?= --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 SOAK_ARGS   ?=
 
 BIN := $(VENV)/bin
@@ -26,7 +28,7 @@ demo: $(VENV)/.installed-core  ## three small models served from two pools on th
 	@$(BIN)/crosspool demo $(ARGS)
 
 test: $(VENV)/.installed-test  ## the default tests: no GPU, no torch, less than ten minutes
-	@$(RUN) pytest $(PYTEST_ARGS)
+	@$(RUN) pytest $(TEST_WORKERS) $(PYTEST_ARGS)
 
 check: lint test  ## what CI and pre-commit check: format, lint, types, import rules, tests
 

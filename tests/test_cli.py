@@ -108,8 +108,8 @@ def test_version(asked: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("serve", "/no/such/model"), "no such directory"),
-        (("serve", "no-such-name"), "not a Hugging Face id"),
+        (("serve", "/no/such/model", "--port", "0"), "no such directory"),
+        (("serve", "no-such-name", "--port", "0"), "not a Hugging Face id"),
         (("serve", "--config", "/no/such.yaml"), "cannot read /no/such.yaml"),
         (("serve", ".", "--port", "99999"), "port is 99999"),
         (("serve", ".", "--kv-pool-bytes", "lots"), "lots"),

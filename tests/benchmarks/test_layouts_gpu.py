@@ -63,7 +63,7 @@ def test_a_layout_that_fails_does_not_stop_the_others_and_the_report_may_wait(tm
     assert tried == [("elastic-2", ["0.8"]), ("crosspool-1+1s", ["0.8", "2.0"])]
     assert "elastic-2: FAILED: the server ended with 1" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
-    bench_layouts_gpu.Runs(tmp_path / "runs").get("load_crosspool-1+1_0.8_10s", lambda: run_of(MODELS[1:]))
+    bench_layouts_gpu.Runs(tmp_path / "runs").get("load_crosspool-1+1_0.8_10s", lambda: run_of(MODELS[1:], 2))
     monkeypatch.setattr(sys, "argv", [*words, "--note", "Cut short."])
     assert bench_layouts_gpu.main() == 0
     (report,) = (tmp_path / "out").glob("layouts_*.md")
@@ -278,7 +278,7 @@ def test_layouts_are_compared_on_as_many_gpus_only(tmp_path):
     models = ("qwen3-30b-a3b",)
     machine = {"start": "a", "hardware": {"gpus": ["x"] * 4}}
     for layout in ("crosspool-1+1", "static-2", "crosspool-1+3", "static-4", "elastic-4"):
-        run = {**run_of(models), "machine": machine}
+        run = {**run_of(models, 2), "machine": machine}
         run["models"] = {**run["models"], models[0]: json.loads(json.dumps(run["models"][models[0]]))}
         run["models"][models[0]]["tbt_ms"]["p99"]["value"] = {"static-2": 40.0, "elastic-4": 160.0}.get(layout, 20.0)
         (tmp_path / f"load_{layout}_0.8.json").write_text(json.dumps(run))
