@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from crosspool.cluster import messages
-from crosspool.cluster.channel import ChannelOutlet, a2f_part, f2a_part, link_bytes
+from crosspool.cluster.channel import ChannelOutlet, WorkClock, a2f_part, f2a_part, link_bytes
 from crosspool.cluster.lane_run import TELL_EVERY_S
 from crosspool.cluster.messages import StepEnded, StepFinished
 from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
 from crosspool.cluster.region import ArrayRegion
-from crosspool.cluster.work_clock import WorkClock
 from crosspool.cluster.worker import RankWorker
 from crosspool.core import SampledToken
 from crosspool.scheduler.order import ORDER_POLICIES

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crosspool.kv_pool.prefix_chain import PrefixChain, page_key, root_key
+from crosspool.kv_pool.prefix_cache import PrefixChain, page_key, root_key
 
 tokens = st.lists(st.integers(0, 3), max_size=12)
 salts = st.sampled_from([None, "", "a", "b"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from crosspool.server.merged_streams import MergedStreams
+from crosspool.server.outputs import MergedStreams
 
 
 class ScriptedStream:

@@ -1,7 +1,7 @@
 """LaneRun: one rank's half of one lane's step, as its loop sees it."""
 
 from crosspool.backends.base import HalfStep, LaneLinks, Wait
-from crosspool.cluster.work_clock import WorkClock
+from crosspool.cluster.channel import WorkClock
 from crosspool.core import SampledToken
 from crosspool.scheduler.order import Segment
 from crosspool.scheduler.step import StepHeader

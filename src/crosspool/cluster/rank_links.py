@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from crosspool.backends.base import Inlet, LaneLinks, Outlet
-from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, a2f_part, f2a_part
+from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, WorkClock, a2f_part, f2a_part
 from crosspool.cluster.messages import OpenChannels
-from crosspool.cluster.work_clock import WorkClock
 from crosspool.cluster.worker import RankWorker
 from crosspool.scheduler.step import StepHeader
 

@@ -14,10 +14,9 @@ from crosspool.planner.deployment import PlanInput, read_plan_input
 from crosspool.planner.plan import read_plan
 from crosspool.planner.planner import Planned
 from crosspool.planner.saved import with_saved_plan
-from crosspool.simulator.chrome import write_chrome_trace
 from crosspool.simulator.measured_files import read_measured
 from crosspool.simulator.pipeline import Span
-from crosspool.simulator.report import report_json, show_report
+from crosspool.simulator.report import report_json, show_report, write_chrome_trace
 from crosspool.simulator.result import GroupResult
 from crosspool.simulator.simulated_plan import plan_as_told
 from crosspool.simulator.simulator import SimulationSettings, simulate

@@ -3,8 +3,7 @@
 from collections.abc import Sequence as Items
 
 from crosspool.engine.config import EngineConfig
-from crosspool.engine.model_load import ModelLoad
-from crosspool.engine.model_loads import ModelLoads
+from crosspool.engine.model_loads import ModelLoad, ModelLoads
 from crosspool.engine.queues import AdmissionOrder
 from crosspool.engine.ranks import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState

@@ -4,15 +4,14 @@ from collections.abc import Mapping
 
 from crosspool.engine.batcher import Turns
 from crosspool.engine.config import EngineConfig
-from crosspool.engine.decode_steps import DecodeSteps
+from crosspool.engine.decode_steps import DecodeSteps, RunLength
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Flight, Lane, ParkedStep
-from crosspool.engine.model_load import ModelLoad
+from crosspool.engine.model_loads import ModelLoad
 from crosspool.engine.parked_steps import ParkedSteps
 from crosspool.engine.prefill_ranks import PrefillRanks
 from crosspool.engine.prefill_steps import PrefillSteps
 from crosspool.engine.ranks import RankHealth
-from crosspool.engine.run_length import RunLength
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.step_start import StepStart
 from crosspool.engine.steps_ahead import StepsAhead

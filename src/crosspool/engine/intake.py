@@ -5,8 +5,7 @@ from collections.abc import Sequence as Items
 from crosspool.core import Request
 from crosspool.engine.admitter import Admitter
 from crosspool.engine.lengths import check_length
-from crosspool.engine.model_load import ModelLoad
-from crosspool.engine.model_loads import ModelLoads
+from crosspool.engine.model_loads import ModelLoad, ModelLoads
 from crosspool.engine.ranks import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
 from crosspool.errors import CrossPoolError, ShuttingDownError, WorkerLostError

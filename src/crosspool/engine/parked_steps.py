@@ -5,7 +5,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from crosspool.engine.lanes import Lane, ParkedStep, Trouble, rows_of
-from crosspool.engine.model_load import ModelLoad
+from crosspool.engine.model_loads import ModelLoad
 from crosspool.engine.ranks import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
 from crosspool.scheduler.step import StepDescriptor

@@ -7,7 +7,7 @@ from crosspool.engine.batcher import Chunk, Turns, prefill_row
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Lane
-from crosspool.engine.model_load import ModelLoad
+from crosspool.engine.model_loads import ModelLoad
 from crosspool.engine.prefill_ranks import PrefillRanks, with_bounded_past
 from crosspool.engine.prefill_rule import PrefillRule
 from crosspool.engine.ranks import RankHealth

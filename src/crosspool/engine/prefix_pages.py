@@ -10,8 +10,7 @@ from crosspool.engine.sequence import Sequence, SequencePrefix
 from crosspool.engine.served_model import ServedModel
 from crosspool.kv_pool.host_tier import HostTier
 from crosspool.kv_pool.pool import KVPool, Page
-from crosspool.kv_pool.prefix_cache import CachedPage, PrefixCache
-from crosspool.kv_pool.prefix_chain import PrefixChain
+from crosspool.kv_pool.prefix_cache import CachedPage, PrefixCache, PrefixChain
 
 
 @dataclass(slots=True)

@@ -7,8 +7,7 @@ from typing import Self
 from crosspool.core import FinishReason, Request, SampledToken
 from crosspool.errors import CrossPoolError
 from crosspool.kv_pool.block_table import BlockTable
-from crosspool.kv_pool.prefix_cache import CachedPage
-from crosspool.kv_pool.prefix_chain import PrefixChain
+from crosspool.kv_pool.prefix_cache import CachedPage, PrefixChain
 from crosspool.scheduler.step import NewSequence
 
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from crosspool.engine.kv_pages import KVPages
-from crosspool.engine.model_load import ModelLoad
+from crosspool.engine.model_loads import ModelLoad
 from crosspool.engine.stats import EngineStats, ModelStats
 from crosspool.engine.step_log import StepLog
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from crosspool.engine.batcher import Turns, make_step
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Lane
-from crosspool.engine.model_load import ModelLoad
+from crosspool.engine.model_loads import ModelLoad
 from crosspool.engine.sequence import Sequence
 from crosspool.scheduler.step import NewSequence, Phase, StepDescriptor, StepRow
 

@@ -9,13 +9,12 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from crosspool.engine.batcher import decode_row
-from crosspool.engine.decode_steps import DecodeSteps
+from crosspool.engine.decode_steps import DecodeSteps, RunLength
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Lane
-from crosspool.engine.model_load import ModelLoad, num_decode_batches
+from crosspool.engine.model_loads import ModelLoad, num_decode_batches
 from crosspool.engine.parked_steps import ParkedSteps
 from crosspool.engine.ranks import RankHealth
-from crosspool.engine.run_length import RunLength
 from crosspool.engine.step_start import StepStart
 from crosspool.scheduler.step import StepDescriptor
 

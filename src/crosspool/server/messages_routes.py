@@ -8,13 +8,13 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
-from crosspool.server.chat_answer import chat_answer
 from crosspool.server.choices import Json
 from crosspool.server.errors import APIError
 from crosspool.server.generation_routes import ERRORS
 from crosspool.server.messages_answer import MessageBlocks, error_body, event, usage
 from crosspool.server.messages_body import CountBody, MessagesBody
 from crosspool.server.outputs import OutputGroup
+from crosspool.server.preparation import chat_answer
 from crosspool.server.prompts import chat_prompt
 from crosspool.server.stream import EventStream, unless_left
 from crosspool.server.tools import tool_use

@@ -5,12 +5,16 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
+from crosspool.engine.request import GenerationRequest
+from crosspool.server.answer_parser import AnswerParser
 from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.chat_plan import ChatPlan, chat_plan
 from crosspool.server.engine_client import info_of
 from crosspool.server.errors import APIError, bad_request
+from crosspool.server.outputs import OutputGroup, open_group
 from crosspool.server.protocol import MAX_TIMEOUT_S, ChatBody, GenerationBody
 from crosspool.server.refusals import refuse_unsupported
+from crosspool.server.sampling import generation_request
 from crosspool.server.stream import unless_left
 
 TIMEOUT_HEADER = "X-Request-Timeout"
@@ -62,3 +66,33 @@ def header_timeout_s(value: str | None) -> float | None:
             f"the header {TIMEOUT_HEADER} must be seconds above 0 and at most {MAX_TIMEOUT_S}", param=TIMEOUT_HEADER
         )
     return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """A conversation that the engine answers now. `group` has to be read or closed."""
+
+    model: ModelFrontend
+    plan: ChatPlan
+    asked: GenerationRequest
+    group: OutputGroup
+
+    @property
+    def parser(self) -> AnswerParser | None:
+        """A new parser of its text; None where all of it is content."""
+        return None if self.plan.parser is None else self.plan.parser()
+
+
+async def chat_answer(chat: ChatBody, request: Request, answer_id: str) -> ChatAnswer:
+    """Hand the conversation to the engine as `answer_id`. Raises APIError where it is wrong or refused."""
+    found = await planned_chat(chat, request)
+    model, plan, state = found.model, found.plan, request.app.state
+    asked = generation_request(
+        found.body,
+        model,
+        plan.prompt,
+        request_id=answer_id,
+        context_limit=found.context_limit,
+        constraint=plan.constraint,
+    )
+    return ChatAnswer(model, plan, asked, await open_group(state.engine, [asked], state.metrics))

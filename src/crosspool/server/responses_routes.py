@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from crosspool.server.chat_answer import chat_answer
 from crosspool.server.choices import Json
 from crosspool.server.errors import APIError
 from crosspool.server.generation_routes import ERRORS
 from crosspool.server.outputs import OutputGroup
+from crosspool.server.preparation import chat_answer
 from crosspool.server.responses_answer import ResponseItems, event, usage
 from crosspool.server.responses_body import ResponsesBody
 from crosspool.server.stream import KEEP_ALIVE, EventStream, unless_left

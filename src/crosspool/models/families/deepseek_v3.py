@@ -2,8 +2,7 @@
 
 from crosspool.models.config_json import HFConfig
 from crosspool.models.families.blocks import build_spec, leading_dense, read_dense, read_mla, read_moe, sigmoid_router
-from crosspool.models.families.family import Family
-from crosspool.models.families.names import DENSE_NAMES, EXPERT_NAMES, MLA_NAMES, MOE_NAMES, NORM_NAMES
+from crosspool.models.families.family import DENSE_NAMES, EXPERT_NAMES, MLA_NAMES, MOE_NAMES, NORM_NAMES, Family
 from crosspool.models.spec import ModelSpec
 
 

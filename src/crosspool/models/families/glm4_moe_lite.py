@@ -10,8 +10,7 @@ from crosspool.models.families.blocks import (
     read_moe,
     sigmoid_router,
 )
-from crosspool.models.families.family import Family
-from crosspool.models.families.names import DENSE_NAMES, EXPERT_NAMES, MLA_NAMES, MOE_NAMES, NORM_NAMES
+from crosspool.models.families.family import DENSE_NAMES, EXPERT_NAMES, MLA_NAMES, MOE_NAMES, NORM_NAMES, Family
 from crosspool.models.spec import DenseFFNSpec, ModelSpec, MoEFFNSpec
 
 

@@ -2,8 +2,7 @@
 
 from crosspool.models.config_json import HFConfig, read_activation
 from crosspool.models.families.blocks import build_spec, read_gqa, read_window
-from crosspool.models.families.family import ExpertNames, Family
-from crosspool.models.families.names import EXPERT_NAMES, GQA_NAMES, NORM_NAMES
+from crosspool.models.families.family import EXPERT_NAMES, GQA_NAMES, NORM_NAMES, ExpertNames, Family
 from crosspool.models.spec import ModelSpec, MoEFFNSpec, RouterSpec
 
 

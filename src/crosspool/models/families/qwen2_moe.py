@@ -9,8 +9,7 @@ from crosspool.models.families.blocks import (
     read_gqa,
     window_per_layer,
 )
-from crosspool.models.families.family import Family
-from crosspool.models.families.names import DENSE_NAMES, EXPERT_NAMES, GQA_NAMES, NORM_NAMES
+from crosspool.models.families.family import DENSE_NAMES, EXPERT_NAMES, GQA_NAMES, NORM_NAMES, Family
 from crosspool.models.spec import GQASpec, ModelSpec, MoEFFNSpec, RouterSpec, SharedExpertSpec
 
 

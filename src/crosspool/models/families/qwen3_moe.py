@@ -8,8 +8,7 @@ from crosspool.models.families.blocks import (
     read_dense,
     read_gqa,
 )
-from crosspool.models.families.family import Family
-from crosspool.models.families.names import DENSE_NAMES, EXPERT_NAMES, GQA_NAMES, MOE_NAMES, NORM_NAMES
+from crosspool.models.families.family import DENSE_NAMES, EXPERT_NAMES, GQA_NAMES, MOE_NAMES, NORM_NAMES, Family
 from crosspool.models.spec import ModelSpec, MoEFFNSpec, RouterSpec
 
 
