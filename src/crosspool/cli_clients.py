@@ -54,7 +54,7 @@ def top(
     base_url: BaseUrl = LOCAL,
     api_key: ClientKey = None,
     interval: Annotated[float, typer.Option(min=0.1, help="seconds between two looks")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="show the present moment and leave")] = False,
+    once: Annotated[bool, typer.Option("--once", help="show this moment and leave, as off a terminal")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="the present moment as JSON")] = False,
 ) -> None:
     """Watch both pools, the lanes and the queues of a running server."""

@@ -48,7 +48,8 @@ def test_ps_lists_models(url: str) -> None:
 
 
 def test_top_shows_both_pools_and_the_lanes(url: str) -> None:
-    shown = call(url, "top", "--once").stdout
+    shown = call(url, "top").stdout  # once, since no terminal looks on
+    assert shown == call(url, "top", "--once").stdout
     for part in ("CrossPool", "idle", "KV kv0", "weights", "48.0 KiB of 400.0 KiB", "LANE", "tiny"):
         assert part in shown, part
     assert json.loads(call(url, "top", "--json").stdout)["pools"][0]["frames_budget"] == 100
@@ -98,6 +99,8 @@ def test_failures_are_told(url: str, scripted: FakeEngine) -> None:
     assert "HTTP 401" in refused
     assert "give one with --api-key" in refused
     assert "no server answers" in str(call("http://127.0.0.1:9", "top", "--once").exception)
+    for wrong in ("localhost:8000", "ftp://localhost"):
+        assert str(call(wrong, "ps").exception) == f"{wrong} is no base URL; one begins with http:// or https://"
     assert "model 'nope' is not served" in str(call(url, "chat", "nope", "-q", "hi").exception)
     scripted.scripts["tiny"] = Script(fail_after=2)
     assert "the step failed" in str(call(url, "chat", "tiny", "-q", "hi").exception)

@@ -20,12 +20,12 @@ LABEL_WIDTH = 36  # what stands left and right of a bar, at most
 
 
 def run(client: ServerClient, *, interval_s: float, once: bool, as_json: bool, console: Console) -> None:
-    """Redraw every `interval_s` until Ctrl-C, or show the present moment `once`."""
+    """Redraw every `interval_s` until Ctrl-C, or show the present moment `once`, as where no terminal looks on."""
     stats = client.get("/stats")
     if as_json:
         print(json.dumps(stats))
         return
-    if once:
+    if once or not console.is_terminal:
         console.print(view(stats, console.width))
         return
     with Live(view(stats, console.width), console=console, screen=True, auto_refresh=False) as live:
