@@ -37,7 +37,8 @@ def main() -> int:
     parser.add_argument("--no-write", action="store_true", help="print, keep nothing")
     args = parser.parse_args()
     config = vars(args) | {"hidden_size": HIDDEN_SIZE, "num_layers": NUM_LAYERS}
-    report = Report("cluster", hardware=f"cpu{os.cpu_count()}", config=config)
+    report = Report("cluster", hardware="cpu", config=config)
+    report.summary = "Ranks that compute nothing: transport, rank loops and control of one KV and one weights rank."
     with tempfile.TemporaryDirectory() as scratch:
         for name, changes in LAYOUTS.items():
             measure(report, name, changes, Path(scratch), args.steps, args.restarts)

@@ -117,20 +117,6 @@ def test_up_to_as_many_models_as_lanes_keep_their_lanes():
     assert decode.count("shallow") >= 8 * decode.count("deep") > 0
 
 
-def test_more_models_than_lanes_take_equal_turns():
-    models = [a_model(f"m{index}") for index in range(5)]
-    drive = Drive(a_config(256), models, is_ahead=True)
-    for model in models:
-        drive.cluster.durations[model.name] = STEP_S
-        drive.add(model.name, prompt=2, max_tokens=200)
-    drive.run(until_s=0.01 * 5 + 1.0)
-    decode = [step.header.model for step in drive.cluster.steps if step.header.phase == "decode"]
-    counts = [decode.count(model.name) for model in models]
-    assert min(counts) > 20
-    assert max(counts) - min(counts) <= 4, counts
-    assert drive.num_ahead > 100
-
-
 def test_a_model_of_another_kv_rank_is_not_passed_by_for_ever():
     names = ("a", "b", "c")
     drive = Drive(a_config(256), [*map(a_model, names), a_model("d", kv_rank="kv1")], is_ahead=True)

@@ -59,9 +59,10 @@ def test_decode_requests_of_a_model_share_one_step():
     assert widest == 4
 
 
-def test_more_models_than_lanes_take_equal_turns():
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_more_models_than_lanes_take_equal_turns(is_ahead):
     models = [a_model(f"m{index}") for index in range(5)]
-    drive = Drive(a_config(256), models)
+    drive = Drive(a_config(256), models, is_ahead=is_ahead)
     for model in models:
         drive.cluster.durations[model.name] = 0.01
         drive.add(model.name, prompt=2, max_tokens=200)
@@ -70,6 +71,7 @@ def test_more_models_than_lanes_take_equal_turns():
     counts = [decode.count(model.name) for model in models]
     assert min(counts) > 20
     assert max(counts) - min(counts) <= 4, counts  # models start to decode one prefill after another
+    assert (drive.num_ahead > 100) == is_ahead
 
 
 def test_a_shallow_model_is_not_tied_to_a_deep_one():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import subprocess
 import tempfile
@@ -47,12 +48,19 @@ def _build(source: str, is_hopper: bool) -> Path:
         digest.update(path.read_bytes())
     digest.update(str(is_hopper).encode())
     target = Path(tempfile.gettempdir()) / f"crosspool-emulated-{source}-{digest.hexdigest()[:16]}.so"
-    if not target.exists():
-        scratch = target.with_suffix(f".{hashlib.sha256(str(Path.cwd()).encode()).hexdigest()[:8]}")
+    with target.with_suffix(".lock").open("w") as lock:  # of several test workers one compiles, the others take it over
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            _compile(source, target, is_hopper)
+    return target
+
+
+def _compile(source: str, target: Path, is_hopper: bool) -> None:
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        scratch = Path(folder) / target.name
         command = ["g++", "-x", "c++", "-std=c++20", "-O2", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"]
         flags = ["-DCROSSPOOL_EMULATOR", f"-I{HERE}", f"-I{SOURCES}"]
         if not is_hopper:
             flags.append("-DCROSSPOOL_SMALL_SMEM")
         subprocess.run([*command, *flags, "-o", scratch, SOURCES / f"{source}.cu"], check=True)
         scratch.rename(target)
-    return target
