@@ -1,4 +1,4 @@
-"""Prints the tables of docs/guides/planning.md, and draws its figures.
+"""Prints the tables of docs/concepts/planned-examples.md, and draws its figures.
 
 python -m benchmarks.planner_tables                          # every table that needs no trace
 python -m benchmarks.planner_tables paper pooling            # some of them

@@ -1,4 +1,4 @@
-"""What tables and figures of docs/guides/planning.md are about: setups, requests admitted, demand, pooling gains."""
+"""What tables and figures of docs/concepts/planned-examples.md are about: setups, admitted requests, demand, pooling."""
 
 from __future__ import annotations
 

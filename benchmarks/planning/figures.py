@@ -1,4 +1,4 @@
-"""Draws the figures of docs/guides/planning.md."""
+"""Draws the figures of docs/concepts/planned-examples.md."""
 
 from __future__ import annotations
 
