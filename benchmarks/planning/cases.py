@@ -1,4 +1,4 @@
-"""What tables and figures of docs/concepts/planned-examples.md are about: setups, admitted requests, demand, pooling."""
+"""What tables and figures of docs/concepts/planned-examples.md are about: setups, admission, demand, pooling."""
 
 from __future__ import annotations
 
