@@ -16,14 +16,13 @@ def demo_model_dirs() -> dict[str, Path]:
 class DemoRequest:
     """One streamed chat request. `shown`: its answer is printed, beside those of the other models.
 
-    `burst`: which burst of requests it belongs to; `delay_s` counts from the burst's start.
+    `delay_s` counts from the start of its burst of requests.
     """
 
     model: str
     prompt: str
     delay_s: float
     max_tokens: int
-    burst: int = 0
     shown: bool = False
 
 
@@ -58,10 +57,10 @@ def demo_requests() -> tuple[tuple[DemoRequest, ...], ...]:
     shown = tuple(DemoRequest(model, _OPENINGS[model][0], 0.0, 160, shown=True) for model in DEMO_MODELS)
     bursts = [
         tuple(
-            DemoRequest(model, opening, 0.2 * (wave + 1), 60 + 40 * wave, burst)
+            DemoRequest(model, opening, 0.2 * (wave + 1), 60 + 40 * wave)
             for wave in range(3)
             for opening in _OPENINGS[model][1:]
         )
-        for burst, model in enumerate(DEMO_MODELS)
+        for model in DEMO_MODELS
     ]
     return (shown + bursts[0], *bursts[1:])

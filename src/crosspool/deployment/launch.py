@@ -1,6 +1,6 @@
 """From a deployment's configuration and its prepared models to a running engine, with these loaded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from crosspool.cluster.apart import ApartCluster
@@ -55,13 +55,10 @@ def checked(config: DeploymentConfig, models: Sequence[PreparedModel] = ()) -> t
     return config, cluster
 
 
-async def load_models(
-    engine: AsyncEngine, models: Sequence[PreparedModel], on_loaded: Callable[[str], None] = lambda name: None
-) -> None:
+async def load_models(engine: AsyncEngine, models: Sequence[PreparedModel]) -> None:
     """Load every model, one after another, and wait until the last is ready. Raises what the first failure raises."""
     for model in models:
         await engine.add_model(model.served)
-        on_loaded(model.served.name)
 
 
 def _start_cluster(cluster: ClusterConfig, config: DeploymentConfig) -> Cluster:

@@ -167,7 +167,6 @@ class ModelSpec:
     max_position_embeddings: int
     dtype: DType  # of matrices, as the checkpoint stores them
     eos_token_ids: tuple[int, ...] = ()  # union of config, generation_config and tokenizer
-    bos_token_id: int | None = None
 
     @property
     def num_layers(self) -> int:

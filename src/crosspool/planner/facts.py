@@ -8,7 +8,7 @@ from typing import Literal
 
 from crosspool.errors import UnsupportedModelError
 from crosspool.kv_pool.geometry import PageGeometry, choose_page_tokens, page_geometry
-from crosspool.models.spec import DTYPE_BYTES, DenseFFNSpec, DType, GQASpec, MLASpec, ModelSpec, MoEFFNSpec
+from crosspool.models.spec import DTYPE_BYTES, DenseFFNSpec, GQASpec, MLASpec, ModelSpec, MoEFFNSpec
 from crosspool.models.tensors import FLOAT32_TENSORS, ffn_shapes, weight_bytes
 
 FFNSpec = DenseFFNSpec | MoEFFNSpec
@@ -133,13 +133,13 @@ class ModelFacts:
         tokens = page_tokens or choose_page_tokens(self.spec, frame_bytes)
         return page_geometry(self.spec, page_tokens=tokens, frame_bytes=frame_bytes, model=self.name)
 
-    def visible_kv_bytes(self, num_tokens: int, kv_dtype: DType | None = None) -> int:
+    def visible_kv_bytes(self, num_tokens: int) -> int:
         """Bytes of one sequence's cache that attention can still see: layers with a window see its last tokens only.
 
         The pool keeps every token of every layer (`kv_bytes_per_token` x tokens); the difference is what dropping
         tokens behind the window would save.
         """
-        element_bytes = DTYPE_BYTES[kv_dtype or self.spec.dtype]
+        element_bytes = DTYPE_BYTES[self.spec.dtype]
         total = 0
         for layer in self.spec.layers:
             window = layer.attention.sliding_window if isinstance(layer.attention, GQASpec) else None

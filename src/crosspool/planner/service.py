@@ -45,7 +45,6 @@ class RooflineCost:
     num_weights_ranks: int
     max_num_seqs: int
     chunk_tokens: int
-    num_lanes: int = 2
 
     def __call__(self, traffic: Sequence[Traffic]) -> Speeds:
         times = {item.facts.name: self._stage_times(item) for item in traffic}

@@ -57,19 +57,17 @@ async def completion_prompts(body: CompletionBody, model: ModelFrontend, limit: 
     return [await _completion_prompt(prompt, body, model, limit) for prompt in body.prompt]
 
 
-async def text_ids(
-    text: str, model: ModelFrontend, limit: int | None, *, add_special_tokens: bool, param: str = "prompt"
-) -> list[int]:
-    """Token ids of one text. Raises APIError (400) for one that is too long."""
+async def text_ids(text: str, model: ModelFrontend, limit: int | None, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a prompt. Raises APIError (400) for one that is too long."""
 
     def encode() -> list[int]:
         return model.tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=limit)
 
-    num_characters = _require_room([text], model, limit, param)
+    num_characters = _require_room([text], model, limit, "prompt")
     try:
         return await off_loop(encode, num_characters)
     except TooLongError as error:
-        raise _too_long(limit, param, str(error)) from None
+        raise _too_long(limit, "prompt", str(error)) from None
 
 
 async def _completion_prompt(

@@ -40,8 +40,8 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str] | None = None) -> None:
-        super().__init__(headers={**HEADERS, **(headers or {})})
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._events = events
 

@@ -52,9 +52,9 @@ def decode_work(batch: int, kv_tokens: float) -> StepWork:
     return StepWork(num_tokens=batch, kv_tokens=kv_tokens, pairs=kv_tokens, num_sampled=batch)
 
 
-def prompt_works(num_tokens: int, chunk_tokens: int = PREFILL_TOKENS["cuda"]) -> list[StepWork]:
-    """The chunks of one prompt, the last of which samples."""
-    works = []
+def prompt_works(num_tokens: int) -> list[StepWork]:
+    """The chunks of one prompt on GPUs, the last of which samples."""
+    chunk_tokens, works = PREFILL_TOKENS["cuda"], []
     for cached in range(0, num_tokens, chunk_tokens):
         new = min(chunk_tokens, num_tokens - cached)
         is_last = cached + new == num_tokens

@@ -15,14 +15,13 @@ logger = logging.getLogger(__name__)
 class DriverMemory:
     """`num_frames` frames of `frame_bytes` bytes each, created at once. Every range begins with frame 0.
 
-    first_frame: number of the pool's frame 0. Raises DriverError if the memory cannot be created.
+    Raises DriverError if the memory cannot be created.
     """
 
-    def __init__(self, driver: VmmDriver, num_frames: int, frame_bytes: int, first_frame: int = 0) -> None:
+    def __init__(self, driver: VmmDriver, num_frames: int, frame_bytes: int) -> None:
         self._driver = driver
         self._num_frames = num_frames
         self._frame_bytes = frame_bytes
-        self._first_frame = first_frame
         self._access = driver.access_descriptors()
         self._properties = driver.allocation_properties()
         self._handles: list[Any] = []  # by frame; None: without memory
@@ -50,12 +49,12 @@ class DriverMemory:
 
     def create_frame(self, frame: int) -> None:
         """Give a frame memory again. Raises DriverError."""
-        self._handles[frame - self._first_frame] = self._memory_of_a_frame()
+        self._handles[frame] = self._memory_of_a_frame()
 
     def release_frame(self, frame: int) -> None:
         """Give a frame's memory back to the driver; it is mapped nowhere. Raises DriverError."""
-        call(self._driver, "cuMemRelease", self._handles[frame - self._first_frame])
-        self._handles[frame - self._first_frame] = None
+        call(self._driver, "cuMemRelease", self._handles[frame])
+        self._handles[frame] = None
 
     def reserve_range(self, num_frames: int) -> int:
         """Base of a new range of addresses, frame 0 mapped at it. Raises DriverError, and then nothing is reserved."""
@@ -88,7 +87,7 @@ class DriverMemory:
 
     def map_frames(self, address: int, frames: Sequence[int]) -> None:
         """Map frames side by side and let the device use them; all or none. Raises DriverError."""
-        self._map(address, [self._handles[frame - self._first_frame] for frame in frames])
+        self._map(address, [self._handles[frame] for frame in frames])
 
     def unmap_frames(self, address: int, num_frames: int) -> None:
         """Raises DriverError."""

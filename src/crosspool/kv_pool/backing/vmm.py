@@ -41,14 +41,13 @@ class VmmBacking:
         has_thread: bool = True,
         clock: Callable[[], float] = time.monotonic,
         timeout_s: float = PLACE_TIMEOUT_S,
-        first_frame: int = 0,
     ) -> None:
-        """first_frame: number of the pool's frame 0. Raises DriverError if the memory cannot be created."""
+        """Raises DriverError if the memory cannot be created."""
         self._num_frames = num_frames
         self._frame_bytes = frame_bytes
         self._clock = clock
         self._timeout_s = timeout_s
-        self._memory = DriverMemory(driver, num_frames, frame_bytes, first_frame)
+        self._memory = DriverMemory(driver, num_frames, frame_bytes)
         self._mapper = Mapper()
         self._changed = threading.Condition()
         self._decode_waits = self._full_waits = self._prefill_waits = 0

@@ -34,12 +34,10 @@ def build_spec(
     max_positions: int,
     norm_eps: float,
     eos: int | None = None,
-    bos: int | None = None,
 ) -> ModelSpec:
     """The model's spec from its layers' halves; keyword values are the family's defaults for absent fields."""
     for half in ffn:
         _check_experts(config, half)
-    bos_ids = config.token_ids("bos_token_id", bos)
     return ModelSpec(
         family=config.string("model_type"),
         vocab_size=config.integer("vocab_size", default=vocab_size),
@@ -50,7 +48,6 @@ def build_spec(
         max_position_embeddings=config.integer("max_position_embeddings", default=max_positions),
         dtype=read_dtype(config),
         eos_token_ids=tuple(dict.fromkeys(config.token_ids("eos_token_id", eos))),
-        bos_token_id=bos_ids[0] if bos_ids else None,
     )
 
 

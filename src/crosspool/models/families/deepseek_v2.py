@@ -40,7 +40,6 @@ def read_spec(config: HFConfig) -> ModelSpec:
         max_positions=2048,
         norm_eps=1e-6,
         eos=2,
-        bos=1,
     )
 
 

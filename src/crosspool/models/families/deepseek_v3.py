@@ -30,7 +30,6 @@ def read_spec(config: HFConfig) -> ModelSpec:
         max_positions=4096,
         norm_eps=1e-6,
         eos=1,
-        bos=0,
     )
 
 

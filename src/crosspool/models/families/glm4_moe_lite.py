@@ -38,7 +38,6 @@ def read_spec(config: HFConfig) -> ModelSpec:
         max_positions=202752,
         norm_eps=1e-5,
         eos=1,
-        bos=0,
     )
 
 

@@ -33,7 +33,6 @@ def read_spec(config: HFConfig) -> ModelSpec:
         max_positions=131072,
         norm_eps=1e-5,
         eos=2,
-        bos=1,
     )
 
 

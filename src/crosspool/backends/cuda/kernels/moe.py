@@ -29,7 +29,6 @@ def ffn(
     out: torch.Tensor,
     scratch: FFNScratch,
     *,
-    routed: bool = False,
     fused: bool = False,
     overlap: bool = True,
     departure: Meeting | None = None,
@@ -38,8 +37,7 @@ def ffn(
     """out = this slice's FFN output of `x`: a partial sum where the FFN is cut over several ranks.
 
     x: (tokens, hidden) bf16, already normed, tokens <= 32. out: (tokens, hidden) fp32 or bf16.
-    routed: `scratch.routing` already holds ids, weights and lists. overlap: False keeps the first kernel from starting
-    before all that came before has ended.
+    overlap: False keeps the first kernel from starting before all that came before has ended.
     fused: one cooperative kernel in place of three, on Hopper: the same bits, sooner. It holds every multiprocessor, so
     lanes of one GPU take turns, which keeps them apart; beside other work it waits until the whole GPU is free.
     departure: `out` lies in a peer's memory; the last kernel raises the flags behind it, or writes words of its epoch.
@@ -47,14 +45,13 @@ def ffn(
     """
     spec, routing = weights.spec, scratch.routing
     is_moe = isinstance(spec, MoEFFNSpec)
-    is_fused = fused and is_moe and not routed and kernels.is_hopper
-    if is_fused:
+    if fused and is_moe and kernels.is_hopper:
         launch_fused(kernels, fused_layer(weights, x, out, scratch, departure=departure, choices=choices))
         return
     params = moe_params(weights, x, out, scratch, departure, choices)
     if isinstance(spec, MoEFFNSpec) and choices is not None:
         route_lists(kernels, spec, params.tokens, params.hidden, routing, choices)
-    elif is_moe and not routed:
+    elif is_moe:
         route(kernels, weights, x, routing, overlap=overlap)
     tokens, hidden, top_k = params.tokens, params.hidden, params.top_k
     up_stages, down_stages = (STAGES, STAGES) if kernels.is_hopper else (3, 2)
@@ -67,7 +64,7 @@ def ffn(
         threads=WARPS * 32,
         smem_bytes=up_stages * STAGE_BYTES + 2 * WARPS * ceil_div(tokens, 8) * RED_FLOATS * 4 + lists_bytes,
         params=params,
-        overlap=overlap or (is_moe and not routed),
+        overlap=overlap or is_moe,
     )
     kernels.launch(
         "moe",
