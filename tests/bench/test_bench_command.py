@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -173,6 +174,17 @@ def test_a_trace_is_replayed_from_within_and_only_for_models_that_are_served(url
     assert result["duration"] < 5
     shown = bench(url, *words, "--trace-start", "11")
     assert "trace-start is 11, but the trace lasts 10.3 s" in str(shown.exception)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is not here")
+def test_a_full_disk_takes_no_result_away(url, tmp_path):
+    (tmp_path / "run.json").symlink_to("/dev/full")
+    shown = bench(
+        url, "--model", FAST, "--num-prompts", "2", "--output-len", "2", "--save-result", "--result-dir", str(tmp_path),
+        "--result-filename", "run.json", "--json",
+    )  # fmt: skip
+    assert "run.json: No space left on device" in str(shown.exception)
+    assert json.loads(shown.stdout)["completed"] == 2
 
 
 def test_a_ramp_sends_ever_more(url):

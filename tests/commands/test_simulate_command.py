@@ -58,10 +58,18 @@ def test_the_report_is_written_and_both_modes_agree(tmp_path):
     assert reports["steps"]["total"]["num_tokens"] == reports["exact"]["total"]["num_tokens"] > 0
 
 
+@pytest.mark.parametrize("option", ["--output", "--chrome"])
+def test_a_file_that_cannot_be_written_takes_no_result_away(tmp_path, option):
+    path = str(tmp_path / "nowhere" / "file.json")
+    result = run(tmp_path, "--mode", "exact", "--seconds", "1", option, path)
+    assert "g0 (crosspool)" in result.output
+    assert str(result.exception) == f"cannot write {path}: No such file or directory"
+
+
 def test_a_chrome_trace_shows_every_segment(tmp_path):
     path = tmp_path / "trace.json"
-    result = run(tmp_path, "--mode", "exact", "--chrome", str(path), "--seconds", "1")
-    assert result.exit_code == 0, result.output
+    result = run(tmp_path, "--mode", "exact", "--chrome", str(path), "--seconds", "1", "--json")
+    assert json.loads(result.stdout)["groups"], "a line that is no JSON"
     events = json.loads(path.read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"kv", "weights"}

@@ -51,18 +51,18 @@ def run(settings: BenchSettings, *, as_json: bool = False, console: Console | No
         measured = run_clients(planned, targets, load, settings.num_processes, show)
     queues = queue_times_between(before, read_queues(urls.values(), settings.api_key))
     result = result_dict(measured, facts, queues, detailed=settings.detailed)
-    written: list[Path] = []
+    console = console or Console()
+    if as_json:
+        print(json.dumps(result, indent=1, allow_nan=False))
+    else:
+        show_result(result, console)
+    written: list[Path] = []  # after it is shown: a disk that is full by now takes no result away
     if settings.saves:
         written.append(write_result(result, settings.result_dir, settings.result_filename))
     if settings.reports:
         written += write_report(result, written[0].with_suffix(""))
-    if as_json:
-        print(json.dumps(result, indent=1, allow_nan=False))
-    else:
-        console = console or Console()
-        show_result(result, console)
-        for path in written:
-            console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    for path in written if not as_json else ():
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     return result
 
 

@@ -3,7 +3,9 @@
 The workload runs through the real control plane on a virtual clock.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -46,13 +48,10 @@ def run(files: SimulateFiles, settings: dict[str, object], *, as_json: bool, con
             planned, plan_input = with_saved_plan(read_plan(files.plan), plan_input)
         else:
             planned = plan_as_told(plan_input)
-        results = _simulate(files, plan_input, planned, wanted, console)
-        if files.output is not None:
-            files.output.write_text(report_json(results), encoding="utf-8")
+        spans: dict[str, list[Span]] | None = None if files.chrome is None else {}
+        results = _simulate(files, plan_input, planned, wanted, spans)
     except ValueError as error:
         raise CrossPoolError(str(error)) from None
-    except OSError as error:
-        raise CrossPoolError(f"cannot write {files.output}: {error.strerror or error}") from None
     if as_json:
         print(report_json(results), end="")
     else:
@@ -63,6 +62,24 @@ def run(files: SimulateFiles, settings: dict[str, object], *, as_json: bool, con
                 console.print(
                     f"- {group.plan.name}: prompts are simulated in the pools, not on {ranks}", highlight=False
                 )
+    # What is shown by now is not lost where a folder is not there, or a disk is full.
+    if files.output is not None:
+        _write(files.output, lambda path: path.write_text(report_json(results), encoding="utf-8"))
+    if files.chrome is not None and spans is not None:
+        for result in results:
+            path = files.chrome
+            if len(results) > 1:
+                path = path.with_name(f"{path.stem}.{result.name}{path.suffix}")
+            _write(path, partial(write_chrome_trace, spans=spans.get(result.name, []), stations=result.stations))
+            if not as_json:
+                console.print(f"wrote {path}", highlight=False)
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    try:
+        write(path)
+    except OSError as error:
+        raise CrossPoolError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _row_numbers(text: str) -> tuple[int, ...]:
@@ -74,11 +91,14 @@ def _row_numbers(text: str) -> tuple[int, ...]:
 
 
 def _simulate(
-    files: SimulateFiles, plan_input: PlanInput, planned: Planned, settings: SimulationSettings, console: Console
+    files: SimulateFiles,
+    plan_input: PlanInput,
+    planned: Planned,
+    settings: SimulationSettings,
+    spans: dict[str, list[Span]] | None,
 ) -> list[GroupResult]:
     tables = files.measured or plan_input.service.measured
     measured = read_measured(tables) if tables else None
-    spans: dict[str, list[Span]] | None = None if files.chrome is None else {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks = {group.plan.name: bars.add_task(group.plan.name, total=settings.duration_s) for group in planned.groups}
@@ -90,12 +110,4 @@ def _simulate(
             if calls % PROGRESS_EVERY == 0:
                 bars.update(tasks[group], completed=min(now_s, settings.duration_s))
 
-        results = simulate(planned, plan_input, settings, measured=measured, spans=spans, progress=progress)
-    if files.chrome is not None and spans is not None:
-        for result in results:
-            path = files.chrome
-            if len(results) > 1:
-                path = path.with_name(f"{path.stem}.{result.name}{path.suffix}")
-            write_chrome_trace(path, spans.get(result.name, []), result.stations)
-            console.print(f"wrote {path}", highlight=False)
-    return results
+        return simulate(planned, plan_input, settings, measured=measured, spans=spans, progress=progress)
