@@ -27,12 +27,13 @@ import torch
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import guarded
 from benchmarks.ranks.driven import DrivenRanks, Sequence_
+from benchmarks.ranks.lone_steps import finish_step, host_us, one_step
 from benchmarks.report import RESULTS, Report
 from benchmarks.split_model.model import Gpus
 from benchmarks.traces.step_picture import step_picture
 from benchmarks.traces.step_trace import HOST, SEGMENT, decode_steps, host_events_between_layers, read_spans
 from crosspool.backends.cuda.loading.weights import random_attention_weights, random_ffn_weights
-from crosspool.cluster.rank_loop import RankLoop
+from crosspool.cluster.rank_steps import RankSteps
 from crosspool.pools_config import Control
 from crosspool.units import MiB
 
@@ -48,29 +49,17 @@ FRAMES = 600
 @contextmanager
 def named_segments() -> Iterator[None]:
     """Rank loops tell the profiler of every segment they run."""
-    run = RankLoop._run_segment
+    run = RankSteps.run_segment
 
-    def named(loop: RankLoop, *arguments: Any) -> Any:
-        with torch.profiler.record_function(f"{SEGMENT} of {loop.name}"):
-            return run(loop, *arguments)
+    def named(steps: RankSteps, *arguments: Any) -> Any:
+        with torch.profiler.record_function(f"{SEGMENT} of {steps.name}"):
+            return run(steps, *arguments)
 
-    setattr(RankLoop, "_run_segment", named)  # noqa: B010 - it is a method
+    setattr(RankSteps, "run_segment", named)  # noqa: B010 - it is a method
     try:
         yield
     finally:
-        setattr(RankLoop, "_run_segment", run)  # noqa: B010
-
-
-def finish_step(ranks: DrivenRanks) -> None:
-    """Turn both ranks until the step that they are at has ended."""
-    while not any(has_ended for _, _, has_ended in ranks.take()):
-        ranks.turn()
-
-
-def one_step(ranks: DrivenRanks, sequence: Sequence_) -> None:
-    """A decode step, from its descriptor to its token."""
-    ranks.submit(ranks.decode(0, sequence, 1))
-    finish_step(ranks)
+        setattr(RankSteps, "run_segment", run)  # noqa: B010
 
 
 def record(ranks: DrivenRanks, sequence: Sequence_, path: Path) -> dict[str, Any]:
@@ -83,22 +72,6 @@ def record(ranks: DrivenRanks, sequence: Sequence_, path: Path) -> dict[str, Any
             torch.cuda.synchronize(gpu)  # a server leaves once it has nothing to do
     profiler.export_chrome_trace(str(path))
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
-
-
-def host_us(ranks: DrivenRanks, sequence: Sequence_, step_s: float) -> dict[str, list[float]]:
-    """Microseconds of processor time of each rank for a step: taking and launching it, then reading what it left."""
-    found: dict[str, list[float]] = {"kv0": [], "w0": []}
-    for _ in range(COUNTED):
-        step = ranks.decode(0, sequence, 1)
-        launching = ranks.submit_timed(step)
-        time.sleep(2 * step_s)  # the devices need nobody
-        reading = ranks.turn_timed()
-        if not any(has_ended for _, _, has_ended in ranks.take()):  # a slow one is no sample
-            finish_step(ranks)
-            continue
-        for rank, used_us in found.items():
-            used_us.append(1e6 * (launching[rank] + reading[rank]))
     return found
 
 
@@ -137,7 +110,7 @@ class Bench:
             one_step(ranks, sequence)
             step_s = time.perf_counter() - begin_s
         label = f"{self.name}.{control}"
-        for rank, used_us in host_us(ranks, sequence, step_s).items():
+        for rank, used_us in host_us(ranks, sequence, 2 * step_s, COUNTED).items():
             self.report.samples(
                 f"host_us_per_step.{label}.{rank}", used_us[10:], limit=LIMIT_US, note="of a core; asked"
             )

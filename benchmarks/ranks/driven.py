@@ -224,6 +224,10 @@ class DrivenRanks:
             used[loop.name] = time.thread_time() - begin_s
         return used
 
+    def has_ended(self) -> bool:
+        """Whether both ranks would find the end of what they are at."""
+        return all(loop.has_work() or not loop.is_busy for loop in self._loops)
+
     def turn_timed(self) -> dict[str, float]:
         """Run what is ready on either rank until nothing is; seconds of processor time of each."""
         used = {}

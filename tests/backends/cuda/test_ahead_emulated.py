@@ -56,7 +56,7 @@ class Rig:
 
     def counted(self, loop, lane, begin):
         begin(lane)
-        self.num_ahead += (behind := loop._behind.get(lane)) is not None and behind.run is not None
+        self.num_ahead += (behind := loop._steps._behind.get(lane)) is not None and behind.run is not None
 
     def devices_go_on(self):
         self.random.choice(self.streams).go_on() if self.streams else None

@@ -1,0 +1,41 @@
+"""Single steps of ranks that are driven in one thread: run one, and what its host takes of a core."""
+
+from __future__ import annotations
+
+import time
+
+from benchmarks.ranks.driven import DrivenRanks, Sequence_
+
+
+def finish_step(ranks: DrivenRanks) -> None:
+    """Turn both ranks until the step that they are at has ended."""
+    while not any(has_ended for _, _, has_ended in ranks.take()):
+        ranks.turn()
+
+
+def one_step(ranks: DrivenRanks, sequence: Sequence_) -> None:
+    """A decode step, from its descriptor to its token."""
+    ranks.submit(ranks.decode(0, sequence, 1))
+    finish_step(ranks)
+
+
+def host_us(ranks: DrivenRanks, sequence: Sequence_, pause_s: float, count: int) -> dict[str, list[float]]:
+    """Microseconds of processor time of each rank for a step: taking and launching it, then reading what it left.
+
+    pause_s: in which the devices end a step, and the host sleeps; 0: it looks for the end all the time, which is not
+    counted.
+    """
+    found: dict[str, list[float]] = {"kv0": [], "w0": []}
+    for _ in range(count):
+        launching = ranks.submit_timed(ranks.decode(0, sequence, 1))
+        if pause_s:
+            time.sleep(pause_s)
+        while not ranks.has_ended():
+            pass
+        reading = ranks.turn_timed()
+        if not any(has_ended for _, _, has_ended in ranks.take()):
+            finish_step(ranks)
+            continue
+        for rank, used_us in found.items():
+            used_us.append(1e6 * (launching[rank] + reading[rank]))
+    return found
