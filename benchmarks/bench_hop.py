@@ -60,7 +60,7 @@ def measure(gpus: Gpus, num_bytes: int, path: str, replays: int = 200) -> list[f
         begin, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(ends[0].side.stream):
             begin.record()
-            graphs[0].replay()
+            graphs[0].replay(ends[0].side.stream)
             stop.record()
         for end in ends:
             end.side.stream.synchronize()

@@ -93,7 +93,7 @@ class End:
         begin, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(end.side.stream):
             begin.record()
-            graph.replay()
+            graph.replay(end.side.stream)
             stop.record()
         end.side.stream.synchronize()
         return float(begin.elapsed_time(stop) * 1e3)

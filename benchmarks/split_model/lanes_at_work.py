@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from benchmarks.split_model.model import SplitModel
 from benchmarks.split_model.resident import ResidentModel
-from crosspool.backends.cuda.device.graphs import StepGraph
 from crosspool.backends.cuda.kernels.sampling import Sampler
 from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.planner.roofline import StageTimes
@@ -116,7 +116,7 @@ def busy_times(model: SplitModel) -> Busy:
     kv, attention = model.kv, []
     for number in range(8):
         kv.lane.push(1024 * (10 + number), layers, model.batch, ids, [model.position] * model.batch)
-        attention.append(_graph_ms(kv.stream, model.graph))
+        attention.append(_launch_ms(kv.stream, partial(model.graph.replay, kv.stream)))
     ffn, beside = _ffn_ms(model)
     return Busy(_median(attention), ffn, _tail_ms(model), layers, beside)
 
@@ -140,7 +140,7 @@ def _ffn_ms(model: SplitModel) -> tuple[float, float]:
         times = []
         for number in range(8):
             side.lane.push(1024 * (100 + number), model.spec.num_layers)
-            times.append(_graph_ms(side.stream, graph))
+            times.append(_launch_ms(side.stream, partial(graph.replay, side.stream)))
         if side.kernels is model.kv.kernels:
             beside = _median(times)
         else:
@@ -156,14 +156,15 @@ def _tail_ms(model: SplitModel) -> float:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=model.kv.stream):
             sample(half.logits())
-        return _median([_graph_ms(model.kv.stream, graph) for _ in range(8)])
+        return _median([_launch_ms(model.kv.stream, graph.replay) for _ in range(8)])
 
 
-def _graph_ms(stream: torch.cuda.Stream, graph: StepGraph | torch.cuda.CUDAGraph) -> float:
+def _launch_ms(stream: torch.cuda.Stream, launch: Callable[[], None]) -> float:
+    """Of what `launch` enqueues on the stream."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.stream(stream):
         begin.record()
-        graph.replay()
+        launch()
         end.record()
     stream.synchronize()
     return float(begin.elapsed_time(end))

@@ -75,8 +75,7 @@ class Side:
             return capture(source, self.stream)
 
     def replay(self, graph: StepGraph) -> None:
-        with torch.cuda.stream(self.stream):
-            graph.replay()
+        graph.replay(self.stream)
 
 
 def _moved(router: RouterWeights | None, device: torch.device) -> RouterWeights | None:

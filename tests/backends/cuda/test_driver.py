@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from crosspool.backends.cuda.channels.link import Site  # noqa: E402
-from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
-from crosspool.backends.cuda.device.launch import CudaError  # noqa: E402
+from crosspool.backends.cuda.device.driver import CudaError, Driver  # noqa: E402
+from crosspool.backends.cuda.device.executable import Executable  # noqa: E402
 
 pytestmark = pytest.mark.judge
 
@@ -63,3 +63,33 @@ def test_one_way_is_not_enough(driver, caplog):
         site = Site(rank, torch.device("cuda", device), Driver(rank), {"kv0": 0, "w0": 1}, None)
         assert site.path_to(peer) == "host"
     assert "go through the host" in caplog.text
+
+
+@pytest.fixture
+def launched(driver):
+    """Handles of graphs that were launched, with their streams; and those of graphs that were let go."""
+    success, driver.let_go, driver.status = driver.CUresult.CUDA_SUCCESS, [], None
+    found = []
+    driver.CUgraph = lambda number: ("graph", number)
+    driver.cuGraphInstantiate = lambda graph, flags: (success, ("ready", graph, flags))
+    driver.cuGraphLaunch = lambda handle, stream: (driver.status or success, found.append((handle, stream)))[:1]
+    driver.cuGraphExecDestroy = driver.let_go.append
+    return found
+
+
+def test_a_captured_graph_is_made_ready_once_and_let_go_with_its_owner(driver, launched):
+    graph = Executable(77)
+    for stream in (5, 6):
+        graph.launch(SimpleNamespace(cuda_stream=stream))
+    handle = ("ready", ("graph", 77), 0)
+    assert launched == [(handle, 5), (handle, 6)]
+    assert driver.let_go == []
+    del graph
+    assert driver.let_go == [handle]
+
+
+def test_a_graph_that_cannot_be_launched_says_why(driver, launched):
+    graph = Executable(77)
+    driver.status = SimpleNamespace(name="CUDA_ERROR_ILLEGAL_ADDRESS")
+    with pytest.raises(CudaError, match="cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        graph.launch(SimpleNamespace(cuda_stream=5))

@@ -7,8 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from crosspool.backends.cuda.channels.link import Site  # noqa: E402
-from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
-from crosspool.backends.cuda.device.launch import CudaError  # noqa: E402
+from crosspool.backends.cuda.device.driver import CudaError, Driver  # noqa: E402
 from crosspool.backends.cuda.loading.streaming import stream_share  # noqa: E402
 from crosspool.backends.cuda.loading.weights import pack_attention_weights, pack_ffn_weights  # noqa: E402
 from crosspool.backends.cuda.loading.whole_weights import mapped  # noqa: E402

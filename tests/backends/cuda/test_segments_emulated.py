@@ -34,7 +34,7 @@ class Half:
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def replay(self) -> None:
+    def launch(self, stream) -> None:
         self.log.append(self.name)
 
 
@@ -64,7 +64,7 @@ def test_halves_are_launched_one_by_one_as_crossings_are_seen():
     _, lane = lane_with_a_pass(deadline_s=1.0)
     log: list[str] = []
     inlet = Inlet()
-    segments = SegmentGraphs("pass", tuple(Half(name, log) for name in "abc"), source=None, num_bytes=0)
+    segments = SegmentGraphs("pass", tuple(Half(name, log) for name in "abc"), source=None, bodies=(), num_bytes=0)
     waits = segments.drive(None, lane, [inlet], BASE)
     first = next(waits)
     assert (log, first.satisfied()) == (["a"], False)

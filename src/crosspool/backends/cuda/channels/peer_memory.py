@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from crosspool.backends.cuda.device.driver import Driver
-from crosspool.backends.cuda.device.launch import CudaError
+from crosspool.backends.cuda.device.driver import CudaError, Driver
 from crosspool.units import align_up
 
 

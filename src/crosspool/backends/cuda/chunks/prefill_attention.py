@@ -6,6 +6,7 @@ scoring latents would be.
 """
 
 import os
+from functools import cache
 
 import torch
 
@@ -126,13 +127,10 @@ def _launch(
     out: torch.Tensor,
     held: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    from crosspool.backends.cuda.kernels.prefill_kernel import prefill_attention
+    from crosspool.backends.cuda.kernels.prefill_kernel import launch_prefill
 
-    d1, d2 = split_dim(q.shape[2])
-    value_dim = out.shape[2]
     acc, sums = held or (q, q)
-    window = 0 if isinstance(spec, MLASpec) or spec.sliding_window is None else spec.sliding_window
-    prefill_attention[(len(part.blocks), spec.num_heads)](
+    arguments = (
         q,
         q.stride(0),
         q.stride(1),
@@ -149,18 +147,41 @@ def _launch(
         sums,
         spec.num_heads,
         spec.softmax_scale * LOG2_E,
-        GROUP=1 if isinstance(spec, MLASpec) else spec.num_heads // spec.num_kv_heads,
-        D1=d1,
-        D2=d2,
-        DV=value_dim,
-        DV_PADDED=max(16, 1 << (value_dim - 1).bit_length()),
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.keys,
-        PAGE_TOKENS=page_tokens,
-        WINDOW=window,
-        HAS_SINKS=sinks is not None,
-        CARRIES=held is not None,
-        WIDE=os.environ.get("TRITON_INTERPRET") == "1",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
     )
+    group = 1 if isinstance(spec, MLASpec) else spec.num_heads // spec.num_kv_heads
+    window = 0 if isinstance(spec, MLASpec) or spec.sliding_window is None else spec.sliding_window
+    constants = _constants(
+        tile, group, q.shape[2], out.shape[2], page_tokens, window, sinks is not None, held is not None
+    )
+    launch_prefill((len(part.blocks), spec.num_heads, 1), arguments, constants)
+
+
+@cache
+def _constants(
+    tile: Tile,
+    group: int,
+    key_dim: int,
+    value_dim: int,
+    page_tokens: int,
+    window: int,
+    has_sinks: bool,
+    carries: bool,
+) -> dict[str, object]:
+    """What the kernel is compiled for."""
+    d1, d2 = split_dim(key_dim)
+    return {
+        "GROUP": group,
+        "D1": d1,
+        "D2": d2,
+        "DV": value_dim,
+        "DV_PADDED": max(16, 1 << (value_dim - 1).bit_length()),
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.keys,
+        "PAGE_TOKENS": page_tokens,
+        "WINDOW": window,
+        "HAS_SINKS": has_sinks,
+        "CARRIES": carries,
+        "WIDE": os.environ.get("TRITON_INTERPRET") == "1",
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }

@@ -54,3 +54,8 @@ def naming_consumers(
             f"{rank}: GPU {device.index} has no room for {wanted}: {parts}; {free / GiB:.1f} of {total / GiB:.1f} GiB "
             f"are free: {remedy}"
         ) from None
+
+
+def pinned(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeroed host memory that the device reads and writes by the same address."""
+    return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")

@@ -3,7 +3,19 @@
 from dataclasses import dataclass
 from typing import Any
 
-from crosspool.backends.cuda.device.launch import CudaError
+
+class CudaError(RuntimeError):
+    """A driver call failed; the message names it."""
+
+
+def call(name: str, *arguments: Any, rank: str = "", what: str = "") -> Any:
+    """The result of `name`, or None where it has none. Raises CudaError, which says whose call and of what it was."""
+    from cuda.bindings import driver  # only where the CUDA backend runs
+
+    status, *results = getattr(driver, name)(*arguments)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise CudaError(f"{rank and rank + ': '}{name}{what and ' of ' + what} failed: {status.name}")
+    return results[0] if results else None
 
 
 @dataclass(frozen=True)
@@ -14,12 +26,7 @@ class Driver:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """The result of `name`, or None where it has none. Raises CudaError."""
-        from cuda.bindings import driver  # only where the CUDA backend runs
-
-        status, *results = getattr(driver, name)(*arguments)
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise CudaError(f"{self.rank}: {name} failed: {status.name}")
-        return results[0] if results else None
+        return call(name, *arguments, rank=self.rank)
 
     def can_access_peer(self, device: int, peer: int) -> bool:
         """Whether kernels on `device` can reach memory of `peer`."""

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from crosspool.backends.cuda.device.executable import Executable
+
 logger = logging.getLogger(__name__)
 
 CAPTURING = threading.RLock()
@@ -28,18 +30,19 @@ class Capturable(Protocol):
 
 @dataclass(frozen=True)
 class StepGraph:
-    """A captured pass. `num_bytes`: device memory that capturing took."""
+    """A captured pass, alone or in its loop. `num_bytes`: device memory that capturing took."""
 
     name: str
-    graph: Any
+    executable: Executable
     source: Capturable  # its buffers are the graph's
+    body: Any  # torch's graph of the pass, which owns what was allocated while it was captured
     seconds: float
     num_bytes: int
 
-    def replay(self) -> None:
-        """Enqueue the pass on torch's current stream, within an NVTX range of its name."""
+    def replay(self, stream: Any) -> None:
+        """Enqueue it on torch's `stream`, within an NVTX range of its name."""
         torch.cuda.nvtx.range_push(self.name)
-        self.graph.replay()
+        self.executable.launch(stream)
         torch.cuda.nvtx.range_pop()
 
 
@@ -65,12 +68,9 @@ def capturing(stream: Any) -> Iterator[CaptureCost]:
     cost.seconds, cost.num_bytes = time.perf_counter() - begin_s, max(0, free_before - free_after)
 
 
-def record(source: Capturable, *, is_part: bool = False) -> Any:
-    """A pass's kernels as torch's graph, which owns what was allocated meanwhile; within `capturing`.
-
-    is_part: of another graph, so that this one is not made ready for replays.
-    """
-    graph = torch.cuda.CUDAGraph(keep_graph=is_part)
+def record(source: Capturable) -> Any:
+    """A pass's kernels as torch's graph, which owns what was allocated meanwhile; within `capturing`."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     graph.capture_begin(capture_error_mode="thread_local")
     try:
         for _layer in source.kernels():
@@ -83,5 +83,6 @@ def record(source: Capturable, *, is_part: bool = False) -> Any:
 def capture(source: Capturable, stream: Any, name: str = "pass") -> StepGraph:
     """Capture a pass on `stream`, as `capturing` asks for."""
     with capturing(stream) as cost:
-        graph = record(source)
-    return StepGraph(name, graph, source, cost.seconds, cost.num_bytes)
+        body = record(source)
+        executable = Executable(body.raw_cuda_graph())
+    return StepGraph(name, executable, source, body, cost.seconds, cost.num_bytes)

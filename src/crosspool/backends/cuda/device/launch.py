@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from crosspool.backends.cuda.device.compile import architecture, cubin
+from crosspool.backends.cuda.device.driver import call
+from crosspool.backends.cuda.device.kernel_launch import COOPERATIVE, OVERLAPPING, launch_kernel
 
 SOURCES = (
     "gemv",
@@ -66,10 +68,6 @@ class Launcher(Protocol):
         ...
 
 
-class CudaError(RuntimeError):
-    """A driver call failed; the message names it."""
-
-
 class DeviceKernels:
     """Every kernel, loaded eagerly: lazy loading can deadlock against a kernel that spins."""
 
@@ -78,7 +76,7 @@ class DeviceKernels:
 
         self.device = device
         self._driver = driver
-        self._functions: dict[str, Any] = {}
+        self._functions: dict[str, int] = {}
         self._smem_bytes: dict[str, int] = {}
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # makes torch's primary context current
@@ -91,7 +89,7 @@ class DeviceKernels:
             with ThreadPoolExecutor() as pool:  # the compiler runs in processes of its own
                 cubins = list(pool.map(lambda source: cubin(source, arch, cache_dir), SOURCES))
             self._modules = {
-                source: self._call("cuModuleLoadData", path.read_bytes())
+                source: call("cuModuleLoadData", path.read_bytes())
                 for source, path in zip(SOURCES, cubins, strict=True)
             }
             for source, module in self._modules.items():
@@ -109,57 +107,38 @@ class DeviceKernels:
         overlap: bool = True,
         cooperative: bool = False,
     ) -> None:
-        driver = self._driver
         function = self._function(source, kernel, smem_bytes)
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        if not cooperative and not (overlap and self._can_overlap):  # making a configuration costs the host more
-            shape = (*grid, threads, 1, 1, smem_bytes, stream)
-            self._call("cuLaunchKernel", function, *shape, ctypes.addressof(arguments), 0, what=kernel)
-            return
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = grid
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.sharedMemBytes = smem_bytes
-        config.hStream = stream
-        ids = driver.CUlaunchAttributeID
-        if cooperative:
-            config.attrs = [self._attribute(ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, "cooperative")]
-        else:
-            overlapping = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            config.attrs = [self._attribute(overlapping, "programmaticStreamSerializationAllowed")]
-        config.numAttrs = 1
-        self._call("cuLaunchKernelEx", config, function, ctypes.addressof(arguments), 0, what=kernel)
+        attribute = OVERLAPPING if overlap and self._can_overlap else None
+        stream, arguments = torch._C._cuda_getCurrentRawStream(self._index), ctypes.c_void_p(ctypes.addressof(params))
+        launch_kernel(
+            function,
+            grid,
+            threads,
+            smem_bytes,
+            stream,
+            ctypes.addressof(arguments),
+            COOPERATIVE if cooperative else attribute,
+            what=kernel,
+        )
 
     def _load_functions(self, module: Any, shared_first: bool) -> None:
         """Load every kernel now, also where the driver would put it off to the first launch."""
         attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        count = self._call("cuModuleGetFunctionCount", module)
-        for function in self._call("cuModuleEnumerateFunctions", count, module):
-            self._call("cuFuncLoad", function)
+        count = call("cuModuleGetFunctionCount", module)
+        for function in call("cuModuleEnumerateFunctions", count, module):
+            call("cuFuncLoad", function)
             if shared_first:
-                self._call("cuFuncSetAttribute", function, attribute, 100)
+                call("cuFuncSetAttribute", function, attribute, 100)
 
-    def _function(self, source: str, kernel: str, smem_bytes: int) -> Any:
+    def _function(self, source: str, kernel: str, smem_bytes: int) -> int:
+        """The driver's handle."""
         function = self._functions.get(kernel)
         if function is None:
-            function = self._call("cuModuleGetFunction", self._modules[source], kernel.encode(), what=kernel)
+            function = int(call("cuModuleGetFunction", self._modules[source], kernel.encode(), what=kernel))
             self._functions[kernel] = function
         if smem_bytes > max(48 * 1024, self._smem_bytes.get(kernel, 0)):
             attribute = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._call("cuFuncSetAttribute", function, attribute, smem_bytes, what=kernel)
+            handle = self._driver.CUfunction(function)
+            call("cuFuncSetAttribute", handle, attribute, smem_bytes, what=kernel)
             self._smem_bytes[kernel] = smem_bytes
         return function
-
-    def _attribute(self, attribute_id: Any, field: str) -> Any:
-        attribute, value = self._driver.CUlaunchAttribute(), self._driver.CUlaunchAttributeValue()
-        attribute.id = attribute_id
-        setattr(value, field, 1)
-        attribute.value = value
-        return attribute
-
-    def _call(self, name: str, *arguments: Any, what: str = "") -> Any:
-        status, *results = getattr(self._driver, name)(*arguments)
-        if status != self._driver.CUresult.CUDA_SUCCESS:
-            raise CudaError(f"{name}{f' of {what}' if what else ''} failed: {status.name}")
-        return results[0] if results else None

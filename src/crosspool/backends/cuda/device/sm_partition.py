@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from crosspool.backends.cuda.device.driver import Driver
-from crosspool.backends.cuda.device.launch import CudaError
+from crosspool.backends.cuda.device.driver import CudaError, Driver
 
 logger = logging.getLogger(__name__)
 

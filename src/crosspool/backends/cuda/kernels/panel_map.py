@@ -2,7 +2,7 @@
 
 import ctypes
 
-from crosspool.backends.cuda.device.launch import CudaError
+from crosspool.backends.cuda.device.driver import CudaError
 from crosspool.backends.cuda.kernels.params import AttentionParams, WideAttentionParams
 from crosspool.backends.cuda.kv_frames.cache import PagedCache
 

@@ -12,6 +12,8 @@ kernel on earlier keys, laid it down (`CARRIES`).
 import triton
 import triton.language as tl
 
+from crosspool.backends.cuda.device.jit_kernel import JitKernel
+
 
 @triton.jit
 def _dot(a, b, acc, WIDE: tl.constexpr):
@@ -218,3 +220,6 @@ def prefill_attention(
         if HAS_SINKS:
             total += tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - top)
         tl.store(out + out_at, (acc / total[:, None]).to(out.dtype.element_ty), mask=out_mask)
+
+
+launch_prefill = JitKernel(prefill_attention)

@@ -1,6 +1,7 @@
 """Which shapes the prefill kernel takes, and how it and a library are cut for one."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from crosspool.backends.cuda.chunks.prefill_blocks import NO_SPANS, SPAN_SIZES, SpanSizes
@@ -23,6 +24,7 @@ class Tile:
     stages: int = 2
 
 
+@cache
 def split_dim(size: int) -> tuple[int, int]:
     """`size` as a sum of two powers of two that the kernel multiplies (the second may be 0); ValueError elsewhere."""
     first = 1 << (size.bit_length() - 1)
@@ -48,7 +50,10 @@ def is_supported(spec: GQASpec | MLASpec) -> bool:
 def tile_of(spec: GQASpec | MLASpec) -> Tile:
     """The measured cut of a shape."""
     widest = max(key_dim(spec), spec.v_head_dim) if isinstance(spec, MLASpec) else spec.head_dim
-    return Tile() if widest <= 128 else Tile(keys=64)
+    return _NARROW if widest <= 128 else _WIDE
+
+
+_NARROW, _WIDE = Tile(), Tile(keys=64)
 
 
 def span_sizes(spec: GQASpec | MLASpec, device: "torch.device") -> SpanSizes:

@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from crosspool.backends.cuda.device.driver import Driver
-from crosspool.backends.cuda.device.launch import CudaError
+from crosspool.backends.cuda.device.driver import CudaError, Driver
 
 Addresses = npt.NDArray[np.uint64]
 

@@ -15,7 +15,7 @@ import torch
 
 from crosspool.backends.base import Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH, Site
-from crosspool.backends.cuda.device.launch import CudaError
+from crosspool.backends.cuda.device.driver import CudaError
 from crosspool.backends.cuda.kv_frames.copy_engine import CopyEngine, DeviceCopyEngine
 from crosspool.backends.cuda.kv_frames.copy_order import NONE, CopyBatch, CopyOrder
 from crosspool.backends.cuda.prefill_rank.host_blob import HUGE_PAGE_BYTES, HostBlob

@@ -138,7 +138,7 @@ def _pin(buffers: torch.Tensor, device: torch.device) -> torch.Tensor:
         return buffers
     from cuda.bindings import driver
 
-    from crosspool.backends.cuda.device.launch import CudaError
+    from crosspool.backends.cuda.device.driver import CudaError
 
     torch.cuda.set_device(device)
     (status,) = driver.cuMemHostRegister(buffers.data_ptr(), buffers.nbytes, 0)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from crosspool.backends.base import Progress
-from crosspool.backends.cuda.device.launch import CudaError
+from crosspool.backends.cuda.device.driver import CudaError
 from crosspool.backends.cuda.loading.moving import Moving, pin
 from crosspool.backends.cuda.loading.share import Room, Share, ShareKey, Tensors, arrange
 from crosspool.models.directory import ModelDirectory

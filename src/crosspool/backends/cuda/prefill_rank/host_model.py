@@ -8,7 +8,7 @@ import torch
 
 from crosspool.backends.base import Progress
 from crosspool.backends.cuda.channels.link import Site
-from crosspool.backends.cuda.device.launch import CudaError
+from crosspool.backends.cuda.device.driver import CudaError
 from crosspool.backends.cuda.kernels.products import exact_parts
 from crosspool.backends.cuda.loading.ffn_weights import pack_ffn
 from crosspool.backends.cuda.loading.random_slices import SEED, draw_share

@@ -86,7 +86,7 @@ def copy_in(to: torch.Tensor, source: torch.Tensor, start: int, stop: int, strea
     """Enqueue bytes [start, stop) of pinned host memory to the same ones of a device's."""
     from cuda.bindings import driver
 
-    from crosspool.backends.cuda.device.launch import CudaError
+    from crosspool.backends.cuda.device.driver import CudaError
 
     (status,) = driver.cuMemcpyHtoDAsync(
         to.data_ptr() + start, source.data_ptr() + start, stop - start, stream.cuda_stream

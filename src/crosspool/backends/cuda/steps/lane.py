@@ -13,7 +13,7 @@ from crosspool.backends.base import Inlet, Wait
 from crosspool.backends.cuda.channels.link import DeviceInlet, DeviceLink, DeviceOutlet, Link, Site
 from crosspool.backends.cuda.device.graphs import Capturable, StepGraph, capture
 from crosspool.backends.cuda.device.launch import Launcher
-from crosspool.backends.cuda.device.loop_graph import LoopGraph, Repeatable, capture_loop
+from crosspool.backends.cuda.device.loop_graph import Repeatable, capture_loop
 from crosspool.backends.cuda.device.sm_partition import DECODE_STREAM_PRIORITY, PrefillStreams
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule
 from crosspool.backends.cuda.steps.segments import SegmentGraphs, capture_segments
@@ -52,7 +52,7 @@ class WorkerLane:
         self._lock = threading.Lock()
         self._passes: dict[tuple[str, Links, Hashable], Capturable] = {}
         self._graphs: dict[tuple[str, Links, Hashable], StepGraph | SegmentGraphs] = {}
-        self._loops: dict[tuple[str, Links, Hashable], LoopGraph] = {}
+        self._loops: dict[tuple[str, Links, Hashable], StepGraph] = {}
 
     def open_link(
         self, peer: str, region: memoryview, capacity: int, is_kv: bool, ring: Callable[[], None]
@@ -137,16 +137,15 @@ class WorkerLane:
         if isinstance(graph, SegmentGraphs):
             yield from graph.drive(self.stream, self.memory, inlets, base)
             return
-        with torch.cuda.stream(self.stream):
-            graph.replay()
+        graph.replay(self.stream)
 
-    def find_loop(self, model: str, links: Links, key: Hashable) -> LoopGraph:
+    def find_loop(self, model: str, links: Links, key: Hashable) -> StepGraph:
         """The pass that `find_pass` has found under `key`, in its loop, captured where that is new; GPUs only."""
         loop = self._loops.get((model, links, key)) or self.prepare_loop(model, links, key)
         assert loop is not None, f"no pass of {model} under {key} on these channels"
         return loop
 
-    def prepare_loop(self, model: str, links: Links, key: Hashable) -> LoopGraph | None:
+    def prepare_loop(self, model: str, links: Links, key: Hashable) -> StepGraph | None:
         """The same for a load; None where the channels were closed since the pass was found."""
         at = (model, links, key)
         with self._lock, on_device(self.site.device):

@@ -13,6 +13,7 @@ import torch
 from crosspool.backends.base import Wait
 from crosspool.backends.cuda.channels.link import DeviceInlet
 from crosspool.backends.cuda.channels.transport_params import Flags, SeeParams
+from crosspool.backends.cuda.device.executable import Executable
 from crosspool.backends.cuda.device.graphs import Capturable, capturing
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
@@ -23,17 +24,17 @@ class SegmentGraphs:
     """The halves of a pass in order. `num_bytes`: device memory that capturing took."""
 
     name: str
-    graphs: tuple[Any, ...]
+    halves: tuple[Executable, ...]
     source: Capturable  # its buffers are the graphs'
+    bodies: tuple[Any, ...]  # torch's graphs, as in `StepGraph`
     num_bytes: int
 
     def drive(self, stream: Any, memory: LaneMemory, inlets: Sequence[DeviceInlet], base: int) -> Iterator[Wait]:
         """Launch each half on `stream` once the crossing that it needs has arrived; flags carry base + layer + 1."""
         try:
-            for layer, graph in enumerate(self.graphs):
-                with torch.cuda.stream(stream):
-                    graph.replay()
-                if layer + 1 < len(self.graphs):
+            for layer, half in enumerate(self.halves):
+                half.launch(stream)
+                if layer + 1 < len(self.halves):
                     epoch = base + layer + 1
                     for inlet in inlets:
                         inlet.pace = lambda epoch=epoch: memory.seen_epoch >= epoch
@@ -57,7 +58,7 @@ def capture_segments(
     pool: Any = None
 
     def begin() -> None:
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         graphs.append(graph)
 
@@ -71,4 +72,5 @@ def capture_segments(
                 begin()
         finally:
             graphs[-1].capture_end()
-    return SegmentGraphs(name, tuple(graphs), source, cost.num_bytes)
+        halves = tuple([Executable(graph.raw_cuda_graph()) for graph in graphs])
+    return SegmentGraphs(name, halves, source, tuple(graphs), cost.num_bytes)

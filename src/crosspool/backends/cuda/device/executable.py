@@ -1,0 +1,28 @@
+"""Executable: a captured graph that the driver itself launches."""
+
+import weakref
+from typing import Any
+
+from crosspool.backends.cuda.device.driver import CudaError, call
+
+
+class Executable:
+    """A graph made ready for its device. It outlives `graph`, but not what was allocated while that was captured.
+
+    torch's replay looks for the current stream and device, and at its random state, which takes the host longer than
+    the launch.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        """graph: the driver's, or the number that torch gives of it."""
+        from cuda.bindings import driver
+
+        handle = call("cuGraphInstantiate", driver.CUgraph(graph) if isinstance(graph, int) else graph, 0)
+        self._handle, self._launch, self._success = handle, driver.cuGraphLaunch, driver.CUresult.CUDA_SUCCESS
+        weakref.finalize(self, driver.cuGraphExecDestroy, handle).atexit = False  # then the context is gone too
+
+    def launch(self, stream: Any) -> None:
+        """Enqueue it on torch's `stream`. Raises CudaError."""
+        (status,) = self._launch(self._handle, stream.cuda_stream)
+        if status != self._success:
+            raise CudaError(f"cuGraphLaunch failed: {status.name}")
