@@ -16,8 +16,9 @@ ALIKE_ON_CPUS: dict[str, str] = {
     "kv_pool_gpu": "benchmarks.bench_kv_pool",
     "recovery": "the same with --backend numpy",
     "split_kv_gpu": "benchmarks.bench_split_kv",
+    "step_host": "the same with --no-devices",
 }
-"""Scripts for GPUs that have another for the NumPy backend."""
+"""Scripts for GPUs that have another for the NumPy backend, or are one where they are asked to."""
 
 FOR_GPUS = frozenset(
     {
@@ -56,8 +57,8 @@ def missing_gpu(words: Sequence[str], has_driver: bool) -> str | None:
     script = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
     name = script.removeprefix("benchmarks.bench_")
     is_asked_for_help = {"-h", "--help"} & set(words)
-    is_for_numpy = "numpy" in words or "--backend=numpy" in words
-    if has_driver or name not in FOR_GPUS or name == script or is_asked_for_help or is_for_numpy:
+    needs_none = bool({"numpy", "--backend=numpy", "--no-devices"} & set(words))
+    if has_driver or name not in FOR_GPUS or name == script or is_asked_for_help or needs_none:
         return None
     instead = f"on CPUs there is {ALIKE_ON_CPUS[name]}" if name in ALIKE_ON_CPUS else "nothing like it runs on CPUs"
     return f"{script} measures NVIDIA GPUs, and this machine has no driver for one; {instead}"

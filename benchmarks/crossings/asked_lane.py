@@ -15,9 +15,10 @@ from benchmarks.split_model.model import Side, open_links
 from crosspool.backends.cuda.channels.channel_map import LinkMap
 from crosspool.backends.cuda.channels.transport import FFNCrossing
 from crosspool.backends.cuda.channels.transport_params import Flags
+from crosspool.backends.cuda.device.device_memory import pinned
 from crosspool.backends.cuda.kernels.moe_params import FFNScratch
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.steps.lane_memory import WaitRule, pinned
+from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 from crosspool.backends.cuda.weights_rank.ffn_pass import FFNPass, SumsBy
 from crosspool.backends.cuda.weights_rank.ffn_server import FFNServer, serve_layers

@@ -16,7 +16,8 @@ from crosspool.backends.cuda.channels.link import OPEN_EPOCH
 from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.decode_run import places, push_run, read_end, read_run
 from crosspool.backends.cuda.steps.lane import LaneIdle
-from crosspool.backends.cuda.steps.lane_memory import DONE, LaneMemory, RunPlace, WaitRule
+from crosspool.backends.cuda.steps.lane_memory import DONE, LaneMemory, WaitRule
+from crosspool.backends.cuda.steps.records import RunPlace
 from crosspool.backends.sequences.sequence import Sequence
 from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.rank_halves import header_of

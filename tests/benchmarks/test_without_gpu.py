@@ -36,6 +36,7 @@ def test_without_a_driver_the_reason_and_what_runs_instead_are_told(name):
 
 def test_numpy_and_other_scripts_run_anywhere():
     assert missing_gpu(words("ablation", "--backend", "numpy"), has_driver=False) is None
+    assert missing_gpu(words("step_host", "--no-devices"), has_driver=False) is None
     assert missing_gpu(words("layouts_gpu"), has_driver=False) is None, "it has an answer of its own"
     assert missing_gpu(["pytest", "-q"], has_driver=False) is None
     assert missing_gpu(["python", "-m"], has_driver=False) is None

@@ -173,6 +173,17 @@ class ModelSpec:
         return len(self.layers)
 
     @cached_property
+    def shapes(self) -> "tuple[GQASpec | MLASpec, ...]":
+        """The kinds of attention that layers have, each once, in the order of their first layers."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+
+    @cached_property
+    def shape_of_layer(self) -> tuple[int, ...]:
+        """Of each layer, the place of its attention in `shapes`."""
+        places = {shape: place for place, shape in enumerate(self.shapes)}
+        return tuple(places[layer.attention] for layer in self.layers)
+
+    @cached_property
     def kv_elements_per_token_layer(self) -> int:
         """Largest per-layer cache row; pages give every layer the same room."""
         return max(layer.attention.kv_elements_per_token for layer in self.layers)

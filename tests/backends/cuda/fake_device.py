@@ -16,6 +16,7 @@ import torch
 
 from crosspool.backends.cuda.steps import lane as lane_module
 from crosspool.backends.cuda.steps.lane import WorkerLane
+from crosspool.backends.cuda.steps.records import RING_SLOTS, RUN_AT
 
 BASE, CURSOR = 0, 2
 """Words of a lane on its device."""
@@ -81,8 +82,8 @@ class FakeStream:
         """Whether the step of the next record begins; a weights rank waits for its rows first."""
         memory = self.lane.memory
         cursor = int(memory.words[CURSOR])
-        record = memory._records[(cursor if is_first else cursor - 1) % len(memory._records)]
-        left = int(record[lane_module_run_at() + LEFT])
+        record = memory.records.memory.numpy()[(cursor if is_first else cursor - 1) % RING_SLOTS]
+        left = int(record[RUN_AT + LEFT])
         if not is_first and left == 0:
             source.advance(0)
             return False
@@ -95,12 +96,6 @@ class FakeStream:
                 yield
         source.advance(0, is_first=is_first)
         return int(memory.words[CURSOR]) == cursor
-
-
-def lane_module_run_at() -> int:
-    from crosspool.backends.cuda.steps.lane_memory import RUN_AT
-
-    return RUN_AT
 
 
 def source_layers(source) -> int:

@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 
 from crosspool.backends.cuda.channels.transport import begin_pass, end_pass  # noqa: E402
 from crosspool.backends.cuda.kernels.advance import advance, release  # noqa: E402
-from crosspool.backends.cuda.steps.lane_memory import STOP_IDS, LaneMemory, RunPlace, RunRows, WaitRule  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule  # noqa: E402
+from crosspool.backends.cuda.steps.records import STOP_IDS, RunPlace, RunRows  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
 
 pytestmark = [pytest.mark.judge, pytest.mark.triton]

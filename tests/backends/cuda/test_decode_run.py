@@ -74,15 +74,16 @@ def ids(steps):
 def test_records_of_a_run_are_those_of_its_steps_pushed_one_by_one():
     lane = Lane((GREEDY, DRAWN))
     by_step = LaneMemory(CPU, WaitRule())
-    stops, at = lane.batch.stop_ids(), np.array([0, 1, 0, 0])
+    stops, at = lane.batch.stop_ids(), [0, 1, 0, 0]
     for base, place in places(lane.step.header, LAYERS):
         sampling = sampling_records(4)
         for row in lane.batch.sampled:
             fill_sampling(sampling, row.row, lane.batch.sampling_row(row, place.step))
         whole = type(place)(place.over, place.step, place.left, np.array([2 * PAGE_TOKENS] * 2), stops)
-        token_ids = lane.batch.token_ids[at] if place.step == 0 else -1 - at
-        by_step.push(base, LAYERS, 4, token_ids, lane.batch.positions[at] + place.step, sampling, whole)
-    assert torch.equal(lane.memory.ring, by_step.ring)
+        token_ids = [lane.batch.token_ids[row] if place.step == 0 else -1 - row for row in at]
+        positions = [lane.batch.positions[row] + place.step for row in at]
+        by_step.push(base, LAYERS, 4, token_ids, positions, sampling, whole)
+    assert torch.equal(lane.memory.records.memory, by_step.records.memory)
     assert lane.slots == list(range(STEPS))
     assert not lane.memory.is_drained
     lane.memory._host[DONE] = epoch(SEQ, STEPS * LAYERS) - 1

@@ -14,7 +14,8 @@ from crosspool.backends.cuda.channels.channel_map import LinkMap  # noqa: E402
 from crosspool.backends.cuda.channels.transport import FFNCrossing  # noqa: E402
 from crosspool.backends.cuda.kernels.moe import ffn  # noqa: E402
 from crosspool.backends.cuda.kernels.moe_params import FFNScratch  # noqa: E402
-from crosspool.backends.cuda.steps.lane_memory import LaneMemory, RunPlace, WaitRule  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule  # noqa: E402
+from crosspool.backends.cuda.steps.records import RunPlace  # noqa: E402
 from crosspool.backends.cuda.weights_rank.ffn_server import FFNServer, serve_layers  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.decoding import build_decoder  # noqa: E402

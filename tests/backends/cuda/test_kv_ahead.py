@@ -68,8 +68,8 @@ def test_rows_of_a_step_behind_take_the_tokens_that_the_device_draws():
     behind = step([row(1, 4), row(0, 4)], 2)
     assert rank.ahead.is_fit(behind)
     batch = rank.ahead.take(behind)
-    assert batch.token_ids.tolist() == [-2, -1]
-    assert batch.positions.tolist() == [4, 4]
+    assert batch.token_ids == [-2, -1]
+    assert batch.positions == [4, 4]
     assert batch.follows == 0b11
     assert rank.ahead.take(behind) is None
 
@@ -79,7 +79,7 @@ def test_a_row_that_joins_has_its_token_already():
     behind = step([row(0, 4), row(2, 3)], 2)
     assert rank.ahead.is_fit(behind)
     batch = rank.ahead.take(behind)
-    assert batch.token_ids.tolist() == [-1, 7]
+    assert batch.token_ids == [-1, 7]
     assert batch.follows == 0, "the step has something to do whatever ends before"
 
 

@@ -6,15 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.steps.lane_memory import (  # noqa: E402
-    ABORT,
-    DONE,
-    RING_SLOTS,
-    RUN_AT,
-    LaneMemory,
-    RunPlace,
-    WaitRule,
-)
+from crosspool.backends.cuda.steps.lane_memory import ABORT, DONE, LaneMemory, WaitRule  # noqa: E402
+from crosspool.backends.cuda.steps.records import RING_SLOTS, RUN_AT, RunPlace  # noqa: E402
 
 pytestmark = pytest.mark.judge
 
@@ -70,13 +63,13 @@ def test_passes_of_a_run_are_posted_as_one_by_one(before, may_be_first):
     for step, place in enumerate(places):
         apart.post(1024 + 5 * step, 5, 3 << 40, place)
     together.post(1024, 5, 3 << 40, places[0], 8)
-    assert torch.equal(together.ring, apart.ring)
+    assert torch.equal(together.records.memory, apart.records.memory)
     assert torch.equal(together._host, apart._host)
     assert together.last_epoch == apart.last_epoch == 1024 + 40
-    records = [together.ring[(before + step) % RING_SLOTS] for step in range(8)]
+    records = [together.records.memory[(before + step) % RING_SLOTS] for step in range(8)]
     assert [int(record.view(torch.int64)[0]) for record in records] == [1024 + 5 * step for step in range(8)]
     assert [record[RUN_AT + 2 : RUN_AT + 4].tolist() for record in records] == [[7 - step, step] for step in range(8)]
-    over = [int(together.ring.view(torch.int64)[(before + step) % RING_SLOTS, 3]) for step in range(8)]
+    over = [int(together.records.memory.view(torch.int64)[(before + step) % RING_SLOTS, 3]) for step in range(8)]
     assert over == [9999 if step or may_be_first else 0 for step in range(8)]
 
 

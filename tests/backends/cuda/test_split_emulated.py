@@ -243,7 +243,7 @@ def test_a_step_that_was_given_up_can_be_run_again(directory):
     for worker in (*ranks.kv.values(), ranks.ffn):
         memory = worker._lanes[0].memory
         memory._last_epoch = 0  # emulated kernels of a step that was given up never end
-        memory._cursor = int(memory.words[2])
+        memory.records.num_written = int(memory.words[2])
     found += logprobs(ranks.run(decode_step({0: len(prompt)}, 3)))
     assert_close(found, expected)
 

@@ -19,7 +19,8 @@ from crosspool.backends.cuda.channels.transport import (  # noqa: E402
     begin_pass,
     end_pass,
 )
-from crosspool.backends.cuda.steps.lane_memory import RING_SLOTS, LaneMemory, WaitRule  # noqa: E402
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule  # noqa: E402
+from crosspool.backends.cuda.steps.records import RING_SLOTS  # noqa: E402
 from crosspool.models.directory import read_model_dir  # noqa: E402
 from tests.backends.cuda.decoding import build_decoder, decode_prompts  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402

@@ -85,7 +85,7 @@ def test_a_step_that_was_given_up_can_be_replayed(directory):
     assert pair.run(decode_step({1: len(prompt)}, 2), max_segments=5) is None
     for worker_lane in (pair.kv._lanes[0], pair.ffn["w0"]._lanes[0]):
         worker_lane.memory._last_epoch = 0  # emulated kernels of a step that was given up never end
-        worker_lane.memory._cursor = int(worker_lane.memory.words[2])
+        worker_lane.memory.records.num_written = int(worker_lane.memory.words[2])
     (second,) = pair.run(decode_step({1: len(prompt)}, 3))
     assert [first.token_id, second.token_id] == expected
 

@@ -25,7 +25,8 @@ from crosspool.backends.cuda.channels.transport_params import (
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.kernels.params import address, check
 from crosspool.backends.cuda.kv_rank.kv_router import KVRouter
-from crosspool.backends.cuda.steps.lane_memory import RECORD_WORDS, RING_SLOTS, LaneMemory
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory
+from crosspool.backends.cuda.steps.records import RECORD_WORDS, RING_SLOTS
 
 _BLOCK = 256
 
@@ -174,7 +175,7 @@ def begin_pass(
     """Take the next record of the lane's ring as the inputs given here (rows) int32; none on a weights rank."""
     params = BeginParams(
         lane=address(lane.words),
-        ring=address(lane.ring),
+        ring=address(lane.records.memory),
         last_tokens=address(lane.last_tokens),
         token_ids=address(token_ids),
         positions=address(positions),

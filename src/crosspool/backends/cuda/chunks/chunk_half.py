@@ -17,13 +17,14 @@ import numpy.typing as npt
 import torch
 
 from crosspool.backends.cuda.channels.channel_map import Rows
+from crosspool.backends.cuda.chunks.chunk_part import ChunkPart
 from crosspool.backends.cuda.chunks.chunk_plan import PADDED_ROWS, ChunkPlan, Piece, padded_rows
 from crosspool.backends.cuda.chunks.chunk_rows import ChunkRows, frame_tables, plan_attention
 from crosspool.backends.cuda.chunks.prefill_attention import gqa_attention, mla_attention
 from crosspool.backends.cuda.chunks.prefill_blocks import (
     SpanSizes,
 )
-from crosspool.backends.cuda.chunks.prefill_piece import Library, PieceAttention, span_rows
+from crosspool.backends.cuda.chunks.prefill_piece import Library, PieceAttention
 from crosspool.backends.cuda.chunks.row_launch import launch_rows
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.device.uploads import upload_all
@@ -32,7 +33,6 @@ from crosspool.backends.cuda.kernels.gemv import MAX_TOKENS as HEAD_ROWS
 from crosspool.backends.cuda.kernels.gemv import gemv
 from crosspool.backends.cuda.kernels.norm import residual_norm
 from crosspool.backends.cuda.kernels.params import MlaInput, address
-from crosspool.backends.cuda.kernels.prefill_shapes import key_dim
 from crosspool.backends.cuda.kernels.products import linear
 from crosspool.backends.cuda.kernels.rope import RopeTable, gqa_input, rope_cache
 from crosspool.backends.cuda.kv_frames.cache import PagedCache
@@ -75,7 +75,6 @@ class ChunkHalf:
 
         geometry: of one layer alone where the cache serves all layers in turn.
         """
-        self._libraries = libraries or {}
         self._has_one_layer = geometry.num_layers == 1
         self._kernels, self.spec, self._weights = kernels, spec, weights
         device, tokens = arena.device, len(batch.token_ids)
@@ -85,13 +84,14 @@ class ChunkHalf:
         arrays = [ints, frame_tables(batch), *(array for piece in planned for array in piece.arrays)]
         (self._token_ids, self._positions, self._table_rows), tables, *held = upload_all(arrays, device)
         self._cache = PagedCache(frames=arena, frame_table=tables, geometry=geometry)
+        self._ropes = {rope: RopeTable.allocate(rope, tokens, device) for rope in {shape.rope for shape in spec.shapes}}
         on_device = iter(held)
-        self._parts: dict[GQASpec | MLASpec, list[PieceAttention]] = {}
-        for piece in planned:
-            self._parts.setdefault(piece.spec, []).append(piece.with_arrays(on_device))
-        self._ropes = {
-            rope: RopeTable.allocate(rope, tokens, device) for rope in {layer.attention.rope for layer in spec.layers}
-        }
+        parts = [
+            self._part(piece, part.with_arrays(on_device), (libraries or {}).get(part.spec) or Library(), part.spec)
+            for part, piece in zip(planned, plan.pieces * len(spec.shapes), strict=True)
+        ]
+        count = len(plan.pieces)
+        self._parts = [parts[place * count : (place + 1) * count] for place in spec.shape_of_layer]  # by layer
         self._residual = torch.empty(tokens, spec.hidden_size, dtype=torch.float32, device=device)
         rows = tokens + PADDED_ROWS[-1]  # products of the last piece may run over its end
         self._normed = torch.empty(rows, spec.hidden_size, dtype=torch.bfloat16, device=device)
@@ -164,34 +164,33 @@ class ChunkHalf:
         """The layer of the cache that holds this one."""
         return 0 if self._has_one_layer else layer
 
-    def _rope(self, spec: GQASpec | MLASpec, piece: Piece) -> RopeTable:
-        whole = self._ropes[spec.rope]
-        return replace(whole, cos_sin=whole.cos_sin[piece.start : piece.stop])
+    def _part(self, piece: Piece, attention: PieceAttention, library: Library, spec: GQASpec | MLASpec) -> ChunkPart:
+        rows, whole = slice(piece.start, piece.stop), self._ropes[spec.rope]
+        rope = replace(whole, cos_sin=whole.cos_sin[rows])
+        return ChunkPart.of(spec, rope, self._positions[rows], self._table_rows[rows], attention, library)
 
     def _gqa(self, layer: int, piece: Piece, weights: AttentionLayerWeights, attention: GQAWeights) -> torch.Tensor:
-        spec = weights.spec
+        spec, part = weights.spec, self._parts[layer][piece.index]
         assert isinstance(spec, GQASpec)
-        part = slice(piece.start, piece.stop)
         qkv = linear(self.padded(piece), attention.qkv, attention.qkv_bias)
         inputs = gqa_input(
             spec,
-            self._rope(spec, piece),
+            part.rope,
             qkv,
             q_norm=attention.q_norm,
             k_norm=attention.k_norm,
             eps=self.spec.norm_eps,
         )
-        part_of = self._parts[spec][piece.index]
-        q = self._queries(spec, piece, part_of)
+        q = part.queries()
         rope_cache(
             self._kernels,
             spec,
             inputs,
             self._cache,
             self._cached(layer),
-            self._positions[part],
+            part.positions,
             q[: piece.num_tokens],
-            table_rows=self._table_rows[part],
+            table_rows=part.table_rows,
         )
         return gqa_attention(
             self._kernels,
@@ -200,15 +199,14 @@ class ChunkHalf:
             piece.num_tokens,
             self._cache,
             self._cached(layer),
-            part_of,
+            part.attention,
             attention.sinks,
-            self._library(spec),
+            part.library,
         )
 
     def _mla(self, layer: int, piece: Piece, weights: AttentionLayerWeights, attention: MLAWeights) -> torch.Tensor:
-        spec = weights.spec
+        spec, part, tokens = weights.spec, self._parts[layer][piece.index], piece.num_tokens
         assert isinstance(spec, MLASpec)
-        part, tokens = slice(piece.start, piece.stop), piece.num_tokens
         down = linear(self.padded(piece), attention.down, attention.down_bias)
         first = down.shape[1] - spec.kv_elements_per_token
         q = down[:, :first]
@@ -216,14 +214,13 @@ class ChunkHalf:
             assert attention.q_a_norm is not None
             q = linear(self._norm_rows(q, tokens, attention.q_a_norm, spec.lora_norm_eps), attention.q_b)
         kv_a = down[:, first:]
-        part_of = self._parts[spec][piece.index]
-        queries = self._queries(spec, piece, part_of)
+        queries = part.queries()
         params = MlaChunkParams(
             input=MlaInput(
                 q=address(q),
                 kv_a=address(kv_a),
                 kv_a_norm=address(attention.kv_a_norm),
-                rope=self._rope(spec, piece).view(),
+                rope=part.rope.view(),
                 q_stride=q.stride(0),
                 kv_a_stride=kv_a.stride(0),
                 heads=spec.num_heads,
@@ -231,8 +228,8 @@ class ChunkHalf:
                 nope=spec.qk_nope_head_dim,
                 eps=spec.lora_norm_eps,
             ),
-            positions=address(self._positions[part]),
-            table_rows=address(self._table_rows[part]),
+            positions=address(part.positions),
+            table_rows=address(part.table_rows),
             q=address(queries),
             cache=self._cache.view(self._cached(layer)),
         )
@@ -253,20 +250,9 @@ class ChunkHalf:
             tokens,
             self._cache,
             self._cached(layer),
-            part_of,
-            self._library(spec),
+            part.attention,
+            part.library,
         )
-
-    def _queries(self, spec: GQASpec | MLASpec, piece: Piece, part: PieceAttention) -> torch.Tensor:
-        """(rows, heads, D) for a piece's queries, and room for what its spans compute behind them."""
-        rows = span_rows(piece.num_tokens, [span.span for span in part.spans])
-        room = self._library(spec).queries(rows) if part.spans else None
-        if room is not None:
-            return room
-        return torch.empty(rows, spec.num_heads, key_dim(spec), dtype=torch.bfloat16, device=self._device)
-
-    def _library(self, spec: GQASpec | MLASpec) -> Library:
-        return self._libraries.get(spec) or Library()
 
     def padded(self, piece: Piece) -> torch.Tensor:
         """A piece's normed rows, and what lies behind them."""

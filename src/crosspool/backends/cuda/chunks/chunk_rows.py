@@ -21,6 +21,7 @@ from crosspool.backends.cuda.chunks.prefill_blocks import (
 )
 from crosspool.backends.cuda.chunks.prefill_piece import DeviceRound, DeviceSpan, PieceAttention
 from crosspool.backends.cuda.kernels.prefill_shapes import EXPANDED_KEYS, span_sizes, tile_of
+from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 
@@ -35,6 +36,11 @@ class ChunkRows:
     positions: IntArray
     row_of_token: IntArray
     tables: list[IntArray]
+
+    @classmethod
+    def of(cls, batch: Batch) -> "ChunkRows":
+        token_ids, positions, rows = np.array([batch.token_ids, batch.positions, batch.row_of_token], dtype=np.int64)
+        return cls(token_ids, positions, rows, batch.tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ def plan_attention(
 ) -> list[PlannedPiece]:
     """For every shape of attention and each piece. sizes: of spans; None: those of the device."""
     found = []
-    for shape in dict.fromkeys(layer.attention for layer in spec.layers):
+    for shape in spec.shapes:
         is_alone = shape.kv_elements_per_token == geometry.elements_per_token_layer  # in its slot
         own_sizes = sizes or (span_sizes(shape, device) if is_alone else NO_SPANS)
         for piece in plan.pieces:

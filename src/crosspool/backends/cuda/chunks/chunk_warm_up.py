@@ -64,9 +64,8 @@ def capture_spans(
     spec: ModelSpec, device: torch.device, streams: Mapping[bool, Any]
 ) -> dict[GQASpec | MLASpec, SpanGraphs]:
     """Graphs of every shape whose spans the library runs. streams: `PrefillStreams.by_share`."""
-    shapes = dict.fromkeys(layer.attention for layer in spec.layers)
-    sizes = {shape: span_sizes(shape, device) for shape in shapes}
-    return {shape: SpanGraphs.capture(shape, sizes[shape], device, streams) for shape in shapes if sizes[shape].keys}
+    sizes = {shape: span_sizes(shape, device) for shape in spec.shapes}
+    return {shape: SpanGraphs.capture(shape, own, device, streams) for shape, own in sizes.items() if own.keys}
 
 
 def warm_up_ffn(

@@ -7,7 +7,8 @@ import torch
 from crosspool.backends.cuda.channels.transport_params import AdvanceParams, Flags, ReleaseParams
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.kernels.params import address
-from crosspool.backends.cuda.steps.lane_memory import RECORD_WORDS, RING_SLOTS, RUN_AT, LaneMemory
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory
+from crosspool.backends.cuda.steps.records import RECORD_WORDS, RING_SLOTS, RUN_AT
 
 
 def advance(
@@ -30,7 +31,7 @@ def advance(
     params = AdvanceParams(
         view=lane.view(),
         flags=Flags.at(flags),
-        ring=address(lane.ring),
+        ring=address(lane.records.memory),
         tokens=address(tokens),
         host_tokens=address(lane.host_tokens),
         again=again,

@@ -11,7 +11,7 @@ import torch
 from crosspool.backends.cuda.channels.transport_params import ArgmaxParams, SampleParams
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.kernels.params import address, check
-from crosspool.backends.cuda.steps.lane_memory import SAMPLING, SAMPLING_WORDS
+from crosspool.backends.cuda.steps.records import SAMPLING, SAMPLING_WORDS
 from crosspool.backends.sequences.sampler import SamplingRow
 from crosspool.units import ceil_div
 

@@ -1,6 +1,6 @@
 """The device's view of the shared KV frames: one arena, and for each row of a step its frame table."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,9 +19,16 @@ class PagedCache:
     frames: torch.Tensor
     frame_table: torch.Tensor
     geometry: PageGeometry
+    _views: dict[int, CacheView] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def view(self, layer: int) -> CacheView:
         """Kernel parameters that reach this layer's slots."""
+        found = self._views.get(layer)
+        if found is None:
+            found = self._views[layer] = self._view(layer)
+        return found
+
+    def _view(self, layer: int) -> CacheView:
         geometry = self.geometry
         _rows, pages, frames_per_page = self.frame_table.shape
         return CacheView(

@@ -58,8 +58,8 @@ def _home(
     outcome: Outcome,
 ) -> Iterator[int]:
     """Enqueue the home's kernels on torch's current stream; yields each crossing's number before its wait."""
-    rows = ChunkRows(batch.token_ids, batch.positions, batch.row_of_token, batch.tables)
-    own = (batch.row_of_token.astype(np.int32), batch.positions.astype(np.int32))
+    rows = ChunkRows.of(batch)
+    own = (rows.row_of_token.astype(np.int32), rows.positions.astype(np.int32))
     tables, *places = upload_all([frame_tables(rows), *own, *earlier_places(cached)], model.frames.device)
     cache = PagedCache(frames=model.frames, frame_table=tables, geometry=model.geometry)
     new, earlier = SlotPlaces(*places[:2]), SlotPlaces(*places[2:])

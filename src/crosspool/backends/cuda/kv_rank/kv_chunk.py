@@ -8,12 +8,13 @@ from crosspool.backends.cuda.chunks.chunk_crossing import ChunkCrossing
 from crosspool.backends.cuda.chunks.chunk_half import ChunkHalf
 from crosspool.backends.cuda.chunks.chunk_plan import ChunkPlan
 from crosspool.backends.cuda.chunks.chunk_run import NO_CROSSING
+from crosspool.backends.cuda.device.device_memory import pinned
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.device.uploads import upload_all
 from crosspool.backends.cuda.kernels.sampling import Sampler, fill_sampling, sampling_records
 from crosspool.backends.cuda.steps.batch import Batch, SampledRow
-from crosspool.backends.cuda.steps.lane_memory import SAMPLING_WORDS, pinned
 from crosspool.backends.cuda.steps.outcome import Outcome
+from crosspool.backends.cuda.steps.records import SAMPLING_WORDS
 
 
 def kv_chunk(

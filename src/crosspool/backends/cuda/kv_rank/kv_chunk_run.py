@@ -48,7 +48,7 @@ def run_kv_chunk(
     libraries = {shape: Library(each, is_shared) for shape, each in graphs.items()}
 
     def make_half() -> ChunkHalf:
-        rows = ChunkRows(batch.token_ids, batch.positions, batch.row_of_token, batch.tables)
+        rows = ChunkRows.of(batch)
         return ChunkHalf(kernels, model.spec, model.weights, model.frames, model.geometry, rows, plan, None, libraries)
 
     patience = ENDLESS

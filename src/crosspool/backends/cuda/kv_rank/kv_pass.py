@@ -1,6 +1,6 @@
 """A captured attention pass with the frame tables of its rows: what one (model, lane, bucket) keeps on the KV rank."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -57,7 +57,7 @@ class KVRows:
         """Whether `set` has nothing to upload."""
         return self._tables is not None and self._tables.has(tables)
 
-    def set(self, tables: list[IntArray], positions: IntArray) -> None:
+    def set(self, tables: list[IntArray], positions: Sequence[int] | IntArray) -> None:
         """Row r is a token at positions[r] of a sequence with the block table tables[r], which never changes in place.
 
         Enqueued on torch's current stream.
@@ -65,7 +65,7 @@ class KVRows:
         if self._tables is not None:
             self._tables.set(tables)
         if self.own is not None:
-            self.own.set(tables, positions)
+            self.own.set(tables, np.array(positions))
 
 
 class KVPass:

@@ -1,6 +1,6 @@
 """Chooses a KV rank's pass for a step, and makes it where it is new: rows, crossing and, with shares, their home."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from crosspool.backends.cuda.channels.link import Site
 from crosspool.backends.cuda.channels.transport import AttentionCrossing
@@ -16,8 +16,7 @@ from crosspool.backends.cuda.kv_rank.kv_router import KVRouter
 from crosspool.backends.cuda.steps.lane import Links, WorkerLane
 
 
-@dataclass(frozen=True, slots=True)
-class KVPassKind:
+class KVPassKind(NamedTuple):
     """Which pass of a model: rows, whether any of them is sampled, whether they belong to different sequences."""
 
     bucket: int
@@ -34,8 +33,7 @@ class KVPassKind:
         return [row if row < used else 0 for row in range(self.bucket)]
 
 
-@dataclass(frozen=True, slots=True)
-class KVWay:
+class KVWay(NamedTuple):
     """What a step runs on: its model and lane by name and number, and its links.
 
     They go to the weights ranks, the last `num_shares` of them to other KV ranks. joined: computes the FFN in their

@@ -31,7 +31,7 @@ def run_by_device(
     num_layers, kind = model.spec.num_layers, KVPassKind(bucket_of(header.num_tokens), True, True)
     source = found.find(way, kind)
     rows = kind.row_numbers(header.num_tokens)
-    set_tables(lane, source, [batch.tables[row] for row in rows], batch.positions[rows])
+    set_tables(lane, source, [batch.tables[row] for row in rows], [batch.positions[row] for row in rows])
     has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
     follows = behind
     try:

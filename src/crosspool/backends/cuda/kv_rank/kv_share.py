@@ -174,10 +174,11 @@ def answers(
             tokens = np.arange(part.start, part.start + part.bucket)
             tokens[part.num_tokens :] = part.start  # rows that are not in use repeat the first
             tables = [rows.tables[row] for row in rows.row_of_token[tokens].tolist()]
+            positions = rows.positions[tokens]
             with torch.cuda.stream(lane.stream):
-                source.rows.set(tables, rows.positions[tokens])
-            ids = np.zeros(part.bucket, dtype=np.int64)  # the home's: a share needs none
-            lane.memory.push(part.base, num_layers, part.bucket, ids, rows.positions[tokens])
+                source.rows.set(tables, positions)
+            ids = [0] * part.bucket  # the home's: a share needs none
+            lane.memory.push(part.base, num_layers, part.bucket, ids, positions.tolist())
             if lane.stream is not None:
                 yield from lane.run_pass(header.model, (inlet.link,), key, (inlet,), part.base)
             else:

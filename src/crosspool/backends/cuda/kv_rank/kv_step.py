@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from crosspool.backends.base import HalfStep, Wait
@@ -75,19 +74,18 @@ def _push(
     sampled: Sequence[SampledRow],
 ) -> int:
     """Upload what changed and push the pass's record; rows that are not in use repeat the first."""
-    tokens = np.arange(part.start, part.start + part.bucket)
-    tokens[part.num_tokens :] = part.start
-    tables = [batch.tables[row] for row in batch.row_of_token[tokens].tolist()]
-    sampling = sampling_records(part.bucket)
+    tokens = [*range(part.start, part.stop), *[part.start] * (part.bucket - part.num_tokens)]
+    token_ids, positions = [batch.token_ids[at] for at in tokens], [batch.positions[at] for at in tokens]
+    sampling = None
     for row in sampled:
-        fill_sampling(sampling, row.token - part.start, batch.sampling_row(row))
-    set_tables(lane, source, tables, batch.positions[tokens])
-    return lane.memory.push(
-        part.base, num_layers, part.bucket, batch.token_ids[tokens], batch.positions[tokens], sampling
-    )
+        if not batch.is_greedy(row):
+            sampling = sampling_records(part.bucket) if sampling is None else sampling
+            fill_sampling(sampling, row.token - part.start, batch.sampling_row(row))
+    set_tables(lane, source, [batch.tables[batch.row_of_token[at]] for at in tokens], positions)
+    return lane.memory.push(part.base, num_layers, part.bucket, token_ids, positions, sampling)
 
 
-def set_tables(lane: WorkerLane, source: KVPass, tables: list[IntArray], positions: IntArray) -> None:
+def set_tables(lane: WorkerLane, source: KVPass, tables: list[IntArray], positions: Sequence[int]) -> None:
     """Upload the block tables of a pass's rows where they changed."""
     if not source.rows.are_set(tables):
         with torch.cuda.stream(lane.stream):

@@ -163,9 +163,11 @@ class CudaAttentionWorker:
     def run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
         placed, memory = self._frames.begin(step), self._lanes[step.header.lane].memory
         try:
-            with self._given_up.noting(memory):
-                yield from self._settled(step)
-                return (yield from self._run(placed, links))
+            yield from self._settled(step)
+            return (yield from self._run(placed, links))
+        except BaseException:
+            self._given_up.note(memory)
+            raise
         finally:
             self._frames.end(step, memory)
 
@@ -192,7 +194,9 @@ class CudaAttentionWorker:
         if model.split == "one" and runs_in_pieces(header, model.spec):
             return (yield from run_kv_chunk(kernels, header, way, inlets, batch, has_neighbours))
         if ahead is None:
-            yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
+            idle = Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
+            if not idle.satisfied():  # a turn of the loop costs the host as much as the launch
+                yield idle
         is_ahead, goes_by_itself = ahead is not None, lane.stream is not None and not self._is_host_driven
         try:
             if goes_by_itself and way.joined is None and not shares and draws_all(batch):
@@ -224,9 +228,12 @@ class CudaAttentionWorker:
         return self._answered(step, answers(self._kernels, share, step, rows, self._lanes[step.header.lane], inlet))
 
     def _answered(self, step: StepDescriptor, half: HalfStep[None]) -> HalfStep[None]:
-        with self._given_up.noting(self._lanes[step.header.lane].memory):
+        try:
             yield from self._settled(step, is_share=True)
             yield from half
+        except BaseException:
+            self._given_up.note(self._lanes[step.header.lane].memory)
+            raise
 
     def _settled(self, step: StepDescriptor, *, is_share: bool = False) -> HalfStep[None]:
         """Wait until nobody writes to the frames that the step brings."""

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from crosspool.backends.cuda.steps.lane_memory import STOP_IDS
+from crosspool.backends.cuda.kernels.sampling import needs_host
+from crosspool.backends.cuda.steps.records import STOP_IDS
 from crosspool.backends.sequences.row_slots import row_slots
 from crosspool.backends.sequences.sampler import SamplingRow
 from crosspool.backends.sequences.sequence import Sequence, sequence_of
@@ -17,8 +19,7 @@ from crosspool.scheduler.step import StepDescriptor, StepRow
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class SampledRow:
+class SampledRow(NamedTuple):
     """A row that draws a token: `token` is the index in the step of the token whose logits it needs."""
 
     row: int
@@ -28,6 +29,7 @@ class SampledRow:
 class Batch:
     """The tokens of one step, or of a run's first, in row order. Nothing is visible to other steps before `commit`.
 
+    hosted: rows whose tokens the host has to draw.
     Raises ValueError for rows that do not fit what the rank knows: unknown sequences, missing pages.
     """
 
@@ -65,15 +67,17 @@ class Batch:
                 self.sampled.append(SampledRow(idx, len(rows) - 1))
         if len(token_ids) != step.header.num_tokens or not token_ids:
             raise ValueError(f"the step's rows hold {len(token_ids)} tokens, its header says {step.header.num_tokens}")
-        self.token_ids: IntArray = np.array(token_ids, dtype=np.int64)
-        self.positions: IntArray = np.array(positions, dtype=np.int64)
-        self.row_of_token: IntArray = np.array(rows, dtype=np.int64)
+        self.token_ids, self.positions, self.row_of_token = token_ids, positions, rows
+        self.hosted = frozenset([each.row for each in self.sampled if needs_host(self.sampling_row(each))])
 
-    def stop_ids(self) -> npt.NDArray[np.int32] | None:
-        """(rows, STOP_IDS): what ends each row, -1 where there is less; None where a row has more than that."""
+    @property
+    def has_few_stops(self) -> bool:
+        """Whether no row has more stop tokens than a record holds."""
+        return all([len(sequence.sampling.stop_token_ids) <= STOP_IDS for sequence in self._sequences])
+
+    def stop_ids(self) -> npt.NDArray[np.int32]:
+        """(rows, STOP_IDS): what ends each row, of few stop tokens; -1 where there is less."""
         stops = [sequence.sampling.stop_token_ids for sequence in self._sequences]
-        if any(len(own) > STOP_IDS for own in stops):
-            return None
         return np.array([[*own, *[-1] * (STOP_IDS - len(own))] for own in stops], dtype=np.int32)
 
     @property
@@ -102,7 +106,11 @@ class Batch:
 
     def num_rows_of(self, start: int, stop: int) -> int:
         """Rows that the tokens [start, stop) belong to."""
-        return int(self.row_of_token[stop - 1] - self.row_of_token[start]) + 1
+        return self.row_of_token[stop - 1] - self.row_of_token[start] + 1
+
+    def is_greedy(self, sampled: SampledRow) -> bool:
+        """Whether the row's token is its best one."""
+        return self._sequences[sampled.row].sampling.is_greedy
 
     def sampling_row(self, sampled: SampledRow, ahead: int = 0) -> SamplingRow:
         """How a row's token is drawn, or that of a step of its run `ahead` of this one."""

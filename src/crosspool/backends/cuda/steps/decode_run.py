@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.channels.link import DeviceInlet
-from crosspool.backends.cuda.kernels.sampling import fill_sampling, needs_host, sampling_records
+from crosspool.backends.cuda.kernels.sampling import fill_sampling, sampling_records
 from crosspool.backends.cuda.steps.batch import Batch
-from crosspool.backends.cuda.steps.lane_memory import LaneMemory, RunPlace, RunRows
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory
 from crosspool.backends.cuda.steps.pace import Pace
 from crosspool.backends.cuda.steps.passes import PASS_TOKENS
+from crosspool.backends.cuda.steps.records import RunPlace, RunRows
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepHeader, epoch, run_over
 
@@ -23,9 +24,7 @@ HALF_WAY = 0.5
 
 def runs_on_device(batch: Batch) -> bool:
     """Whether the device can draw every row's tokens and tell which of them end it."""
-    if len(batch.rows) > PASS_TOKENS or batch.stop_ids() is None:
-        return False
-    return not any(needs_host(batch.sampling_row(row)) for row in batch.sampled)
+    return len(batch.rows) <= PASS_TOKENS and not batch.hosted and batch.has_few_stops
 
 
 def places(header: StepHeader, num_layers: int, *, may_be_first: bool = False) -> list[tuple[int, RunPlace]]:
@@ -48,17 +47,16 @@ def push_run(
     Later steps take the tokens of the one before them. Rows that are not in use repeat the first.
     """
     stops = batch.stop_ids()
-    assert stops is not None, "the device cannot tell what ends the rows"
     at = [row if row < len(batch.rows) else 0 for row in range(bucket)]
     sampling = None
     for row in batch.sampled:
-        if batch.sampling_row(row).params.is_greedy:
+        if batch.is_greedy(row):
             continue
         sampling = sampling_records((header.num_steps, bucket)) if sampling is None else sampling
         for step in range(header.num_steps):
             fill_sampling(sampling[step], row.row, batch.sampling_row(row, step))
     limits = [table.shape[1] * page_tokens for table in batch.tables]
-    token_ids, positions = batch.token_ids[at], batch.positions[at]
+    token_ids, positions = [batch.token_ids[row] for row in at], [batch.positions[row] for row in at]
     rows = RunRows(header.num_steps, token_ids, positions, sampling, limits, stops, batch.follows, batch.is_over)
     over = run_over(header.step_seq, header.num_steps, num_layers)
     return memory.push_run(epoch(header.step_seq, 0) - 1, num_layers, over, rows)

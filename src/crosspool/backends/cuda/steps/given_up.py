@@ -5,8 +5,6 @@ that brings pages, and a copy that fills frames out of host memory, begin once a
 give up at once, and what is left of them is a few milliseconds at the most.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from crosspool.backends.base import Wait
@@ -21,14 +19,9 @@ class GivenUp:
     def __init__(self) -> None:
         self._passes: list[tuple[LaneMemory, int]] = []  # each lane, and the last epoch that it had been given
 
-    @contextmanager
-    def noting(self, lane: LaneMemory) -> Iterator[None]:
-        """Within it a step of the lane runs; whatever ends that early leaves its passes here."""
-        try:
-            yield
-        except BaseException:
-            self._passes.append((lane, lane.last_epoch))
-            raise
+    def note(self, lane: LaneMemory) -> None:
+        """A step of the lane ends early and leaves its passes here."""
+        self._passes.append((lane, lane.last_epoch))
 
     @property
     def have_ended(self) -> bool:

@@ -1,14 +1,14 @@
 """What a step leaves on the device for its end, and how it becomes tokens."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from crosspool.backends.cuda.kernels.sampling import needs_host
+from crosspool.backends.cuda.device.device_memory import pinned
 from crosspool.backends.cuda.steps.batch import Batch, SampledRow
 from crosspool.backends.cuda.steps.lane import WorkerLane
-from crosspool.backends.cuda.steps.lane_memory import pinned
 from crosspool.backends.cuda.steps.passes import Pass
 from crosspool.backends.sequences.sampler import sample
 from crosspool.core import SampledToken
@@ -29,8 +29,9 @@ class Outcome:
     def expect(self, part: Pass, slot: int, sampled: list[SampledRow], logits: torch.Tensor) -> None:
         """Note the rows that a pass samples; on a GPU their logits' copy is enqueued behind the pass."""
         places = [(row, row.token - part.start) for row in sampled]
-        with torch.cuda.stream(self._lane.stream):
-            self._note(places, lambda: self._lane.memory.tokens(slot, part.bucket), logits)
+        memory, count = self._lane.memory, part.bucket
+        with torch.cuda.stream(self._lane.stream) if self._batch.hosted else nullcontext():
+            self._note(places, lambda: memory.tokens(slot, count), logits)
 
     def expect_tokens(self, sampled: Sequence[SampledRow], tokens: torch.Tensor, logits: torch.Tensor) -> None:
         """The same of a chunk: tokens (rows) int32, on the host once it has ended, and logits (rows, vocabulary).
@@ -43,8 +44,8 @@ class Outcome:
         self, places: list[tuple[SampledRow, int]], tokens: Callable[[], list[int]], logits: torch.Tensor
     ) -> None:
         """places: each row, and its index among the tokens and the logits."""
-        hosted = [(row, at) for row, at in places if needs_host(self._batch.sampling_row(row))]
-        drawn = [place for place in places if place not in hosted]
+        hosted = [(row, at) for row, at in places if row.row in self._batch.hosted]
+        drawn = [(row, at) for row, at in places if row.row not in self._batch.hosted]
         if drawn:
             self._drawn.append((tokens, drawn))
         if not hosted:

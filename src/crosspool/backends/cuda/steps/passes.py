@@ -5,7 +5,7 @@ tokens: a prefill chunk is a pass whose rows belong to one sequence, since every
 read. Passes of a step share its 1,024 epochs, one pass taking as many as the model has layers.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from crosspool.scheduler.step import LAYERS_PER_STEP, epoch
 from crosspool.units import ceil_div
@@ -16,8 +16,7 @@ BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 32)
 PASS_TOKENS = BUCKETS[-1]
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """Tokens [start, stop) of a step, run on kernels of `bucket` rows; flags carry base + layer + 1."""
 
     start: int
@@ -30,9 +29,12 @@ class Pass:
         return self.stop - self.start
 
 
+_BUCKET_OF = [next(bucket for bucket in BUCKETS if bucket >= rows) for rows in range(PASS_TOKENS + 1)]
+
+
 def bucket_of(num_tokens: int) -> int:
     """The smallest bucket that holds so many rows."""
-    return next(bucket for bucket in BUCKETS if bucket >= num_tokens)
+    return _BUCKET_OF[num_tokens]
 
 
 def passes(num_tokens: int, step_seq: int, num_layers: int, step: int = 0) -> tuple[Pass, ...]:
@@ -48,6 +50,8 @@ def passes(num_tokens: int, step_seq: int, num_layers: int, step: int = 0) -> tu
             "lower max_num_batched_tokens (max_tokens_per_step of the cluster)"
         )
     first = epoch(step_seq, step * count * num_layers) - 1
+    if count == 1:
+        return (Pass(0, num_tokens, bucket_of(num_tokens), first),)
     starts = range(0, num_tokens, PASS_TOKENS)
     return tuple(
         Pass(start, stop, bucket_of(stop - start), first + idx * num_layers)

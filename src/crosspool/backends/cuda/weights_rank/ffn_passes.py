@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -36,8 +37,7 @@ class FFNModel:
         return self.routers
 
 
-@dataclass(frozen=True)
-class FFNPassKind:
+class FFNPassKind(NamedTuple):
     """What a captured pass was made for. is_fused: a layer is one kernel, which holds the whole GPU."""
 
     bucket: int
@@ -49,8 +49,7 @@ class FFNPassKind:
         return not self.is_fused
 
 
-@dataclass(frozen=True, slots=True)
-class FFNWay:
+class FFNWay(NamedTuple):
     """What a step runs on: its model and lane by name and number, and the lane's link to the KV rank."""
 
     name: str

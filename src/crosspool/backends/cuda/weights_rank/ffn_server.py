@@ -14,12 +14,14 @@ import torch
 
 from crosspool.backends.cuda.channels.transport import FFNCrossing
 from crosspool.backends.cuda.channels.transport_params import LaneView
+from crosspool.backends.cuda.device.device_memory import pinned
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.kernels.fused_layer import fused_layer
 from crosspool.backends.cuda.kernels.moe_params import FFNScratch
 from crosspool.backends.cuda.kernels.params import FusedParams
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
-from crosspool.backends.cuda.steps.lane_memory import RECORD_WORDS, RING_SLOTS, LaneMemory, RunPlace, pinned
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory
+from crosspool.backends.cuda.steps.records import RECORD_WORDS, RING_SLOTS, RunPlace
 from crosspool.models.spec import MoEFFNSpec
 from crosspool.units import align_up
 
@@ -164,7 +166,7 @@ class FFNServer:
                 record_words=RECORD_WORDS,
             )
             for place, lane in enumerate(self._lanes):
-                params.lanes[place] = ServedLane(lane.view(), lane.ring.data_ptr())
+                params.lanes[place] = ServedLane(lane.view(), lane.records.memory.data_ptr())
             self._kernels.launch(
                 "ffn_server",
                 "ffn_server",

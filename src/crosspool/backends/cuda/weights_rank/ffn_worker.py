@@ -188,7 +188,9 @@ class CudaFFNWorker:
             return
         is_ahead = self._fit.pop(header.lane, 0) == header.step_seq
         if not is_ahead:
-            yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
+            idle = Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
+            if not idle.satisfied():  # a turn of the loop costs the host as much as the launch
+                yield idle
         try:
             if header.num_steps > 1:
                 yield from run_several(found, resident, header, way, inlet, is_ahead=is_ahead)

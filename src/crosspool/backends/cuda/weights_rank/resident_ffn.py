@@ -11,8 +11,8 @@ from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.kernels.moe_params import FFNScratch
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.steps.lane import Links, WorkerLane, finish, on_device
-from crosspool.backends.cuda.steps.lane_memory import RunPlace
 from crosspool.backends.cuda.steps.passes import PASS_TOKENS
+from crosspool.backends.cuda.steps.records import RunPlace
 from crosspool.backends.cuda.weights_rank.ffn_server import FFNServer, ServedPass, serve_layers
 
 

@@ -1,0 +1,159 @@
+"""What does a single decode step cost the thread of each rank: its descriptor, the launch, and the read of its token?
+
+    python -m benchmarks.bench_step_host [--models a,b] [--modes graphs,resident] [--out DIRECTORY]
+    python -m benchmarks.bench_step_host --no-devices
+
+Real workers and rank loops of one KV rank and one weights rank in one thread, batch 1, both on one GPU; all layers of a
+kind share weights, since no host knows. `lone`: the host has slept while the devices were at the step, as in serving.
+`steady`: it has not. With --no-devices there is no GPU and none of a driver's calls in the figures, and `lone` steps
+find nothing of their host in the processor's caches, which is more than a sleep does to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import gc
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.full_models import CONFIGS, full_spec
+from benchmarks.ranks.driven import DrivenRanks, Sequence_
+from benchmarks.ranks.lone_steps import finish_step, host_us, one_step
+from benchmarks.report import RESULTS, Report
+from crosspool.backends.cuda.loading.weights import random_attention_weights, random_ffn_weights
+from crosspool.models.families.registry import spec_from_config
+from crosspool.models.spec import ModelSpec
+from crosspool.pools_config import Control
+from crosspool.units import MiB
+
+SEED, CONTEXT, FRAMES = 7, 1024, 128
+WARM_UP, COUNTED = 24, 120
+LIMIT_US = 60.0
+CACHE_BYTES = 64 * MiB
+SMALL = {"vocab_size": 512, "hidden_size": 256, "moe_intermediate_size": 32, "intermediate_size": 32}
+
+
+def small_spec(name: str) -> ModelSpec:
+    """All layers of a model, none of its weights."""
+    return spec_from_config(CONFIGS[name] | SMALL)
+
+
+class Weights:
+    """The first two layers' weights, in the place of all."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+        two, others = replace(spec, layers=spec.layers[:2]), spec.num_layers - 1
+        attention, ffn = random_attention_weights(two, SEED, device), random_ffn_weights(two, SEED, device)
+        self.attention = replace(attention, layers=(attention.layers[0], *[attention.layers[1]] * others))
+        self.ffn = (ffn[0], *[ffn[1]] * others)
+
+
+class Bench:
+    def __init__(self, options: argparse.Namespace, report: Report) -> None:
+        self._report, self._has_devices = report, not options.no_devices
+        self._kernels: tuple[Any, Any]
+        if options.no_devices:
+            from benchmarks.ranks.without_devices import NoKernels
+
+            self._device, self._kernels = torch.device("cpu"), (NoKernels(), NoKernels())
+            return
+        from benchmarks.crossings.most_of_a_gpu import MostOfAGpu
+        from crosspool.backends.cuda.device.launch import DeviceKernels
+        from crosspool.backends.cuda.device.queues import ask_for_queues
+
+        ask_for_queues()
+        self._device = torch.device("cuda", 0)
+        whole = DeviceKernels(self._device)
+        self._kernels = (MostOfAGpu(whole, whole.num_sms - options.server_sms), MostOfAGpu(whole, options.server_sms))
+
+    def model(self, name: str, modes: list[Control]) -> None:
+        spec = full_spec(name) if self._has_devices else small_spec(name)
+        weights, devices = Weights(spec, self._device), (self._device, self._device)
+        for control in modes:
+            arena = torch.zeros(FRAMES, 2 * MiB, dtype=torch.uint8, device=self._device)
+            with self._devices():
+                ranks = DrivenRanks(
+                    self._kernels,
+                    devices,
+                    spec,
+                    weights.attention,
+                    weights.ffn,
+                    arena,
+                    control,
+                    num_lanes=1,
+                    ahead=(),
+                )
+                self._measure(ranks, f"{name}.{control}")
+            del ranks, arena
+            gc.collect()
+
+    @contextmanager
+    def _devices(self) -> Iterator[None]:
+        if self._has_devices:
+            yield
+            return
+        from benchmarks.ranks.without_devices import no_devices
+
+        with no_devices():
+            yield
+
+    def _measure(self, ranks: DrivenRanks, label: str) -> None:
+        sequence = ranks.sequence(CONTEXT)
+        ranks.submit(ranks.begin(0, sequence))
+        finish_step(ranks)
+        for _ in range(WARM_UP):
+            begin_s = time.perf_counter()
+            one_step(ranks, sequence)
+            step_s = time.perf_counter() - begin_s
+        for way in ("steady", "lone"):
+            for rank, used_us in self._used_us(ranks, sequence, way, step_s).items():
+                name, limit = f"host_us_per_step.{label}.{way}.{rank}", LIMIT_US
+                self._report.samples(name, used_us, limit=limit, note="of a core; asked")
+                print(f"{name}: {sorted(used_us)[len(used_us) // 2]:.1f}", flush=True)
+
+    def _used_us(self, ranks: DrivenRanks, sequence: Sequence_, way: str, step_s: float) -> dict[str, list[float]]:
+        if self._has_devices or way == "steady":
+            return host_us(ranks, sequence, 2 * step_s if way == "lone" else 0.0, COUNTED)
+        found: dict[str, list[float]] = {"kv0": [], "w0": []}
+        others = bytearray(CACHE_BYTES)
+        for _ in range(COUNTED):
+            others[:] = bytes(CACHE_BYTES)
+            for rank, used_us in host_us(ranks, sequence, 0.0, 1).items():
+                found[rank] += used_us
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(CONFIGS))
+    parser.add_argument("--modes", default="graphs,resident")
+    parser.add_argument("--no-devices", action="store_true", help="hosts' Python alone, by graphs")
+    parser.add_argument("--server-sms", type=int, default=92, help="multiprocessors of the weights rank")
+    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--hang-seconds", type=float, default=120.0, help="give up where nothing ends")
+    options = parser.parse_args()
+    faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
+    config = {"context": CONTEXT, "batch": 1, "steps": COUNTED}
+    origin = {"commit": options.commit} if options.commit else {}
+    hardware = "cpu" if options.no_devices else "h200"
+    report = Report("step_host", hardware=hardware, config=config, seed=SEED, origin=origin)
+    on = "no device: Python alone" if options.no_devices else "both ranks on one GPU"
+    report.summary = f"Processor time of each rank's thread for a decode step: descriptor, launch, token's read; {on}."
+    bench = Bench(options, report)
+    gc.disable()  # what frees device memory waits for the device, which may wait for this thread
+    for name in options.models.split(","):
+        bench.model(name, ["graphs"] if options.no_devices else options.modes.split(","))
+        report.write(options.out)
+    print(report.as_markdown(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
