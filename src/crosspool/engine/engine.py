@@ -63,7 +63,7 @@ class Engine:
     def submit(self, request: GenerationRequest, sink: Sink, flush: Flush | None = None) -> None:
         """Accept or refuse a request at once, in the caller's thread; outputs then come to `sink`.
 
-        Raises what `EngineCore.add_requests` raises, and ValueError for token ids that the model does not have or a
+        Raises what `Intake.add` raises, and ValueError for token ids that the model does not have or a
         request id that is running.
         """
         with self._lock:

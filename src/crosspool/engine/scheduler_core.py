@@ -67,10 +67,7 @@ class EngineCore:
         return self._models.context_limit(model)
 
     def set_limits(self, change: LimitChange) -> None:
-        """Change what models may hold in the KV pool, at once and as a whole; `refuse_unfitting` comes next.
-
-        Raises UnknownModelError, and ValueError with the true numbers for limits that cannot be held.
-        """
+        """Change what models may hold, as `ModelLoads.set_limits`; `refuse_unfitting` comes next."""
         self._models.set_limits(change)
         self._admitter.is_due = True
 
@@ -83,10 +80,7 @@ class EngineCore:
         return self._endings.refuse_unfitting(now)
 
     def add_model(self, model: ServedModel) -> None:
-        """Serve a model whose ranks have loaded it.
-
-        Raises ValueError for a second one of that name, CapacityError if the pool cannot hold a page of it.
-        """
+        """Serve a model whose ranks have loaded it. Raises as `ModelLoads.add`."""
         self._models.add(model)
         self.dispatcher.add_model(model.name)
 
@@ -111,17 +105,11 @@ class EngineCore:
         self.dispatcher.remove_model(name)
 
     def add_requests(self, requests: Items[Request], now: float) -> list[int]:
-        """Accept one request's sequences, all or none; returns their ids.
-
-        Raises UnknownModelError, ContextLengthError, CapacityError, QueueFullError, WorkerLostError, ShuttingDownError.
-        """
+        """Accept one request's sequences, all or none; returns their ids. Raises as `Intake.add`."""
         return self._intake.add(requests, now)
 
     def end_sequence(self, sequence_id: int, reason: FinishReason, now: float) -> SequenceUpdate | None:
-        """End a sequence in any state (a stop string, a client that left); None if it has ended already.
-
-        Its pages are free at once, or when the step in flight that uses them ends.
-        """
+        """End a sequence in any state (a stop string, a client that left); None if it has ended already."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             return None
@@ -163,9 +151,7 @@ class EngineCore:
         return self.dispatcher.fill(now)
 
     def schedule_ahead(self, now: float) -> list[StepDescriptor]:
-        """Steps to hand to the cluster behind running ones, after those of `schedule`. Optional: a driver whose ranks
-        need not wait for it gains nothing by it.
-        """
+        """Steps to hand to the cluster behind running ones, after those of `schedule`. Optional."""
         return self.dispatcher.ahead.fill(now)
 
     def mapping_hints(self, now: float) -> dict[str, list[Hint]]:
