@@ -64,7 +64,7 @@ def test_the_control_plane_has_no_clock_thread_await_or_io():
     named = {
         f"engine/{name}.py"
         for name in (
-            *("scheduler_core", "admission", "admitter", "intake", "queues", "endings", "deadlines", "rank_losses"),
+            *("scheduler_core", "admission", "intake", "queues", "endings", "rank_losses"),
             *("dispatcher", "batcher", "lanes", "decode_steps", "steps_ahead", "prefill_steps", "parked_steps"),
             "step_outcomes",
         )

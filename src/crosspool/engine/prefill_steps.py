@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
-from crosspool.engine.batcher import Chunk, Turns, prefill_row
+from crosspool.engine.batcher import Chunk, StepStart, Turns, prefill_row
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Lane
@@ -13,7 +13,6 @@ from crosspool.engine.prefill_rule import PrefillRule
 from crosspool.engine.ranks import RankHealth
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.shared_prefill import shared_chunks
-from crosspool.engine.step_start import StepStart
 from crosspool.scheduler.step import StepDescriptor
 
 

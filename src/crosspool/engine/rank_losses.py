@@ -1,8 +1,8 @@
 """RankLosses: what the loss of a rank, and its return, mean for sequences and their pages."""
 
-from crosspool.engine.admitter import Admitter
 from crosspool.engine.dispatcher import Dispatcher
 from crosspool.engine.endings import Endings
+from crosspool.engine.intake import Admitter
 from crosspool.engine.model_loads import ModelLoads
 from crosspool.engine.ranks import RankHealth
 from crosspool.engine.sequence import SequenceUpdate

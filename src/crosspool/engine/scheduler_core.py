@@ -15,13 +15,11 @@ from collections.abc import Sequence as Items
 
 from crosspool.cluster.base import Event, RankFailed, RankLost, RankReady, StepDone, StepFailed, StepTokens
 from crosspool.core import FinishReason, Request
-from crosspool.engine.admitter import Admitter
 from crosspool.engine.config import EngineConfig
-from crosspool.engine.deadlines import Deadlines
 from crosspool.engine.dispatcher import Dispatcher
-from crosspool.engine.endings import Endings
+from crosspool.engine.endings import Deadlines, Endings
 from crosspool.engine.forecast import output_estimate
-from crosspool.engine.intake import Intake
+from crosspool.engine.intake import Admitter, Intake
 from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.model_loads import ModelLoads
 from crosspool.engine.rank_losses import RankLosses

@@ -8,14 +8,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from crosspool.engine.batcher import decode_row
+from crosspool.engine.batcher import StepStart, decode_row
 from crosspool.engine.decode_steps import DecodeSteps, RunLength
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Lane
 from crosspool.engine.model_loads import ModelLoad, num_decode_batches
 from crosspool.engine.parked_steps import ParkedSteps
 from crosspool.engine.ranks import RankHealth
-from crosspool.engine.step_start import StepStart
 from crosspool.scheduler.step import StepDescriptor
 
 

@@ -32,8 +32,7 @@ from crosspool.server.direct_routes import DirectRoutes, direct_routes
 from crosspool.server.engine_client import EngineClient
 from crosspool.server.engine_metrics import EngineCollector
 from crosspool.server.errors import APIError, from_engine, from_validation
-from crosspool.server.guards import BodyLimit, HeaderLimit, RequestContext
-from crosspool.server.keys import KeyGuard
+from crosspool.server.guards import BodyLimit, HeaderLimit, KeyGuard, RequestContext
 from crosspool.server.messages_answer import error_body
 from crosspool.server.metrics import RequestMetrics
 from crosspool.server.metrics_compat import vllm_registry
