@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from crosspool.demo.scenario import demo_model_dirs
-from crosspool.deployment.model_source import is_hub_id
+from crosspool.deployment.model_source import is_hub_id, model_directory
+from crosspool.errors import CheckpointError
 from tests.support.fake_hub import fake_hub
 
 
@@ -54,6 +55,18 @@ def test_an_unreachable_hub_is_one_line(tmp_path: Path) -> None:
     assert refused.returncode == 1
     assert "check the network" in refused.stderr
     assert len(refused.stderr.strip().splitlines()) == 1
+
+
+def test_a_demo_model_is_found_by_name_unless_a_directory_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert model_directory("austen") == demo_model_dirs()["austen"]
+    (tmp_path / "austen").mkdir()
+    assert model_directory("austen") == Path("austen")
+    for unknown in ("melville", "../models"):
+        with pytest.raises(CheckpointError, match="no such directory"):
+            model_directory(unknown)
 
 
 def test_a_directory_is_never_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

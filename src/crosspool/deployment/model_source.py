@@ -1,4 +1,4 @@
-"""Where a served model's files are: a directory on this machine, or a Hugging Face id that is fetched once."""
+"""Where a served model's files are: a directory here, a demo model's name, or a Hugging Face id, fetched once."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,12 @@ from crosspool.errors import CheckpointError
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 """No pickles and no code: what CrossPool reads and nothing else."""
+
+DEMO_MODELS = {
+    config.parent.name: config.parent
+    for config in sorted((Path(__file__).parents[1] / "demo_models").glob("*/config.json"))
+}
+"""The models inside the package, by name."""
 
 
 def is_hub_id(source: str) -> bool:
@@ -24,6 +30,8 @@ def named_source(source: str) -> tuple[str | None, str]:
 def model_directory(source: str, *, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The directory of `source`; a Hugging Face id is downloaded first, with a progress bar, unless it is cached.
 
+    A directory of a demo model's name goes before that model.
+
     Raises CheckpointError, in one line, where there is no such directory or repository, or no network.
     """
     path = Path(source).expanduser()
@@ -31,6 +39,8 @@ def model_directory(source: str, *, revision: str | None = None, download_dir: s
         return path
     if path.exists():
         raise CheckpointError(f"{source} is a file; a model is a directory with config.json and its weights")
+    if source in DEMO_MODELS:
+        return DEMO_MODELS[source]
     if not is_hub_id(source):
         raise CheckpointError(f"{source}: no such directory, and not a Hugging Face id such as Qwen/Qwen3-30B-A3B")
     return _download(source, revision, download_dir)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from crosspool.backends.cuda.steps.passes import PASS_TOKENS, max_passes
 from crosspool.config import DeploymentConfig, ModelConfig
-from crosspool.deployment.model_source import model_directory
+from crosspool.deployment.model_source import DEMO_MODELS, model_directory
 from crosspool.deployment.prefill_room import has_prompt_kernels
 from crosspool.deployment.preflight import check_slices
 from crosspool.deployment.ranks import kv_ranks_of, prefill_ranks, weights_ranks_of
@@ -20,8 +20,6 @@ from crosspool.pools_config import BACKEND_DTYPES, KVSplit
 from crosspool.server.catalogue import Catalogue, ModelFrontend, SamplingDefaults
 from crosspool.server.chat import load_chat_template
 from crosspool.server.tokenizer import TextTokenizer
-
-DEMO_MODELS = Path(__file__).parent.parent / "demo_models"
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +34,7 @@ class PreparedModel:
 
 def demo_models() -> tuple[ModelConfig, ...]:
     """The models inside the package, which `crosspool serve` serves when it is given none."""
-    directories = sorted(path.parent for path in DEMO_MODELS.glob("*/config.json"))
-    return tuple(ModelConfig(source=str(directory)) for directory in directories)
+    return tuple(ModelConfig(source=str(directory)) for directory in DEMO_MODELS.values())
 
 
 def prepare_models(config: DeploymentConfig) -> list[PreparedModel]:
