@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import cast
 
+import numpy as np
+
 from benchmarks.layouts.predicted import SHIFT_S, TIMES, outlook, stage_times
 from benchmarks.layouts.server import beside_share
 from benchmarks.report import RESULTS, Report
@@ -69,6 +71,16 @@ def routed_on_kv(model: MeasuredModel) -> MeasuredModel:
     return replace(ffn_times(model, less_us=ROUTER_US), attention_base_s=later)
 
 
+def cut_in_two(model: MeasuredModel) -> MeasuredModel:
+    """Every layer's FFN runs twice, each time for half of the rows."""
+    ffn_s = {}
+    for ranks, points in model.ffn_s.items():
+        rows, seconds = [at for at, _ in points], [value for _, value in points]
+        halves = [float(np.interp((at + 1) // 2, rows, seconds)) for at in rows]
+        ffn_s[ranks] = tuple((at, 2.0 * half) for at, half in zip(rows, halves, strict=True))
+    return replace(model, ffn_s=ffn_s)
+
+
 CHANGES: Mapping[str, Change] = {
     "none": Change(words="as measured stage times have it", at=RATES),
     "before": Change(words="with the FFNs that the kept runs had", is_present=False, at=RATES),
@@ -90,6 +102,7 @@ CHANGES: Mapping[str, Change] = {
         stages=lambda model: replace(model, beside_prompt_s=0.0),
     ),
     "3lanes": Change(words="three decode lanes (--decode-lanes 3)", engine={"decode_lanes": 3}),
+    "halves": Change(words="each model's batch cut in two, in lanes of their own", stages=cut_in_two),
     "64seqs": Change(
         words="up to 64 sequences of a model at once (--max-num-seqs 64)", engine={"max_num_seqs": 64}, at=("2.0",)
     ),

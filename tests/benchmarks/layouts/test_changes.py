@@ -44,6 +44,7 @@ def test_changes_reach_the_stages_that_they_name():
     assert CHANGES["prompts_half"].stages(MODEL).beside_prompt_s == 1.5e-3
     assert CHANGES["prompts_free"].stages(MODEL).beside_prompt_s == 0.0
     assert CHANGES["none"].stages(MODEL) is MODEL
+    assert ffn_us(CHANGES["halves"].stages(MODEL)) == [60, 180, 405, 470]
     assert ffn_times(MODEL, 0.5).ffn_s[1][0][1] == pytest.approx(15e-6)
 
 
