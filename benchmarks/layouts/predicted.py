@@ -119,6 +119,12 @@ def simulated(
     return found
 
 
+def has_present_kernels(result: Mapping[str, Any]) -> bool:
+    """Whether the run had today's FFNs; kept ones that had others are marked by hand."""
+    told: Mapping[str, str] = result.get("machine", {})
+    return told.get("kernels") != "before"
+
+
 def rows_of_passes(result: Mapping[str, Any]) -> Sequence[int]:
     """Numbers of rows that decode's passes had in the run; the present ones where it does not say."""
     found: Sequence[int] = result.get("machine", {}).get("pass_rows", BUCKETS)

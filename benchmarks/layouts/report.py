@@ -12,7 +12,15 @@ from benchmarks.layouts.account import as_memory, deployment
 from benchmarks.layouts.figures import add_layout_ratios, add_load
 from benchmarks.layouts.memory import kv_room, tokens_in
 from benchmarks.layouts.peers import add_peers
-from benchmarks.layouts.predicted import kv_demand, kv_held, kv_simulated, outlook, simulated, stage_times
+from benchmarks.layouts.predicted import (
+    has_present_kernels,
+    kv_demand,
+    kv_held,
+    kv_simulated,
+    outlook,
+    simulated,
+    stage_times,
+)
 from benchmarks.layouts.runs import Runs
 from benchmarks.layouts.server import GPU_LAYOUTS, VARIANTS, beside_share, num_gpus
 from benchmarks.layouts.targets import SIMULATED_PERCENT, mark_targets, targets, verdict
@@ -166,7 +174,8 @@ def add_models_words(report: Report, layout: str, rate: str, result: Mapping[str
     kind, share = layout.partition("-")[0], beside_share(layout)
     if "." in layout and not share:
         return  # of variants the simulator has those that set shares
-    groups = simulated(result, gpus, cast(Layout, kind), stage_times(), models, share)
+    stages = stage_times(is_present=has_present_kernels(result))
+    groups = simulated(result, gpus, cast(Layout, kind), stages, models, share)
     by_bytes = simulated(result, gpus, cast(Layout, kind), {}, models, share)
     for model, figures in result["models"].items():
         if model in groups[0].models:

@@ -10,7 +10,15 @@ import pytest
 from benchmarks import bench_layouts_gpu
 from benchmarks.bench_layouts_gpu import Load
 from benchmarks.layouts.memory import FRAME_BYTES, RESERVE_BYTES, kv_room, tokens_in
-from benchmarks.layouts.predicted import kv_demand, kv_held, outlook, rows_of_passes, simulated, stage_times
+from benchmarks.layouts.predicted import (
+    has_present_kernels,
+    kv_demand,
+    kv_held,
+    outlook,
+    rows_of_passes,
+    simulated,
+    stage_times,
+)
 from benchmarks.layouts.report import add_outlook, layouts_report
 from benchmarks.layouts.runs import Runs
 from benchmarks.layouts.server import GPU_LAYOUTS, beside_share
@@ -268,7 +276,9 @@ def test_present_ffns_take_the_place_of_all_that_were_measured_before(tmp_path):
     assert rows == [[1, 9], [1]]
 
 
-def test_a_run_is_simulated_with_the_passes_that_it_had():
+def test_a_run_is_simulated_with_the_passes_and_kernels_that_it_had():
+    assert not has_present_kernels({"machine": {"kernels": "before"}})
+    assert has_present_kernels({})
     assert rows_of_passes({"machine": {"pass_rows": [1, 2, 4]}}) == [1, 2, 4]
     assert rows_of_passes({}) == BUCKETS
 
