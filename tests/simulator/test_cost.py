@@ -353,6 +353,7 @@ def test_a_model_whole_on_a_gpu_is_as_slow_as_a_lone_token_was(tmp_path):
     metrics = {
         "alone_tbt_ms.static-2.glm-4.7-flash.4k.p50": 4.0,
         "alone_tbt_ms.crosspool-1+1.glm-4.7-flash.4k.p50": 3.8,
+        "alone_tbt_ms.crosspool-1.glm-4.7-flash.4k.p50": 5.0,
     }
     path.write_text(json.dumps({"metrics": metrics}))
     table = read_measured([path])
@@ -364,3 +365,6 @@ def test_a_model_whole_on_a_gpu_is_as_slow_as_a_lone_token_was(tmp_path):
     assert whole.times(decode_work(8, 8 * 4096)).step_s == pytest.approx(slower * plain, rel=0.02)
     pools = with_measurements(pooled(name), table, name)
     assert pools.times(decode_work(1, 4096)).step_s < 3e-3, "two pools are measured otherwise"
+    on_one = with_measurements(pooled(name), table, name, is_one_gpu=True)
+    assert on_one.times(decode_work(1, 4096)).step_s == pytest.approx(5e-3)
+    assert on_one.times(decode_work(1, 4096)).crossing_s > 0

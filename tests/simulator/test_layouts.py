@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import yaml
 
@@ -9,6 +11,7 @@ from crosspool.errors import CapacityError
 from crosspool.planner.deployment import PlanInput
 from crosspool.planner.layouts import replica_size
 from crosspool.planner.planner import plan_deployment
+from crosspool.simulator.cost import decode_work
 from crosspool.simulator.driver import CoreDriver, SimulatedRequest
 from crosspool.simulator.exact import simulate_exact
 from crosspool.simulator.layouts import simulated_group
@@ -110,6 +113,21 @@ def test_contention_on_a_shared_gpu_slows_both_models(paper):
     both = simulate_steps(simulated, [SimulatedRequest(0.0, name, 8, 200, 200) for name in pair])
     for name in pair:
         assert 1.5 * alone[name] < both.models[name].tbt.mean < 2.1 * alone[name]
+
+
+def test_streams_of_both_pools_on_one_gpu_alternate_like_those_of_whole_models():
+    """Two models beside each other take the sum of their layers less the attention of a row of each."""
+    text = PAPER.replace("count: 5, kv: 1", "count: 1").replace("a100-40gb", "h200")
+    two = planned("\n".join(line for line in text.splitlines() if "glm" not in line))
+    simulated = replace(group(two, "crosspool"), order="streams")
+    names = [model.name for model in simulated.models]
+    both = simulate_steps(simulated, [SimulatedRequest(0.0, name, 8, 400, 400) for name in names])
+    times = [model.cost.times(decode_work(1, 208.0)) for model in simulated.models]
+    round_s = sum(each.step_s / each.num_layers - each.attention_s for each in times)
+    assert simulated.stations == ("gpu",)
+    for name, own in zip(names, times, strict=True):
+        expected_s = max(own.step_s, own.num_layers * round_s)
+        assert both.models[name].tbt.quantile(0.5) == pytest.approx(expected_s, rel=0.06)
 
 
 def test_elastic_models_share_what_static_ones_keep_apart():

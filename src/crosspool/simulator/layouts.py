@@ -124,7 +124,9 @@ def _pools(
         bound = PooledCost(
             model.facts, kind, num_kv=num_kv // num_pools, num_weights=num_weights, beside_share=beside_share
         )
-        cost: StepCost = bound if measured is None else with_measurements(bound, measured, model.entry.model)
+        cost: StepCost = (
+            bound if measured is None else with_measurements(bound, measured, model.entry.model, is_one_gpu=shares_gpu)
+        )
         rank = split.kv_ranks[pool] if apart else "kv"
         models.append(
             SimulatedModel(

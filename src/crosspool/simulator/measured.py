@@ -27,7 +27,7 @@ class MeasuredModel:
     shared_efficiency: the same where a share of the FFN lies beside attention. prefill_s: of a prompt alone, to its
     first token, by its tokens. beside_prompt_s: what a whole decode step takes more while a prompt runs beside it.
     prompt_slower: time of a prompt beside decode over its time alone. whole_s: of a lone token of the model whole on
-    one GPU, by its context, the server's own time included.
+    one GPU, by its context, the server's own time included. one_gpu_s: the same with both pools on one GPU.
     """
 
     ffn_s: Mapping[int, Points] = field(default_factory=dict)
@@ -42,15 +42,22 @@ class MeasuredModel:
     beside_prompt_s: float | None = None
     prompt_slower: float | None = None
     whole_s: Points = ()
+    one_gpu_s: Points = ()
 
 
 MeasuredTable = Mapping[str, MeasuredModel]
 
 
 class MeasuredCost:
-    """A roofline corrected by what was measured. is_whole: on one GPU, where nothing crosses."""
+    """A roofline corrected by what was measured.
 
-    def __init__(self, roofline: PooledCost, measured: MeasuredModel, *, is_whole: bool = False) -> None:
+    is_whole: undivided on one GPU, where nothing crosses. lone_s: of lone tokens, by context; steps are as much slower
+    than their stages as the first of these.
+    """
+
+    def __init__(
+        self, roofline: PooledCost, measured: MeasuredModel, *, is_whole: bool = False, lone_s: Points = ()
+    ) -> None:
         self._roofline, self._measured, self._is_whole = roofline, measured, is_whole
         self._points: Points = ()
         self._ffn_roofline = roofline
@@ -64,10 +71,10 @@ class MeasuredCost:
         one = PooledCost(roofline.facts, roofline.kind, num_kv=1, num_weights=1)
         base_s = one.times(decode_work(1, 0.0)).attention_s
         self._attention_excess_s = (measured.attention_base_s or base_s) - base_s
-        self._whole_slower = 1.0
-        if is_whole and measured.whole_s:
-            context, seconds = measured.whole_s[0]
-            self._whole_slower = seconds / self._times(decode_work(1, float(context))).step_s
+        self._slower = 1.0
+        if lone_s:
+            context, seconds = lone_s[0]
+            self._slower = seconds / self._times(decode_work(1, float(context))).step_s
         self._prefill_slower: Points = ()
         self._prefill_slower = tuple(
             (tokens, seconds / sum(self.times(work).step_s for work in prompt_works(tokens)))
@@ -75,7 +82,7 @@ class MeasuredCost:
         )
 
     def times(self, work: StepWork) -> StageTimes:
-        times = self._times(work).slower(self._whole_slower)
+        times = self._times(work).slower(self._slower)
         if work.num_tokens == work.num_sampled or not self._prefill_slower:
             return times
         return times.slower(_between(self._prefill_slower, work.num_tokens))
@@ -134,16 +141,21 @@ def _between(points: Points, rows: int) -> float:
     return low_s + (high_s - low_s) * (rows - low) / (high - low)
 
 
-def with_measurements(cost: PooledCost, table: MeasuredTable, model: str) -> StepCost:
-    """The cost corrected by the table's entry of the model, or of the catalogue entry it stands for, if any."""
+def with_measurements(cost: PooledCost, table: MeasuredTable, model: str, *, is_one_gpu: bool = False) -> StepCost:
+    """The cost corrected by the table's entry of the model, or of the catalogue entry it stands for, if any.
+
+    is_one_gpu: both pools are on it.
+    """
     measured = _entry_of(table, model)
-    return cost if measured is None else MeasuredCost(cost, measured)
+    if measured is None:
+        return cost
+    return MeasuredCost(cost, measured, lone_s=measured.one_gpu_s if is_one_gpu else ())
 
 
 def whole_with_measurements(cost: MonolithicCost, table: MeasuredTable, model: str) -> StepCost:
     """The same of a model that lies whole on one GPU; several all-reduce, which is not measured."""
     measured = _entry_of(table, model) if cost.num_gpus == 1 else None
-    return cost if measured is None else MeasuredCost(cost.pooled, measured, is_whole=True)
+    return cost if measured is None else MeasuredCost(cost.pooled, measured, is_whole=True, lone_s=measured.whole_s)
 
 
 def sharing_of(table: MeasuredTable, model: str, num_layers: int) -> Sharing:

@@ -10,6 +10,7 @@
         "beside_prompt_us": 2900.0,                           # longer a decode step while a prompt runs beside it
         "prompt_slower": 1.5,                                 # a prompt beside decode, against it alone
         "whole_ms": {"4096": 3.47},                           # tokens of context -> a lone token, whole on one GPU
+        "one_gpu_ms": {"4096": 4.17},                         # the same, both pools on one GPU
         "shared_efficiency": {"12": 0.93},                    # as below, with a share of the FFN beside attention
         "lanes_efficiency": {"1": 0.9, "8": 0.93}}}}          # rows -> of two lanes, against what stage times allow
 
@@ -40,7 +41,7 @@ _LANES = re.compile(
     r"(\+(?P=model)(?(share)(?P=share))\.b(?P=batch)\.\d+k\.fused|\.pause\d+\.words)"
 )
 _PREFILL = re.compile(r"ttft_ms\.(?P<model>.+)\.1\+1\.(?P<context>\d+)k")
-_WHOLE = re.compile(r"alone_tbt_ms\.static-\d+\.(?P<model>.+)\.(?P<context>\d+)k\.p50")
+_WHOLE = re.compile(r"alone_tbt_ms\.(?:(?P<layout>static)-\d+|crosspool-1)\.(?P<model>.+)\.(?P<context>\d+)k\.p50")
 LEAST_CROSSING_US = 0.05
 """Of crossings that hide behind prefetched weights altogether."""
 
@@ -94,7 +95,8 @@ def _entries(metrics: Mapping[str, float]) -> dict[str, dict[str, Any]]:
             prefill = entries.setdefault(found["model"], {}).setdefault("prefill_ms", {})
             prefill[str(1024 * int(found["context"]))] = value
         elif found := _WHOLE.fullmatch(name):
-            whole = entries.setdefault(found["model"], {}).setdefault("whole_ms", {})
+            kind = "whole_ms" if found["layout"] == "static" else "one_gpu_ms"
+            whole = entries.setdefault(found["model"], {}).setdefault(kind, {})
             whole[str(1024 * int(found["context"]))] = value
         elif found := _IN_STEP.fullmatch(name):
             model, batch = found["model"] or found["old_model"], found["batch"] or found["old_batch"]
@@ -159,15 +161,16 @@ def _measured(entry: Mapping[str, Any]) -> MeasuredModel:
         tail_s=_seconds(entry["tail_us"]) if "tail_us" in entry else None,
         lanes_efficiency=lanes,
         shared_efficiency=shared,
-        prefill_s=sorted_points(
-            [(int(tokens), _seconds(1e3 * value)) for tokens, value in entry.get("prefill_ms", {}).items()]
-        ),
+        prefill_s=_by_tokens(entry, "prefill_ms"),
         beside_prompt_s=_seconds(entry["beside_prompt_us"]) if "beside_prompt_us" in entry else None,
         prompt_slower=_ratio(entry, "prompt_slower"),
-        whole_s=sorted_points(
-            [(int(tokens), _seconds(1e3 * value)) for tokens, value in entry.get("whole_ms", {}).items()]
-        ),
+        whole_s=_by_tokens(entry, "whole_ms"),
+        one_gpu_s=_by_tokens(entry, "one_gpu_ms"),
     )
+
+
+def _by_tokens(entry: Mapping[str, Any], kind: str) -> Points:
+    return sorted_points([(int(tokens), _seconds(1e3 * value)) for tokens, value in entry.get(kind, {}).items()])
 
 
 def _efficiency(entry: Mapping[str, Any], kind: str) -> Points:

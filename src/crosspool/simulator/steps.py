@@ -14,7 +14,7 @@ from crosspool.scheduler.step import StepDescriptor
 from crosspool.simulator.cost import decode_work, step_work
 from crosspool.simulator.driver import Arrivals, CoreDriver, SimulatedRequest
 from crosspool.simulator.exact import Progress, make_pipeline
-from crosspool.simulator.group import SimulatedGroup, SimulatedModel
+from crosspool.simulator.group import STREAMS, SimulatedGroup, SimulatedModel
 from crosspool.simulator.overlap import AlternatingGPUs, PipelineOverlap, RunningStep, SharedGPUs
 from crosspool.simulator.pipeline import Pipeline, Route
 from crosspool.simulator.result import GroupResult, group_result
@@ -48,13 +48,14 @@ class StepSimulator:
         self._lone_s = {model.name: model.cost.times(decode_work(1, 0.0)).attention_s for model in group.models}
         self._runs: dict[int, _Run] = {}
         self._now = 0.0
-        self._has_pools = group.layout == "crosspool"
+        is_one_gpu = len(group.stations) == 1 and group.order == STREAMS  # its streams are like those of whole models
+        self._has_pools = group.layout == "crosspool" and not is_one_gpu
         self._pipeline: Pipeline | None = None  # while no set of lanes lasts
         self.overlap: PipelineOverlap | AlternatingGPUs | SharedGPUs
         if self._has_pools:
             self.overlap = PipelineOverlap(lambda lanes: make_pipeline(group, lanes))
         else:  # streams of a process on each GPU, or a process for each model, between which the driver switches
-            self.overlap = AlternatingGPUs() if group.layout == "static" else SharedGPUs()
+            self.overlap = SharedGPUs() if group.layout == "elastic" else AlternatingGPUs()
 
     def run(
         self, requests: Iterable[SimulatedRequest], stop_s: float | None = None, progress: Progress | None = None
@@ -150,7 +151,7 @@ class StepSimulator:
         running = RunningStep(
             times,
             route,
-            model.gpus,
+            () if self._has_pools else model.gpus or (route.kv,),
             delay,
             model.name,
             is_prompt,
