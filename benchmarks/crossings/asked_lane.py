@@ -20,7 +20,7 @@ from crosspool.backends.cuda.kernels.moe_params import FFNScratch
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
-from crosspool.backends.cuda.weights_rank.ffn_pass import FFNPass, SumsBy
+from crosspool.backends.cuda.weights_rank.ffn_passes import FFNPass, SumsBy
 from crosspool.backends.cuda.weights_rank.ffn_server import FFNServer, serve_layers
 
 

@@ -25,7 +25,7 @@ from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights, RouterW
 from crosspool.backends.cuda.loading.weights import AttentionWeights
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule
 from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
-from crosspool.backends.cuda.weights_rank.ffn_pass import FFNPass, SumsBy
+from crosspool.backends.cuda.weights_rank.ffn_passes import FFNPass, SumsBy
 from crosspool.cluster.channel import channel_bytes
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.models.spec import ModelSpec

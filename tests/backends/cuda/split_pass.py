@@ -13,7 +13,7 @@ from crosspool.backends.cuda.kv_rank.attention_pass import AttentionPass
 from crosspool.backends.cuda.kv_rank.kv_router import KVRouter
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule
 from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
-from crosspool.backends.cuda.weights_rank.ffn_pass import FFNPass
+from crosspool.backends.cuda.weights_rank.ffn_passes import FFNPass
 from crosspool.cluster.channel import channel_bytes
 
 

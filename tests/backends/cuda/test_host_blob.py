@@ -9,8 +9,11 @@ torch = pytest.importorskip("torch")
 from crosspool.backends.cuda.channels.link import Site  # noqa: E402
 from crosspool.backends.cuda.device.driver import CudaError, Driver  # noqa: E402
 from crosspool.backends.cuda.loading.streaming import stream_share  # noqa: E402
-from crosspool.backends.cuda.loading.weights import pack_attention_weights, pack_ffn_weights  # noqa: E402
-from crosspool.backends.cuda.loading.whole_weights import mapped  # noqa: E402
+from crosspool.backends.cuda.loading.weights import (  # noqa: E402
+    mapped,
+    pack_attention_weights,
+    pack_ffn_weights,
+)
 from crosspool.backends.cuda.prefill_rank import host_model  # noqa: E402
 from crosspool.backends.cuda.prefill_rank.host_blob import HUGE_PAGE_BYTES, HostBlob  # noqa: E402
 from crosspool.backends.cuda.prefill_rank.host_model import OWN, load_whole  # noqa: E402

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from crosspool.backends.cuda.steps.step_pace import EASY_NAP_S, NUM_KEPT, RESTED, SHORTEST_NAP_S, StepPace
+from crosspool.backends.cuda.steps.pace import EASY_NAP_S, NUM_KEPT, RESTED, SHORTEST_NAP_S, StepPace
 
 LOOK_S = 2e-6
 

@@ -1,7 +1,8 @@
 """A model's weights on the device: from canonical tensors, wherever these come from."""
 
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -94,3 +95,43 @@ def random_std(tensor: TensorSpec, spec: ModelSpec) -> float:
     if tensor.name in ("o", "down", "expert_down", "shared_down"):
         std *= (16 * spec.num_layers) ** -0.5
     return std
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeLayer:
+    """Both halves of one layer. router: as `chunk_routers` makes it; None: a dense layer."""
+
+    attention: AttentionLayerWeights
+    ffn: FFNLayerWeights
+    router: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeWeights:
+    """What a prefill rank needs of a model: all but the head, which its home has."""
+
+    embed: torch.Tensor
+    final_norm: torch.Tensor
+    layers: tuple[WholeLayer, ...]
+
+
+def mapped(weights: T, other: Callable[[torch.Tensor], torch.Tensor]) -> T:
+    """The same dataclass of weights with `other` of each of its tensors, those of its dataclasses included."""
+    changed: dict[str, Any] = {}
+    assert is_dataclass(weights)
+    for field in fields(weights):
+        value = getattr(weights, field.name)
+        if isinstance(value, torch.Tensor):
+            changed[field.name] = other(value)
+        elif is_dataclass(value) and any(_holds_tensors(getattr(value, each.name)) for each in fields(value)):
+            changed[field.name] = mapped(value, other)
+    return replace(weights, **changed)  # type: ignore[type-var]
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    return is_dataclass(value) and any(_holds_tensors(getattr(value, field.name)) for field in fields(value))

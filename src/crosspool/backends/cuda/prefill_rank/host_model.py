@@ -14,8 +14,14 @@ from crosspool.backends.cuda.loading.ffn_weights import pack_ffn
 from crosspool.backends.cuda.loading.random_slices import SEED, draw_share
 from crosspool.backends.cuda.loading.share import Tensors
 from crosspool.backends.cuda.loading.streaming import stream_share
-from crosspool.backends.cuda.loading.weights import AttentionWeights, pack_attention_weights, random_layers
-from crosspool.backends.cuda.loading.whole_weights import WholeLayer, WholeWeights, mapped
+from crosspool.backends.cuda.loading.weights import (
+    AttentionWeights,
+    WholeLayer,
+    WholeWeights,
+    mapped,
+    pack_attention_weights,
+    random_layers,
+)
 from crosspool.backends.cuda.prefill_rank.host_blob import HostBlob
 from crosspool.cluster.base import ModelPlacement
 from crosspool.models.directory import ModelDirectory

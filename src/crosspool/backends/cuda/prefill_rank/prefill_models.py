@@ -13,8 +13,7 @@ from crosspool.backends.cuda.chunks.chunk_warm_up import capture_spans, warm_up_
 from crosspool.backends.cuda.chunks.span_attention import SpanGraphs
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.device.sm_partition import PrefillStreams
-from crosspool.backends.cuda.loading.weights import AttentionWeights
-from crosspool.backends.cuda.loading.whole_weights import WholeWeights, mapped
+from crosspool.backends.cuda.loading.weights import AttentionWeights, WholeWeights, mapped
 from crosspool.backends.cuda.prefill_rank.host_model import HostModel
 from crosspool.backends.cuda.prefill_rank.places import Place, Places
 from crosspool.backends.cuda.prefill_rank.swap import InPlace, Swapper

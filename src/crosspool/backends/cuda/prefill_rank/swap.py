@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from crosspool.backends.cuda.loading.whole_weights import WholeWeights, mapped
+from crosspool.backends.cuda.loading.weights import WholeWeights, mapped
 from crosspool.backends.cuda.prefill_rank.host_blob import view
 from crosspool.backends.cuda.prefill_rank.host_model import OWN, HostModel
 from crosspool.backends.cuda.prefill_rank.places import Place

@@ -9,10 +9,9 @@ import torch
 
 from crosspool.backends.cuda.channels.transport_params import MAX_PEERS, LaneView
 from crosspool.backends.cuda.device.device_memory import pinned
-from crosspool.backends.cuda.steps.pace import Pace
+from crosspool.backends.cuda.steps.pace import Pace, StepPace
 from crosspool.backends.cuda.steps.passes import PASS_TOKENS
 from crosspool.backends.cuda.steps.records import RING_SLOTS, RecordRing, RunPlace, RunRows
-from crosspool.backends.cuda.steps.step_pace import StepPace
 
 DONE, ABORT, LATE = 0, 1, 2
 POSTED = LATE + MAX_PEERS

@@ -5,8 +5,7 @@ from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.steps.decode_run import places, read_end
 from crosspool.backends.cuda.steps.passes import bucket_of
 from crosspool.backends.cuda.steps.records import RunPlace
-from crosspool.backends.cuda.weights_rank.ffn_pass import FFNPass
-from crosspool.backends.cuda.weights_rank.ffn_passes import FFNPasses, FFNPassKind, FFNWay
+from crosspool.backends.cuda.weights_rank.ffn_passes import FFNPass, FFNPasses, FFNPassKind, FFNWay
 from crosspool.backends.cuda.weights_rank.resident_ffn import ResidentFFN
 from crosspool.scheduler.step import StepHeader, epoch, run_over
 
