@@ -49,14 +49,14 @@ class Rig:
         )
         self.num_ahead = 0
         for loop in self.ranks._loops:
-            begin = loop._begin_ahead
-            loop._begin_ahead = lambda lane, loop=loop, begin=begin: self.counted(loop, lane, begin)
+            begin, steps = loop._steps._begin_ahead, loop._steps
+            steps._begin_ahead = lambda lane, steps=steps, begin=begin: self.counted(steps, lane, begin)
         plain = self.ranks.turn
         self.ranks.turn = lambda: self.devices_go_on() if self.random.random() < self.device_share else plain()
 
-    def counted(self, loop, lane, begin):
+    def counted(self, steps, lane, begin):
         begin(lane)
-        self.num_ahead += (behind := loop._steps._behind.get(lane)) is not None and behind.run is not None
+        self.num_ahead += (behind := steps._behind.get(lane)) is not None and behind.run is not None
 
     def devices_go_on(self):
         self.random.choice(self.streams).go_on() if self.streams else None
