@@ -148,8 +148,15 @@ def test_errors_have_the_clients_own_classes(client: Anthropic, url: str, script
     image = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
     with pytest.raises(anthropic.BadRequestError, match="image"):
         client.messages.create(**{**ASK, "messages": [{"role": "user", "content": [image]}]})
-    with pytest.raises(anthropic.AuthenticationError), Anthropic(base_url=url, api_key="wrong", max_retries=0) as other:
+    with (
+        pytest.raises(anthropic.AuthenticationError) as unknown,
+        Anthropic(base_url=url, api_key="wrong", max_retries=0) as other,
+    ):
         other.messages.create(**ASK)
+    assert unknown.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
+    with pytest.raises(anthropic.RequestTooLargeError) as large:
+        client.messages.create(**{**ASK, "system": "x" * (9 << 20)})
+    assert large.value.body["error"]["type"] == "request_too_large"  # type: ignore[index]
     scripted.scripts["tiny"].refusal = QueueFullError("the queue of tiny is full", retry_after_s=3)
     with pytest.raises(anthropic.RateLimitError) as caught:
         client.messages.create(**ASK)

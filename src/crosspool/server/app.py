@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from crosspool import __version__
 from crosspool.config import ServerConfig
@@ -31,9 +31,8 @@ from crosspool.server.catalogue import Catalogue
 from crosspool.server.direct_routes import DirectRoutes, direct_routes
 from crosspool.server.engine_client import EngineClient
 from crosspool.server.engine_metrics import EngineCollector
-from crosspool.server.errors import APIError, from_engine, from_validation
+from crosspool.server.errors import APIError, error_response, from_engine, from_validation
 from crosspool.server.guards import BodyLimit, HeaderLimit, KeyGuard, RequestContext
-from crosspool.server.messages_answer import error_body
 from crosspool.server.metrics import RequestMetrics
 from crosspool.server.metrics_compat import vllm_registry
 from crosspool.server.request_form import RequestForm
@@ -137,8 +136,7 @@ def _middleware(config: ServerConfig) -> Sequence[Middleware]:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError), "registered for APIError"
-    is_message = request.url.path.startswith(f"{request.scope.get('root_path', '')}{messages_routes.PATH}")
-    return JSONResponse(error_body(error) if is_message else error.body(), error.status, error.headers)
+    return error_response(error, request.scope)
 
 
 async def _engine_error(request: Request, error: Exception) -> Response:

@@ -1,4 +1,5 @@
-"""Errors as OpenAI clients expect them: `{"error": {message, type, param, code}}`, nested, with a string code.
+"""Errors as clients expect them: OpenAI's `{"error": {message, type, param, code}}`, nested, with a string code, and
+Anthropic's shape on its routes.
 
 Every refusal of the server is an `APIError`; errors of the engine and of the frameworks are turned into one here.
 """
@@ -8,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
+from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from crosspool.errors import (
     CapacityError,
@@ -23,6 +26,19 @@ from crosspool.errors import (
 
 MAX_REPORTED = 10  # validation errors in one message
 MAX_ECHO = 200  # characters of the client's own words in one of them
+
+MESSAGES_PATH = "/v1/messages"
+"""Where Anthropic's API begins."""
+
+_MESSAGE_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ErrorDetail(BaseModel):
@@ -62,6 +78,18 @@ class APIError(Exception):
     def body(self) -> dict[str, Any]:
         detail = {"message": self.message, "type": error_type(self.status), "param": self.param, "code": self.code}
         return {"error": detail}
+
+    def message_body(self) -> dict[str, Any]:
+        """The same in Anthropic's shape."""
+        kind = _MESSAGE_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+def error_response(error: APIError, scope: Scope) -> JSONResponse:
+    """The answer to a refused request, in the shape of the API that its path belongs to."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    body = error.message_body() if path.startswith(MESSAGES_PATH) else error.body()
+    return JSONResponse(body, error.status, error.headers)
 
 
 def error_type(status: int) -> str:

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crosspool.server.context import CURRENT
-from crosspool.server.errors import APIError
+from crosspool.server.errors import APIError, error_response
 from crosspool.server.garbage import Garbage
 
 access_log = logging.getLogger("crosspool.access")
@@ -88,10 +87,9 @@ class HeaderLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and sum(len(k) + len(v) + 4 for k, v in scope["headers"]) > self._max_header_bytes:
-            error = APIError(
-                431, f"the headers are larger than {self._max_header_bytes} bytes", code="request_headers_too_large"
-            )
-            await JSONResponse(error.body(), error.status, {"Connection": "close"})(scope, receive, send)
+            message = f"the headers are larger than {self._max_header_bytes} bytes"
+            error = APIError(431, message, code="request_headers_too_large", headers={"Connection": "close"})
+            await error_response(error, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -109,8 +107,7 @@ class BodyLimit:
             return
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdigit() and int(declared) > self._max_body_bytes:
-            error = self._too_large()
-            await JSONResponse(error.body(), error.status, {"Connection": "close"})(scope, receive, send)
+            await error_response(self._too_large(), scope)(scope, receive, send)
             return
         received = 0
 
@@ -125,9 +122,8 @@ class BodyLimit:
         await self._app(scope, receive_limited, send)
 
     def _too_large(self) -> APIError:
-        return APIError(
-            413, f"the body is larger than the limit of {self._max_body_bytes} bytes", code="request_too_large"
-        )
+        message = f"the body is larger than the limit of {self._max_body_bytes} bytes"
+        return APIError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 
 OPEN_PATHS = frozenset({"/", "/docs", "/ui", "/health", "/health/ready"})
@@ -153,7 +149,7 @@ class KeyGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
         if refusal is not None:
-            await JSONResponse(refusal.body(), refusal.status, refusal.headers)(scope, receive, send)
+            await error_response(refusal, scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -7,18 +7,7 @@ from crosspool.core import FinishReason
 from crosspool.engine.output import RequestOutput
 from crosspool.server.answer_parser import AnswerParser, AnswerPiece
 from crosspool.server.choices import Json
-from crosspool.server.errors import APIError
 
-ERROR_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
 DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
 FIELDS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
 
@@ -105,12 +94,6 @@ def usage(output: RequestOutput | None, prompt_tokens: int) -> Json:
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
     }
-
-
-def error_body(error: APIError) -> Json:
-    """Anthropic's shape of an error."""
-    kind = ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def event(body: Json) -> bytes:

@@ -9,9 +9,9 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from crosspool.server.choices import Json
-from crosspool.server.errors import APIError
+from crosspool.server.errors import MESSAGES_PATH, APIError
 from crosspool.server.generation_routes import ERRORS
-from crosspool.server.messages_answer import MessageBlocks, error_body, event, usage
+from crosspool.server.messages_answer import MessageBlocks, event, usage
 from crosspool.server.messages_body import CountBody, MessagesBody
 from crosspool.server.outputs import OutputGroup
 from crosspool.server.preparation import chat_answer
@@ -21,7 +21,6 @@ from crosspool.server.tools import tool_use
 
 router = APIRouter(tags=["messages"])
 
-PATH = "/v1/messages"
 PING = event({"type": "ping"})
 
 
@@ -40,8 +39,7 @@ class MessageError(BaseModel):
 
 
 MESSAGE_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {**found, "model": MessageError} if "model" in found and status != 401 else found
-    for status, found in ERRORS.items()
+    status: {**found, "model": MessageError} if "model" in found else found for status, found in ERRORS.items()
 }
 
 
@@ -51,7 +49,7 @@ class InputTokens(BaseModel):
     input_tokens: int
 
 
-@router.post(PATH, summary="Answer a conversation (Anthropic)", responses=MESSAGE_ERRORS, response_model=None)
+@router.post(MESSAGES_PATH, summary="Answer a conversation (Anthropic)", responses=MESSAGE_ERRORS, response_model=None)
 async def messages(body: MessagesBody, request: Request) -> Response:
     message_id = f"msg_{uuid.uuid4().hex}"
     answer = await chat_answer(body.chat(), request, message_id)
@@ -67,7 +65,7 @@ async def messages(body: MessagesBody, request: Request) -> Response:
     return JSONResponse({**found, "usage": usage(blocks.last, num_tokens)})
 
 
-@router.post(f"{PATH}/count_tokens", summary="Tokens of a prompt (Anthropic)", responses=MESSAGE_ERRORS)
+@router.post(f"{MESSAGES_PATH}/count_tokens", summary="Tokens of a prompt (Anthropic)", responses=MESSAGE_ERRORS)
 async def count_tokens(body: CountBody, request: Request) -> InputTokens:
     chat = body.chat()
     model = request.app.state.catalogue.resolve(chat.model)
@@ -95,6 +93,6 @@ async def _events(
             yield event({"type": "message_delta", "delta": delta, "usage": usage(blocks.last, prompt_tokens)})
             yield event({"type": "message_stop"})
         except APIError as error:
-            yield event(error_body(error))
+            yield event(error.message_body())
     finally:
         await group.close()
