@@ -40,8 +40,6 @@ def test_changes_reach_the_stages_that_they_name():
     routed = CHANGES["routekv"].stages(MODEL)
     assert (ffn_us(routed), routed.attention_base_s) == ([25, 165, 295, 345], pytest.approx(25e-6))
     assert ffn_us(CHANGES["both"].stages(MODEL))[1] == pytest.approx(0.95 * 170 - 5)
-    assert CHANGES["lanes_free"].stages(MODEL).lanes_efficiency == ()
-    assert CHANGES["prompts_half"].stages(MODEL).beside_prompt_s == 1.5e-3
     assert CHANGES["prompts_free"].stages(MODEL).beside_prompt_s == 0.0
     assert CHANGES["none"].stages(MODEL) is MODEL
     assert ffn_us(CHANGES["halves"].stages(MODEL)) == [60, 180, 405, 470]
