@@ -37,8 +37,8 @@ class ChunkPart:
         return cls(spec, rope, positions, table_rows, attention, library, rows)
 
     def queries(self) -> torch.Tensor:
-        """(query_rows, heads, D) bf16, where the spans find them."""
-        room = self.library.queries(self.query_rows) if self.attention.spans else None
+        """(query_rows, heads, D) bf16, where the spans find them if they are of one sequence."""
+        room = self.library.queries(self.query_rows, [span.span for span in self.attention.spans])
         if room is not None:
             return room
         shape = (self.query_rows, self.spec.num_heads, key_dim(self.spec))

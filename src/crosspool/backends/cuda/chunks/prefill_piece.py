@@ -53,17 +53,19 @@ class Library:
         """is_shared: whether torch's current stream is the partition's."""
         self._graphs, self._is_shared = graphs, is_shared
 
-    def queries(self, rows: int) -> torch.Tensor | None:
-        """Where the queries of a piece of one sequence may lie, so that its spans find them."""
-        return None if self._graphs is None or rows > len(self._graphs.buffers.q) else self._graphs.buffers.q
+    def queries(self, rows: int, spans: Sequence[Span]) -> torch.Tensor | None:
+        """Where a piece's queries may lie so that its spans find them: those of its first sequence."""
+        if self._graphs is None or not spans or any(span.stretch.first_row for span in spans):
+            return None
+        return None if rows > len(self._graphs.buffers.q) else self._graphs.buffers.q
 
     def slots(self, span: Span) -> torch.Tensor | None:
         """Room for a span's cache rows."""
-        return self._graphs.buffers.slots[: span.count] if self._graphs and self._takes(span) else None
+        return self._graphs.buffers.slots[: span.count] if self._graphs else None
 
     def keys_and_values(self, span: Span) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Room for a span's expanded keys and values."""
-        if self._graphs is None or not self._takes(span):
+        if self._graphs is None:
             return None
         held = self._graphs.buffers
         return held.keys[:, : span.count], held.values[:, : span.count]
@@ -71,15 +73,17 @@ class Library:
     def run(
         self, spec: GQASpec | MLASpec, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, span: Span
     ) -> Part:
-        """Attention of the span's rows of q (rows, heads, D) to its keys (kv_heads, count, D), in the room for them."""
-        if self._graphs is not None and self._takes(span):
-            return self._graphs.replay(span.rows, span.count, self._is_shared())
-        first = span.stretch.first_row
-        return full_attention(q[first : first + span.rows], keys, values, spec.softmax_scale)
+        """Attention of the span's rows of q (rows, heads, D) to its keys (kv_heads, count, D), in the room for them.
 
-    def _takes(self, span: Span) -> bool:
-        """The graphs' queries begin at the piece's first row."""
-        return span.stretch.first_row == 0
+        The spans of a stretch come one after another, from its first key on: the first of them brings its queries.
+        """
+        part = span.stretch
+        if self._graphs is None:
+            return full_attention(q[part.first_row : part.first_row + span.rows], keys, values, spec.softmax_scale)
+        room = self._graphs.buffers.q
+        if span.first == 0 and q is not room:
+            room[: part.num_rows].copy_(q[part.first_row : part.first_row + part.num_rows])
+        return self._graphs.replay(span.rows, span.count, self._is_shared())
 
 
 def span_rows(tokens: int, spans: Sequence[Span]) -> int:
