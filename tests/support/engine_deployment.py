@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from functools import cache
 from pathlib import Path
 
 from crosspool.cluster.config import ClusterConfig
@@ -126,7 +127,9 @@ async def collect(engine: AsyncEngine, request: GenerationRequest) -> list[Reque
     return [output async for output in engine.generate(request)]
 
 
+@cache
 def wanted(model: MonolithicModel, request: GenerationRequest) -> list[int]:
+    """Computed once: the same requests are asked of many deployments."""
     sampling = SamplingParams(
         max_tokens=request.sampling.max_tokens,
         temperature=request.sampling.temperature,
