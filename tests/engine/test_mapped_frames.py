@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -65,30 +64,32 @@ async def answers(live: LiveDeployment) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def plain(directories: dict[str, Path]) -> Iterator[LiveDeployment]:
+def expected(directories: dict[str, Path]) -> list[list[int]]:
+    """What an arena answers."""
     with live_deployment(deployment(directories, "arena")) as live:
-        yield live
+        found = asyncio.run(answers(live))
+        assert not live.stats().backings
+    return found
 
 
 @pytest.mark.parametrize("layout", ["inprocess", "processes"])
 async def test_frames_that_move_from_model_to_model_give_the_tokens_of_an_arena(
-    plain: LiveDeployment, directories: dict[str, Path], layout: str
+    expected: list[list[int]], directories: dict[str, Path], layout: str
 ) -> None:
     with live_deployment(deployment(directories, "vmm", SHORT, layout)) as live:
-        assert await answers(live) == await answers(plain)
+        assert await answers(live) == expected
         counts = live.stats().backings["kv0"]
         assert counts.maps > 30
         assert counts.unmaps > 30
         assert counts.failures == 0
-    assert not plain.stats().backings
 
 
 @pytest.mark.parametrize("layout", ["inprocess", "processes"])
 async def test_while_frames_are_free_no_decode_step_waits_for_a_page_to_be_mapped(
-    plain: LiveDeployment, directories: dict[str, Path], layout: str
+    expected: list[list[int]], directories: dict[str, Path], layout: str
 ) -> None:
     with live_deployment(deployment(directories, "vmm", AMPLE, layout)) as live:
-        assert await answers(live) == await answers(plain)
+        assert await answers(live) == expected
         counts = live.stats().backings["kv0"]
         assert counts.maps > 30
         assert (counts.decode_waits, counts.full_waits) == (0, 0), counts
@@ -125,9 +126,8 @@ async def test_after_the_kv_rank_was_killed_nothing_is_lost_and_pages_are_mapped
 
 @pytest.mark.parametrize("layout", ["inprocess", "processes"])
 async def test_memory_beyond_the_budget_goes_back_to_the_driver_and_comes_again(
-    plain: LiveDeployment, directories: dict[str, Path], layout: str
+    expected: list[list[int]], directories: dict[str, Path], layout: str
 ) -> None:
-    expected = await answers(plain)
     with live_deployment(deployment(directories, "vmm", AMPLE, layout)) as live:
         live.engine.set_limits(LimitChange(budget_bytes=SHORT * 64 * KiB))
         assert await answers(live) == expected
@@ -141,13 +141,13 @@ async def test_memory_beyond_the_budget_goes_back_to_the_driver_and_comes_again(
         assert counts.failures == 0
 
 
-async def test_a_model_that_goes_gives_its_range_back(directories: dict[str, Path]) -> None:
+async def test_a_model_that_goes_gives_its_range_back(expected: list[list[int]], directories: dict[str, Path]) -> None:
     with live_deployment(deployment(directories, "vmm")) as live:
-        first = await answers(live)
+        assert await answers(live) == expected
         await live.engine.remove_model("P")
         served = next(model for model in _served(directories) if model.name == "P")
         await live.engine.add_model(served)
-        assert await answers(live) == first
+        assert await answers(live) == expected
 
 
 def _served(directories: dict[str, Path]) -> list:
