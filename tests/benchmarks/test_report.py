@@ -24,7 +24,8 @@ def test_files_are_named_after_what_hardware_and_date(report, tmp_path):
     assert markdown_path.name == "decode_cpu_2026-12-01.md"
 
 
-def test_json_holds_flat_metrics_and_everything_needed_to_run_again(report, tmp_path):
+def test_json_holds_flat_metrics_and_everything_needed_to_run_again(report, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["/opt/bin/python", "-m", "benchmarks.bench_decode", "--batch", "1"])
     report.metric("decode_ratio_vs_transformers.b1", np.float32(4.5))
     report.metric("bandwidth_gb_per_s", 9.0, limit=20.0, note="one core's copy bandwidth")
     written = json.loads(report.write(tmp_path)[0].read_text())
@@ -36,7 +37,7 @@ def test_json_holds_flat_metrics_and_everything_needed_to_run_again(report, tmp_
     assert written["hardware"]["num_cores"] >= 1
     assert "numpy" in written["versions"]
     assert written["commit"]
-    assert "pytest" in written["command"]
+    assert written["command"] == "python -m benchmarks.bench_decode --batch 1"
 
 
 def test_samples_become_percentiles_with_the_limit_at_the_median(report):
