@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 
@@ -40,6 +41,25 @@ def test_every_buffer_holds_the_bytes_that_it_was_asked_for(tmp_path):
             for buffer, extent in enumerate(wanted):
                 begin = buffer * BUFFER
                 assert readers.memory[begin : begin + extent.num_bytes] == data[extent.start : extent.stop]
+
+
+def test_touched_buffers_have_pages_before_anything_is_read(tmp_path, monkeypatch):
+    create, memory = os.memfd_create, []
+
+    def kept(name):
+        memory.append(os.dup(fd := create(name)))
+        return fd
+
+    monkeypatch.setattr(os, "memfd_create", kept)
+    with Readers(2, 3 * mmap.PAGESIZE) as readers:
+        assert os.fstat(memory[0]).st_blocks == 0
+        readers.touch()
+        whole = os.fstat(memory[0])
+        assert whole.st_blocks * 512 == whole.st_size == 2 * BUFFERS_EACH * 3 * mmap.PAGESIZE
+        (tmp_path / "file").write_bytes(b"xyz")
+        readers.read(Extent(tmp_path / "file", 0, 3, (), 0), 3)
+        assert ended(readers, 1) == {3: True}
+    os.close(memory[0])
 
 
 def test_a_file_that_is_short_or_gone_is_told_and_the_reader_goes_on(tmp_path):

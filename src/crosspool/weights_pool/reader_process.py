@@ -10,7 +10,10 @@ import struct
 import sys
 
 COMMAND = struct.Struct("<IIQQQ")
-"""(number of the command, bytes of the path behind it, first byte in the file, bytes, first byte in shared memory)."""
+"""(number of the command, bytes of the path behind it, first byte in the file, bytes, first byte in shared memory).
+
+Without a path the bytes are zeros: their pages are there afterwards.
+"""
 
 DONE = struct.Struct("<I?")
 """(number of the command, whether the bytes are there)."""
@@ -24,6 +27,10 @@ def serve(memory_fd: int, commands_fd: int, done_fd: int) -> None:
             number, path_bytes, first, count, at = COMMAND.unpack(head)
             path = commands.read(path_bytes)
             try:
+                if not path:
+                    memory[at : at + count : mmap.PAGESIZE] = bytes(-(-count // mmap.PAGESIZE))
+                    os.write(done_fd, DONE.pack(number, True))
+                    continue
                 fd = files.get(path)
                 if fd is None:
                     fd = files[path] = os.open(path, os.O_RDONLY)

@@ -69,8 +69,23 @@ class Readers:
 
         Raises CrossPoolError where that is gone.
         """
-        path, reader = os.fsencode(extent.file), buffer // BUFFERS_EACH
-        head = COMMAND.pack(buffer, len(path), extent.start, extent.num_bytes, buffer * self.buffer_bytes)
+        self._ask(buffer, os.fsencode(extent.file), extent.start, extent.num_bytes)
+
+    def touch(self) -> None:
+        """Returns once the pages of all buffers, which nobody uses yet, are there: each reader makes its own.
+
+        One thread that pins them makes 2 GB/s of pages, and 30 of those that it finds. Raises CrossPoolError where a
+        reader is gone.
+        """
+        left = set(range(self.num_buffers))
+        for buffer in left:
+            self._ask(buffer, b"", 0, self.buffer_bytes)
+        while left:
+            left -= {buffer for buffer, _ in self.ended(wait=True)}
+
+    def _ask(self, buffer: int, path: bytes, start: int, num_bytes: int) -> None:
+        reader = buffer // BUFFERS_EACH
+        head = COMMAND.pack(buffer, len(path), start, num_bytes, buffer * self.buffer_bytes)
         try:
             os.write(self._commands[reader], head + path)
         except BrokenPipeError:

@@ -122,7 +122,7 @@ def _read(extent: Extent, block: torch.Tensor) -> None:
 def pin(readers: Readers, device: torch.device, threads: Executor) -> Iterator[Future[torch.Tensor]]:
     """(buffers, bytes of one) uint8: the readers' memory, which one of `threads` pins where there is a GPU."""
     buffers = torch.frombuffer(readers.memory, dtype=torch.uint8).view(readers.num_buffers, readers.buffer_bytes)
-    pinned = threads.submit(_pin, buffers, device)
+    pinned = threads.submit(_pin, readers, buffers, device)
     try:
         yield pinned
     finally:
@@ -132,10 +132,11 @@ def pin(readers: Readers, device: torch.device, threads: Executor) -> Iterator[F
             driver.cuMemHostUnregister(buffers.data_ptr())
 
 
-def _pin(buffers: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _pin(readers: Readers, buffers: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The same. Raises CudaError where the driver refuses."""
     if device.type != "cuda":
         return buffers
+    readers.touch()
     from cuda.bindings import driver
 
     from crosspool.backends.cuda.device.driver import CudaError
