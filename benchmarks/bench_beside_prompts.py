@@ -26,7 +26,8 @@ from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
 from crosspool.backends.cuda.device.driver import Driver
 from crosspool.backends.cuda.device.launch import DeviceKernels
-from crosspool.backends.cuda.device.sm_partition import DECODE_STREAM_PRIORITY, SmPartition
+from crosspool.backends.cuda.device.queues import DECODE_STREAM_PRIORITY
+from crosspool.backends.cuda.device.sm_partition import SmPartition
 from crosspool.backends.cuda.loading.weights import random_ffn_weights
 from crosspool.backends.cuda.weights_rank.ffn_half import FFNHalf
 

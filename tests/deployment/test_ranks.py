@@ -126,6 +126,12 @@ def test_what_cannot_be_is_refused_in_one_line():
         cluster_config(deployment("elastic", backend="cuda", layout="inprocess"))
 
 
+@pytest.mark.parametrize("baseline", [None, "static", "elastic"])
+def test_gpus_get_ready_for_prompts_in_the_lanes_behind_those_of_decode(baseline):
+    config = deployment(baseline, backend="cuda")
+    assert cluster_config(config).first_prompt_lane == num_lanes(config)[0]
+
+
 def test_pools_may_share_gpus_and_then_processes():
     config = deployment(backend="cuda", num_weights_ranks=3, num_gpus=2)
     cluster = cluster_config(config)

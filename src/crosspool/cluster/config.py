@@ -15,6 +15,7 @@ class ClusterConfig:
     kv_ranks: tuple[str, ...] = ("kv0",)
     weights_ranks: tuple[str, ...] = ("w0",)
     prefill_ranks: tuple[str, ...] = ()  # each computes chunks of prompts, one model at a time
+    first_prompt_lane: int = 0  # lanes before it only decode; GPUs get no more of them ready for prompts than that
     prefill_lanes: tuple[tuple[int, str], ...] = ()  # (lane, its prefill rank); none: any lane may use any
     prefill_pool_bytes: int = 0  # of each prefill rank's GPU, for whole models that are in place at once
     hosts: tuple[tuple[str, ...], ...] = ()  # ranks that share a thread or process; those not named get one each

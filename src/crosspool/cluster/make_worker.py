@@ -99,6 +99,7 @@ def _cuda_worker(config: ClusterConfig, rank: str) -> RankWorker:
         goes_ahead=config.steps_ahead == "device",
         run_lanes=config.run_lanes,
         prefill_share=config.prefill_share,
+        first_prompt_lane=config.first_prompt_lane,
         order=config.order,
         transport=config.transport,
         team=_team(config),

@@ -112,6 +112,7 @@ def _on_gpus(cluster: ClusterConfig, config: DeploymentConfig, engine: EngineCon
         steps_ahead=pools.steps_ahead,
         transport=pools.transport,
         token=secrets.token_hex(16),
+        first_prompt_lane=engine.num_decode_lanes,
         run_lanes=engine.num_decode_lanes if engine.decode_steps > 1 else 0,
         prefill_share=config.scheduling.prefill_share,
         spin_us=CUDA_SPIN_US,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,6 +11,7 @@ torch = pytest.importorskip("torch")
 from crosspool.backends.cuda.channels.link import Site  # noqa: E402
 from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
 from crosspool.backends.cuda.joined import JoinedLink  # noqa: E402
+from crosspool.backends.cuda.steps import lanes as lanes_module  # noqa: E402
 from crosspool.backends.cuda.steps.lane_memory import WaitRule  # noqa: E402
 from crosspool.backends.cuda.steps.lanes import WorkerLanes  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
@@ -46,3 +49,27 @@ def test_a_lane_is_no_neighbour_of_itself(lanes):
     lanes[1]._replayed_s = 0.0
     assert not lanes.decodes_beside(lanes[0], 100.01)
     assert lanes.decodes_beside(lanes[1], 100.01)
+
+
+def test_only_lanes_from_the_first_prompt_lane_on_get_ready_for_chunks(monkeypatch):
+    made = []
+
+    def lane(*_, has_prompts, **__):
+        made.append(has_prompts)
+        return SimpleNamespace(prefill_streams=f"those of lane {len(made)}")
+
+    monkeypatch.setattr(lanes_module, "WorkerLane", lane)
+    site = Site("w0", torch.device("cpu"), Driver("w0"), {"w0": 0}, None, first_prompt_lane=2)
+    worker_lanes = WorkerLanes(site, WaitRule(), EmulatedKernels())
+    assert [worker_lanes[number] for number in range(4)]
+    assert made == [False, False, True, True]
+    assert worker_lanes.prefill_streams() == "those of lane 4"
+
+
+def test_before_any_prompt_lane_is_open_a_load_gets_ready_on_streams_apart(monkeypatch):
+    monkeypatch.setattr(lanes_module, "PrefillStreams", lambda *_: object())
+    site = Site("w0", torch.device("cpu"), Driver("w0"), {"w0": 0}, None, first_prompt_lane=2)
+    worker_lanes = WorkerLanes(site, WaitRule(), EmulatedKernels())
+    assert worker_lanes[1]
+    assert worker_lanes.prefill_streams() is worker_lanes.capture_streams
+    assert worker_lanes.capture_streams is worker_lanes.capture_streams, "they are made once, not with every load"

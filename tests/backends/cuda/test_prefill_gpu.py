@@ -120,7 +120,9 @@ def expected(models):
 
     async def found():
         async with deployed(models, ALL_ON_ONE, 0) as running:
-            return await running.answers("pools")
+            answers = await running.answers("pools")
+            assert running.failures == [], "a step was replayed"
+            return answers
 
     return asyncio.run(found())
 

@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from crosspool.backends.cuda.device import sm_partition  # noqa: E402
 from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
 from crosspool.backends.cuda.device.sm_partition import PrefillStreams  # noqa: E402
 
@@ -29,7 +30,10 @@ class Partition:
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: Stream("whole" if priority == 0 else "urgent"))
+    def own_stream(device, priority=0):
+        return Stream("whole" if priority == 0 else "urgent")
+
+    monkeypatch.setattr(sm_partition, "own_stream", own_stream)
 
 
 def test_streams_change_with_the_neighbours_and_keep_the_order():
@@ -57,3 +61,9 @@ def test_without_partitions_there_is_one_stream():
     assert list(made.by_share) == [False]
     assert not made.is_shared
     assert made.pick(True, True).name == "urgent"
+
+
+def test_a_stream_that_was_never_used_is_waited_for_by_none():
+    """It may share a queue of the device with one that waits for a peer."""
+    made = PrefillStreams(Driver("p0"), CPU, Partition())
+    assert made.pick(True).behind == []

@@ -49,12 +49,13 @@ class CudaWorkers:
         team: Team | None = None,
         run_lanes: int = 0,
         prefill_share: float = 0.7,
+        first_prompt_lane: int = 0,
     ) -> None:
         """goes_ahead: a lane's next decode step may be handed over while the present one runs (`BeginsAhead`).
 
         team: of ranks whose channels lie in NVSHMEM's memory; this returns once all have come. run_lanes: of
         `ClusterConfig`. prefill_share: of the multiprocessors, for prompts while decode runs beside them; the rest is
-        always free for decode's kernels.
+        always free for decode's kernels. first_prompt_lane: of `ClusterConfig`.
         """
         ask_for_queues()
         check_devices(devices, torch.cuda.device_count())
@@ -67,7 +68,7 @@ class CudaWorkers:
         partition = SmPartition.create(driver, index, int(self._kernels.num_sms * prefill_share))
         server = DescriptorServer() if has_processes else None
         heap = team.join(rank) if team is not None else None
-        self._site = Site(rank, device, driver, devices, server, partition, transport, heap)
+        self._site = Site(rank, device, driver, devices, server, partition, transport, heap, first_prompt_lane)
         self._rule = WaitRule(deadline_s=deadline_s)
         self._control, self._order, self._goes_ahead = control, order, goes_ahead
         self._run_lanes = run_lanes

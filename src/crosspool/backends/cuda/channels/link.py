@@ -48,6 +48,7 @@ class Site:
     partition: SmPartition | None = None  # where prompts run while others decode
     transport: Transport = "auto"
     heap: SymmetricHeap | None = None  # of channels by NVSHMEM
+    first_prompt_lane: int = 0  # of `ClusterConfig`
 
     @property
     def index(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from crosspool.backends.cuda.device.driver import CudaError, Driver
+from crosspool.backends.cuda.device.queues import stream_for
 from crosspool.units import align_up
 
 
@@ -54,7 +55,7 @@ class ExportedMemory:
         self._handle = driver.call("cuMemCreate", self.num_bytes, properties, 0)
         self._mapping = Mapping(driver, self._handle, self.num_bytes, device)
         self.base = self._mapping.base
-        stream = torch.cuda.Stream(device)  # not the default one: other lanes' graphs may be waiting on the device
+        stream = stream_for("zeros", torch.device("cuda", device))  # the default one may wait for other lanes' graphs
         driver.call("cuMemsetD8Async", self.base, 0, self.num_bytes, stream.cuda_stream)
         stream.synchronize()
         kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR

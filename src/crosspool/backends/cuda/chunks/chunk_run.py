@@ -58,7 +58,7 @@ def run_pieces(
     device as well, once its waits have given up, so that the lane is free for the next step.
     """
     lane.memory.push(plan.base, plan.num_crossings)
-    with _stream(lane, False, ENDLESS):
+    with _stream(lane, has_neighbours(), patience):
         begin_pass(launcher, lane.memory)
     ended: deque[Any] = deque()
     is_open = True

@@ -87,7 +87,8 @@ class SpanGraphs:
                         finally:
                             graph.capture_end()
                     made._graphs[rows, count, is_shared] = (graph, part)
-            stream.synchronize()
+            with CAPTURING:  # another load may be capturing on this stream
+                stream.synchronize()
         return made
 
     def replay(self, rows: int, count: int, is_shared: bool) -> Part:

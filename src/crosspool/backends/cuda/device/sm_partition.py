@@ -11,11 +11,9 @@ from typing import Any
 import torch
 
 from crosspool.backends.cuda.device.driver import CudaError, Driver
+from crosspool.backends.cuda.device.queues import DECODE_STREAM_PRIORITY, own_stream
 
 logger = logging.getLogger(__name__)
-
-DECODE_STREAM_PRIORITY = -1
-"""Of streams that passes run on; prompts have 0, which is lower."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +58,14 @@ class PrefillStreams:
     """
 
     def __init__(self, driver: Driver, device: torch.device, partition: SmPartition | None) -> None:
-        self._whole = torch.cuda.Stream(device)
+        self._whole = own_stream(device)
         if partition is None:
-            self._part, self._urgent = self._whole, torch.cuda.Stream(device, priority=DECODE_STREAM_PRIORITY)
+            self._part, self._urgent = self._whole, own_stream(device, DECODE_STREAM_PRIORITY)
         else:
             self._part = partition.stream(driver, device, 0)
             self._urgent = partition.stream(driver, device, DECODE_STREAM_PRIORITY)
-        self.current = self._whole
+        self.current: Any = None
+        """The one that was picked last."""
         self.is_shared = False
         """Whether the current stream is one of the partition."""
 
@@ -86,9 +85,11 @@ class PrefillStreams:
         if is_shared:
             stream = self._urgent if is_urgent else self._part
         if stream is not self.current:
-            stream.wait_stream(self.current)
+            if self.current is not None:
+                stream.wait_stream(self.current)
             self.current, self.is_shared = stream, stream is not self._whole
         return stream
 
     def synchronize(self) -> None:
-        self.current.synchronize()
+        if self.current is not None:
+            self.current.synchronize()

@@ -10,7 +10,6 @@ from crosspool.backends.cuda.channels.link import Site
 from crosspool.backends.cuda.chunks.chunk_support import is_supported
 from crosspool.backends.cuda.chunks.chunk_warm_up import capture_spans, warm_up_attention
 from crosspool.backends.cuda.device.launch import Launcher
-from crosspool.backends.cuda.device.sm_partition import PrefillStreams
 from crosspool.backends.cuda.joined import JoinedFFN, await_ffn
 from crosspool.backends.cuda.kv_rank.kv_models import KVModel
 from crosspool.backends.cuda.kv_rank.kv_passes import KVPasses, KVPassKind, KVWay
@@ -24,9 +23,7 @@ def prepare_chunks(kernels: Launcher, site: Site, lanes: WorkerLanes, model: KVM
         return
     streams = lanes.prefill_streams().by_share.values()
     warm_up_attention(kernels, model.spec, model.weights, model.frames, model.geometry, streams)
-    # Not on a lane's streams: what another thread enqueues there meanwhile would join the capture.
-    own = PrefillStreams(site.driver, site.device, site.partition)
-    model.spans = capture_spans(model.spec, site.device, own.by_share)
+    model.spans = capture_spans(model.spec, site.device, lanes.capture_streams.by_share)
 
 
 def kinds_ahead(site: Site, weights_ranks: Sequence[str]) -> tuple[KVPassKind, ...]:

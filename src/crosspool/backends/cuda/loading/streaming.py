@@ -23,6 +23,7 @@ import torch
 
 from crosspool.backends.base import Progress
 from crosspool.backends.cuda.device.driver import CudaError
+from crosspool.backends.cuda.device.queues import stream_for
 from crosspool.backends.cuda.loading.moving import Moving, pin
 from crosspool.backends.cuda.loading.share import Room, Share, ShareKey, Tensors, arrange
 from crosspool.models.directory import ModelDirectory
@@ -77,7 +78,7 @@ def stream_share(
         also=also,
     )
     share = Share(key, device, room)
-    stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+    stream: Any = stream_for("loads", device) if device.type == "cuda" else None
     copy = _copier(device, stream)
 
     def place(extent: Extent, block: torch.Tensor) -> None:

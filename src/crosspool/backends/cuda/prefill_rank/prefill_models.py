@@ -12,12 +12,12 @@ from crosspool.backends.cuda.channels.link import Site
 from crosspool.backends.cuda.chunks.chunk_warm_up import capture_spans, warm_up_attention, warm_up_ffn
 from crosspool.backends.cuda.chunks.span_attention import SpanGraphs
 from crosspool.backends.cuda.device.launch import Launcher
-from crosspool.backends.cuda.device.sm_partition import PrefillStreams
 from crosspool.backends.cuda.loading.weights import AttentionWeights, WholeWeights, mapped
 from crosspool.backends.cuda.prefill_rank.host_model import HostModel
 from crosspool.backends.cuda.prefill_rank.places import Place, Places
 from crosspool.backends.cuda.prefill_rank.swap import InPlace, Swapper
 from crosspool.backends.cuda.steps.lane import WorkerLane, finish
+from crosspool.backends.cuda.steps.lanes import WorkerLanes
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 
@@ -156,13 +156,13 @@ def warm_up(
     site: Site,
     host: HostModel,
     geometry: PageGeometry,
-    streams: PrefillStreams,
+    lanes: WorkerLanes,
 ) -> dict[GQASpec | MLASpec, SpanGraphs]:
     """Load all that chunks of the model need, with one layer of every kind on the device, and capture its spans.
 
     In a frame of its own: what is frame 0 to this model is a prompt's KV to one with smaller pages.
     """
-    spec, device = host.spec, site.device
+    spec, device, streams = host.spec, site.device, lanes.prefill_streams()
     kinds = _first_of_each_kind(spec)
     layers = {number: mapped(host.weights.layers[number], lambda tensor: tensor.to(device)) for number in kinds}
     own = [layers[_kind(spec, number, kinds)] for number in range(spec.num_layers)]
@@ -173,7 +173,7 @@ def warm_up(
     finish(device)
     warm_up_attention(kernels, spec, attention_of(few), frame, geometry, streams.by_share.values())
     warm_up_ffn(kernels, [layer.ffn for layer in own], [layer.router for layer in own], streams.by_share.values())
-    return capture_spans(spec, device, PrefillStreams(site.driver, device, site.partition).by_share)
+    return capture_spans(spec, device, lanes.capture_streams.by_share)
 
 
 def _first_of_each_kind(spec: ModelSpec) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ class CudaPrefillWorker:
                 self._room(geometry, 1 + geometry.num_pages(placement.context_tokens))
                 spans = {}
                 if site.device.type == "cuda":
-                    spans = warm_up(self._kernels, site, host, geometry, self._lanes.prefill_streams())
+                    spans = warm_up(self._kernels, site, host, geometry, self._lanes)
         except BaseException:
             host.blob.close()
             raise

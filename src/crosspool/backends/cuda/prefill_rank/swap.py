@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from crosspool.backends.cuda.device.queues import own_stream
 from crosspool.backends.cuda.loading.weights import WholeWeights, mapped
 from crosspool.backends.cuda.prefill_rank.host_blob import view
 from crosspool.backends.cuda.prefill_rank.host_model import OWN, HostModel
@@ -52,7 +53,7 @@ class Swapper:
 
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
-        self._streams = [torch.cuda.Stream(device) for _ in range(NUM_STREAMS)] if is_cuda else []
+        self._streams = [own_stream(device) for _ in range(NUM_STREAMS)] if is_cuda else []
 
     def bring(self, model: HostModel, place: Place) -> InPlace:
         """Enqueue the model's copies to the place, which no kernel reads; returns at once."""

@@ -14,7 +14,8 @@ from crosspool.backends.cuda.channels.link import DeviceInlet, DeviceLink, Devic
 from crosspool.backends.cuda.device.graphs import Capturable, StepGraph, capture
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.device.loop_graph import Repeatable, capture_loop
-from crosspool.backends.cuda.device.sm_partition import DECODE_STREAM_PRIORITY, PrefillStreams
+from crosspool.backends.cuda.device.queues import DECODE_STREAM_PRIORITY, own_stream, stream_for
+from crosspool.backends.cuda.device.sm_partition import PrefillStreams
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule
 from crosspool.backends.cuda.steps.segments import SegmentGraphs, capture_segments
 
@@ -31,20 +32,30 @@ class WorkerLane:
     """
 
     def __init__(
-        self, site: Site, rule: WaitRule, kernels: Launcher, *, is_host_driven: bool = False, goes_ahead: bool = False
+        self,
+        site: Site,
+        rule: WaitRule,
+        kernels: Launcher,
+        *,
+        is_host_driven: bool = False,
+        goes_ahead: bool = False,
+        has_prompts: bool = True,
     ) -> None:
         """is_host_driven: passes are cut at every crossing, after which the host launches the next part.
 
         goes_ahead: a run may be enqueued behind another one that ends early, and then looks whether it is to begin.
+        has_prompts: whether chunks run here too.
         """
         self.site, self._kernels = site, kernels
         self._is_host_driven, self.goes_ahead = is_host_driven, goes_ahead
         is_cuda = site.device.type == "cuda"
         # Graphs keep the priority of the stream that they were captured on; chunks of prompts begin on lower ones.
-        self.stream: Any = torch.cuda.Stream(site.device, priority=DECODE_STREAM_PRIORITY) if is_cuda else None
-        self._capture_stream: Any = torch.cuda.Stream(site.device, priority=DECODE_STREAM_PRIORITY) if is_cuda else None
-        # Made now, since making a stream may wait for the device, where a lane of a later step may be waiting.
-        self._prefill_streams = PrefillStreams(site.driver, site.device, site.partition) if is_cuda else None
+        self.stream: Any = own_stream(site.device, DECODE_STREAM_PRIORITY) if is_cuda else None
+        self._capture_stream: Any = stream_for("captures", site.device) if is_cuda else None
+        self._prefill_streams: PrefillStreams | None = None
+        if is_cuda and has_prompts:
+            # Now, since making a stream may wait for the device, where a lane of a later step may be waiting.
+            self._prefill_streams = PrefillStreams(site.driver, site.device, site.partition)
         self._replayed_s = -math.inf
         with on_device(site.device), torch.cuda.stream(self.stream):
             self.memory = LaneMemory(site.device, rule)

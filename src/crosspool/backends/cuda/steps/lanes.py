@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 from crosspool.backends.cuda.channels.link import Site
 from crosspool.backends.cuda.device.launch import Launcher
@@ -34,7 +35,12 @@ class WorkerLanes:
         lane = self._lanes.get(number)
         if lane is None:
             lane = self._lanes[number] = WorkerLane(
-                self._site, self._rule, self._kernels, is_host_driven=self._is_host_driven, goes_ahead=self._goes_ahead
+                self._site,
+                self._rule,
+                self._kernels,
+                is_host_driven=self._is_host_driven,
+                goes_ahead=self._goes_ahead,
+                has_prompts=number >= self._site.first_prompt_lane,
             )
         return lane
 
@@ -60,8 +66,14 @@ class WorkerLanes:
 
     def prefill_streams(self) -> PrefillStreams:
         """The streams on which chunks most likely run: those of the last lane, since prefill lanes come last."""
-        if self._lanes:
-            return self._lanes[max(self._lanes)].prefill_streams
+        last = max(self._lanes, default=-1)
+        if last >= self._site.first_prompt_lane:
+            return self._lanes[last].prefill_streams
+        return self.capture_streams
+
+    @cached_property
+    def capture_streams(self) -> PrefillStreams:
+        """Streams like them on which no lane runs: what another thread enqueues meanwhile would join a capture."""
         return PrefillStreams(self._site.driver, self._site.device, self._site.partition)
 
     def decodes_beside(self, lane: WorkerLane, now_s: float) -> bool:

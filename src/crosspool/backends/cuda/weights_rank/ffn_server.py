@@ -16,6 +16,7 @@ from crosspool.backends.cuda.channels.transport import FFNCrossing
 from crosspool.backends.cuda.channels.transport_params import LaneView
 from crosspool.backends.cuda.device.device_memory import pinned
 from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.device.queues import own_stream
 from crosspool.backends.cuda.kernels.fused_layer import fused_layer
 from crosspool.backends.cuda.kernels.moe_params import FFNScratch
 from crosspool.backends.cuda.kernels.params import FusedParams
@@ -107,7 +108,7 @@ class FFNServer:
         self._words = self._control.numpy()
         self._launch, self._smem_bytes = 0, 0
         self._lock = threading.Lock()
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = own_stream(device) if device.type == "cuda" else None
 
     @property
     def has_left(self) -> bool:
