@@ -100,7 +100,7 @@ class Without:
 
     def __post_init__(self) -> None:
         self.num_sms, self.is_hopper = self.kernels.num_sms, self.kernels.is_hopper
-        self.has_warpgroups = self.kernels.has_warpgroups
+        self.has_warpgroups, self.has_clusters = self.kernels.has_warpgroups, self.kernels.has_clusters
         self._count = 0
 
     def begin(self) -> None:

@@ -17,6 +17,7 @@ class MostOfAGpu:
         self._whole, self.num_sms = whole, num_sms
         self.device: torch.device = whole.device
         self.is_hopper, self.has_warpgroups = bool(whole.is_hopper), bool(whole.has_warpgroups)
+        self.has_clusters = False  # a server may hold the rest
 
     def launch(self, source: str, kernel: str, *, params: ctypes.Structure, **options: Any) -> None:
         self._whole.launch(source, kernel, params=params, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ from crosspool.backends.cuda.kv_frames.frames import ArenaFrames
 from crosspool.backends.cuda.kv_rank.kv_worker import CudaAttentionWorker
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.loading.weights import AttentionWeights
-from crosspool.backends.cuda.steps.lane import on_device
+from crosspool.backends.cuda.steps.lane import enter, on_device
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule
 from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker
 from crosspool.cluster import messages
@@ -38,6 +39,7 @@ from crosspool.units import ceil_div
 MAX_ROWS = 32
 STEP_DEADLINE_S = 5.0
 RANKS = ("kv0", "w0")
+_NOTHING = nullcontext()
 
 
 class ReadyKV(CudaAttentionWorker):
@@ -104,6 +106,8 @@ class DrivenRanks:
         self._kv = kv
         self.geometry: PageGeometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=FRAME_BYTES)
         self._devices = dict(zip(("kv0", "w0"), devices, strict=True))
+        self._is_one = devices[0] == devices[1]
+        enter(devices[0])
         self.ended: deque[messages.FromRank] = deque()
         self._loops = [
             self._loop("kv0", RankWorker(attention_worker=kv, links=kv, ahead=kv if "kv0" in ahead else None))
@@ -137,12 +141,16 @@ class DrivenRanks:
         return RankLoop(name, worker, around)
 
     def _handle(self, loop: RankLoop, message: messages.ToRank) -> None:
-        with on_device(self._devices[loop.name]):  # which is its thread's own where ranks have threads
+        with self._device_of(loop):
             loop.handle(message)
 
     def _advance(self, loop: RankLoop) -> bool:
-        with on_device(self._devices[loop.name]):
+        with self._device_of(loop):
             return loop.advance()
+
+    def _device_of(self, loop: RankLoop) -> AbstractContextManager[None]:
+        """Makes a rank's device the current one, which is its thread's own where ranks have threads."""
+        return _NOTHING if self._is_one else on_device(self._devices[loop.name])
 
     def turn(self) -> None:
         """Run what is ready on either rank; nap where both may, as a host does."""

@@ -17,7 +17,7 @@ from crosspool.backends.cuda.steps.lane_memory import DONE
 class NoKernels:
     """A launcher of a GPU like an H200 that launches nothing."""
 
-    num_sms, is_hopper, has_warpgroups = 132, True, True
+    num_sms, is_hopper, has_warpgroups, has_clusters = 132, True, True, True
 
     def launch(self, source: str, kernel: str, **options: Any) -> None: ...
 

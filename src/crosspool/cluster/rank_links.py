@@ -59,4 +59,6 @@ class RankLinks:
 
     def clocks(self, lane: int, links: LaneLinks) -> tuple[WorkClock, ...]:
         """The work clocks of the peers that a step waits for in every layer."""
+        if not self._clocks:
+            return ()
         return tuple(found for peer in links.outlets if (found := self._clocks.get((lane, peer))))

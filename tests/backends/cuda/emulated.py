@@ -19,7 +19,7 @@ class EmulatedKernels:
 
     def __init__(self, *, num_sms: int = 8, backwards: bool = False, is_hopper: bool = True) -> None:
         self.num_sms, self.backwards, self.is_hopper = num_sms, backwards, is_hopper
-        self.has_warpgroups = is_hopper
+        self.has_warpgroups = self.has_clusters = is_hopper
         self._libraries: dict[str, ctypes.CDLL] = {}
         self.launches: list[tuple[str, tuple[int, int, int], int]] = []
 

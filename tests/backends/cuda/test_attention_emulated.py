@@ -230,6 +230,9 @@ def test_values_taken_up_behind_the_merge_have_the_bits_of_the_product_alone(row
     value_up = draw(spec.num_heads, rows, 512, seed=11)
     assert takes_up(kernels, value_up, 1)
     assert not takes_up(kernels, value_up, 2), "the quicker way for one token"
+    beside = EmulatedKernels()
+    beside.has_clusters = False
+    assert not takes_up(beside, value_up, 1), "no cluster starts there"
 
     def attended(width, **options):
         most = tokens * splits * spec.num_heads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -25,7 +24,7 @@ class FakeEvent:
         self.is_over = False
         FakeEvent.made.append(self)
 
-    def record(self):
+    def record(self, stream):
         pass
 
     def query(self):
@@ -37,7 +36,7 @@ def begun(monkeypatch):
     """Marks of `begin_pass` and `end_pass`; events and streams are fakes."""
     FakeEvent.made = []
     marks = []
-    monkeypatch.setattr(chunk_run, "_stream", lambda lane, is_shared, patience: nullcontext())
+    monkeypatch.setattr(chunk_run, "_stream", lambda lane, is_shared, patience: None)
     monkeypatch.setattr(chunk_run, "begin_pass", lambda launcher, memory: marks.append("begin"))
     monkeypatch.setattr(chunk_run, "end_pass", lambda launcher, memory, count: marks.append("end"))
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)

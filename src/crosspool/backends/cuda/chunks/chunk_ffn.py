@@ -17,7 +17,7 @@ from crosspool.backends.cuda.kernels.chunk_params import (
 )
 from crosspool.backends.cuda.kernels.moe_params import ACTIVATIONS
 from crosspool.backends.cuda.kernels.params import RouterParams, address
-from crosspool.backends.cuda.kernels.products import exact_parts, grouped_linear, linear, linear_fp32
+from crosspool.backends.cuda.kernels.products import exact_parts, grouped_linear, linear, linear_fp32, linear_into
 from crosspool.backends.cuda.kernels.router import ROUTER_SMEM_BYTES
 from crosspool.backends.cuda.kernels.router import _rules as routing_rules
 from crosspool.backends.cuda.kernels.router_limits import MAX_EXPERTS
@@ -130,7 +130,8 @@ class ChunkFFN:
         )
         self._launch("sort_rows", tokens, _BLOCK, 4 * spec.top_k, sort)
         gate_up = grouped_linear(sorted_rows, weights.gate_up, bounds[1])
-        activated = self._activate(gate_up, weights.width, ACTIVATIONS[spec.activation], weights, row_experts)
+        width = weights.width
+        activated = self._activate(gate_up, width, width, ACTIVATIONS[spec.activation], weights, row_experts)
         down = grouped_linear(activated, weights.down, bounds[1])
         combine.down, combine.places, combine.ids = address(down), address(places), address(ids)
         combine.weights, combine.top_k = address(choice_weights), spec.top_k
@@ -144,28 +145,33 @@ class ChunkFFN:
         assert weights.shared_gate is not None
         assert weights.shared_up is not None
         assert weights.shared_down is not None
-        gate_up = torch.cat([linear(x, weights.shared_gate), linear(x, weights.shared_up)], dim=1)
+        rows = len(x)
+        halves = torch.empty(2, rows, width, dtype=torch.bfloat16, device=self.device)
+        linear_into(x, weights.shared_gate, halves[0])
+        linear_into(x, weights.shared_up, halves[1])
         kind = "silu" if isinstance(weights.spec, MoEFFNSpec) else weights.spec.activation
-        return linear(self._activate(gate_up, width, ACTIVATIONS[kind]), weights.shared_down)
+        return linear(self._activate(halves[0], rows * width, width, ACTIVATIONS[kind]), weights.shared_down)
 
     def _activate(
         self,
-        gate_up: torch.Tensor,
+        gate: torch.Tensor,
+        up_offset: int,
         width: int,
         activation: int,
         weights: FFNLayerWeights | None = None,
         row_experts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(rows, width) bf16 from (rows, 2 * width): gate, then up; of rows by expert, those that have one."""
-        out = torch.empty(gate_up.shape[0], width, dtype=torch.bfloat16, device=self.device)
+        """(rows, width) bf16 from the gate's rows, and up's so many elements behind; of rows by expert, those that have
+        one."""
+        out = torch.empty(gate.shape[0], width, dtype=torch.bfloat16, device=self.device)
         rows = len(out) if row_experts is None else len(row_experts)
         params = ActivateParams(
-            gate=address(gate_up),
+            gate=address(gate),
             bias=None if weights is None else address(weights.gate_up_bias),
             row_experts=address(row_experts),
             out=address(out),
-            stride=gate_up.stride(0),
-            up_offset=width,
+            stride=gate.stride(0),
+            up_offset=up_offset,
             rows=rows,
             width=width,
             activation=activation,

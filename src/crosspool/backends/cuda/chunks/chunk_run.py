@@ -6,7 +6,6 @@ launches take, and the next pieces may keep to a part of the device as soon as s
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +14,7 @@ from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.channels.link import DeviceInlet
 from crosspool.backends.cuda.channels.transport import begin_pass, end_pass
 from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.device.streams import on_stream
 from crosspool.backends.cuda.steps.lane import WorkerLane
 from crosspool.backends.cuda.weights_rank.patience import Patience
 
@@ -58,31 +58,34 @@ def run_pieces(
     device as well, once its waits have given up, so that the lane is free for the next step.
     """
     lane.memory.push(plan.base, plan.num_crossings)
-    with _stream(lane, has_neighbours(), patience):
+    with on_stream(_stream(lane, has_neighbours(), patience)):
         begin_pass(launcher, lane.memory)
     ended: deque[Any] = deque()
+    free: list[Any] = []
     is_open = True
     try:
         while is_open:
-            with _stream(lane, has_neighbours(), patience):
+            stream = _stream(lane, has_neighbours(), patience)
+            with on_stream(stream):
                 number = next(kernels, None)
-                is_open = number is not None
-                if lane.stream is not None:
-                    event = torch.cuda.Event()
-                    event.record()
-                    ended.append(event)
+            is_open = number is not None
             if lane.stream is None:  # emulated kernels run at once: wait in their stead
                 if number is not None and number != NO_CROSSING:
                     yield Wait(inlets, plan.base + number + 1)
                 continue
-            pace = ended.popleft().query if len(ended) > PIECES_AHEAD else _at_once
+            event = free.pop() if free else torch.cuda.Event()
+            event.record(stream)
+            ended.append(event)
+            waited = ended.popleft() if len(ended) > PIECES_AHEAD else None
             for inlet in inlets:
-                inlet.pace = pace
+                inlet.pace = _at_once if waited is None else waited.query
             yield Wait(inlets, plan.base + 1)
+            if waited is not None:
+                free.append(waited)
     finally:
         for inlet in inlets:
             inlet.pace = None
-        with _stream(lane, has_neighbours(), patience):
+        with on_stream(_stream(lane, has_neighbours(), patience)):
             end_pass(launcher, lane.memory, plan.num_crossings)
 
 
@@ -91,8 +94,6 @@ def _at_once() -> bool:
     return True
 
 
-def _stream(lane: WorkerLane, is_shared: bool, patience: Patience) -> AbstractContextManager[Any]:
-    """Makes the lane's stream for chunks torch's current one."""
-    if lane.stream is None:
-        return nullcontext()
-    return torch.cuda.stream(lane.prefill_streams.pick(is_shared, patience.is_out))
+def _stream(lane: WorkerLane, is_shared: bool, patience: Patience) -> Any:
+    """The lane's stream for chunks; None where kernels are emulated."""
+    return None if lane.stream is None else lane.prefill_streams.pick(is_shared, patience.is_out)

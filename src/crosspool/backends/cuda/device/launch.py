@@ -44,6 +44,9 @@ class Launcher(Protocol):
     """Compute capability 9.0 or later: 227 KiB of shared memory a block, kernels that overlap."""
     has_warpgroups: bool
     """Compute capability 9.0: products of four warps."""
+    has_clusters: bool
+    """Compute capability 9.0 or later, and no kernel that stays holds most of the device: clusters of blocks do not
+    start beside one."""
 
     def launch(
         self,
@@ -82,7 +85,7 @@ class DeviceKernels:
             torch.zeros(1, device=device)  # makes torch's primary context current
             self._index = torch.cuda.current_device()
             capability = torch.cuda.get_device_capability(device)
-            self.is_hopper = self._can_overlap = capability[0] >= 9
+            self.is_hopper = self.has_clusters = self._can_overlap = capability[0] >= 9
             self.has_warpgroups = capability[0] == 9
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
             arch = architecture(capability)

@@ -19,7 +19,7 @@ MOST_UP_TOKENS = 1
 def takes_up(kernels: Launcher, value_up: torch.Tensor, tokens: int) -> bool:
     """Whether `combine_up` has a kernel for value_up (heads, rows, kv_lora), and is the quicker way for `tokens`."""
     _heads, rows, latents = value_up.shape
-    return kernels.is_hopper and tokens <= MOST_UP_TOKENS and latents == _UP_LATENTS and rows in _UP_TILES
+    return kernels.has_clusters and tokens <= MOST_UP_TOKENS and latents == _UP_LATENTS and rows in _UP_TILES
 
 
 def combine(

@@ -11,6 +11,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return torch.nn.functional.linear(x, weight, bias)
 
 
+def linear_into(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """out (rows, out) bf16 = x (rows, k) weight^T, contiguous."""
+    torch.mm(x, weight.t(), out=out)
+
+
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """(rows, out) fp32 = x weight^T of bf16 values: exact products, fp32 sums."""
     if x.device.type == "cuda":

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.device.streams import on_stream
 from crosspool.backends.cuda.kernels.advance import release
 from crosspool.backends.cuda.kv_rank.kv_passes import KVPasses, KVPassKind, KVWay
 from crosspool.backends.cuda.kv_rank.kv_step import run_step, set_tables
@@ -72,7 +71,7 @@ def run_by_host(
             batch.end_run(left)
             flags = [] if way.joined is not None else [link.map().outbox.flag for link in way.links]
             over = run_over(step.header.step_seq, step.num_steps, way.model.spec.num_layers)
-            with torch.cuda.stream(way.lane.stream):
+            with on_stream(way.lane.stream):
                 release(kernels, flags, over)
             break
         if left:

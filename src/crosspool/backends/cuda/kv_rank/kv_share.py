@@ -15,6 +15,7 @@ from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.channels.transport import begin_pass, end_pass
 from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.device.streams import on_stream
 from crosspool.backends.cuda.kernels.attention import AttentionScratch
 from crosspool.backends.cuda.kernels.attention_variants import num_splits
 from crosspool.backends.cuda.kv_frames.cache import PagedCache
@@ -175,7 +176,7 @@ def answers(
             tokens[part.num_tokens :] = part.start  # rows that are not in use repeat the first
             tables = [rows.tables[row] for row in rows.row_of_token[tokens].tolist()]
             positions = rows.positions[tokens]
-            with torch.cuda.stream(lane.stream):
+            with on_stream(lane.stream):
                 source.rows.set(tables, positions)
             ids = [0] * part.bucket  # the home's: a share needs none
             lane.memory.push(part.base, num_layers, part.bucket, ids, positions.tolist())

@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet
+from crosspool.backends.cuda.device.streams import on_stream
 from crosspool.backends.cuda.kernels.sampling import fill_sampling, sampling_records
 from crosspool.backends.cuda.kv_rank.kv_pass import KVPass
 from crosspool.backends.cuda.kv_rank.kv_passes import KVPasses, KVPassKind, KVWay
@@ -88,5 +87,5 @@ def _push(
 def set_tables(lane: WorkerLane, source: KVPass, tables: list[IntArray], positions: Sequence[int]) -> None:
     """Upload the block tables of a pass's rows where they changed."""
     if not source.rows.are_set(tables):
-        with torch.cuda.stream(lane.stream):
+        with on_stream(lane.stream):
             source.rows.set(tables, positions)

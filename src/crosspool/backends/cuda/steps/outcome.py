@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from crosspool.backends.cuda.device.device_memory import pinned
+from crosspool.backends.cuda.device.streams import on_stream
 from crosspool.backends.cuda.steps.batch import Batch, SampledRow
 from crosspool.backends.cuda.steps.lane import WorkerLane
 from crosspool.backends.cuda.steps.passes import Pass
@@ -30,7 +31,7 @@ class Outcome:
         """Note the rows that a pass samples; on a GPU their logits' copy is enqueued behind the pass."""
         places = [(row, row.token - part.start) for row in sampled]
         memory, count = self._lane.memory, part.bucket
-        with torch.cuda.stream(self._lane.stream) if self._batch.hosted else nullcontext():
+        with on_stream(self._lane.stream) if self._batch.hosted else nullcontext():
             self._note(places, lambda: memory.tokens(slot, count), logits)
 
     def expect_tokens(self, sampled: Sequence[SampledRow], tokens: torch.Tensor, logits: torch.Tensor) -> None:

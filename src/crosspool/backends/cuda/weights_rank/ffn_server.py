@@ -17,6 +17,7 @@ from crosspool.backends.cuda.channels.transport_params import LaneView
 from crosspool.backends.cuda.device.device_memory import pinned
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.device.queues import own_stream
+from crosspool.backends.cuda.device.streams import on_stream
 from crosspool.backends.cuda.kernels.fused_layer import fused_layer
 from crosspool.backends.cuda.kernels.moe_params import FFNScratch
 from crosspool.backends.cuda.kernels.params import FusedParams
@@ -153,7 +154,7 @@ class FFNServer:
             self._stream.synchronize()
 
     def _start(self) -> None:
-        with self._lock, torch.cuda.stream(self._stream):
+        with self._lock, on_stream(self._stream):
             self._launch += 1
             self._order.zero_()
             params = ServerParams(
