@@ -100,6 +100,7 @@ class Lane:
     [
         ("qwen3_moe", 1, False),
         ("qwen3_moe", 3, True),
+        ("qwen3_moe", 9, True),
         ("deepseek_v2", 1, True),
         ("qwen2_moe", 3, False),
         ("gpt_oss", 1, False),

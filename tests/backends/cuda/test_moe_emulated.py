@@ -35,7 +35,7 @@ def test_ffn_equals_the_sum_over_chosen_experts(tokens, options, is_fused):
     scratch.act.fill_(float("nan"))
     kernels = EmulatedKernels(num_sms=3, is_hopper=is_fused)
     ffn(kernels, layer, x, out, scratch, fused=True)
-    assert any(kernel == "moe_fused" for kernel, _, _ in kernels.launches) == is_fused
+    assert any(kernel.startswith("moe_fused") for kernel, _, _ in kernels.launches) == is_fused
     ids = scratch.routing.topk_ids.view(tokens, -1)
     weights = scratch.routing.topk_weights.view(tokens, -1)
     expected = torch.stack([ffn_reference(layer, x[t], ids[t], weights[t]) for t in range(tokens)])

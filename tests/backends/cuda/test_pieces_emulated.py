@@ -50,7 +50,7 @@ def test_decode_is_fused_but_for_the_time_of_a_prompt(directory, monkeypatch):
     expected = generate(Pair(directory), directory, prompt, 3, greedy())
     worker._turns.may_fuse = True
     assert generate(pair, directory, prompt, 3, greedy()) == expected
-    assert "moe_fused" in [kernel for kernel, _, _ in pair.kernels.launches]
+    assert any(kernel.startswith("moe_fused") for kernel, _, _ in pair.kernels.launches)
     assert not worker._turns.fused_lanes
 
     region = ArrayRegion(link_bytes(directory.spec.hidden_size * 64)).map()

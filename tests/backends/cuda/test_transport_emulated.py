@@ -71,7 +71,7 @@ def test_split_passes_equal_the_undivided_model_bit_for_bit(family, num_slices, 
         assert [lane.done_epoch for lane in split.ffn_lanes] == [split.lane.done_epoch] * num_slices
         assert split.lane.tokens(slot, 2) == logits.argmax(-1).tolist()
     assert split.lane.late_epoch(0) == 0
-    assert any(kernel == "moe_fused" for kernel, _, _ in kernels.launches) == fused
+    assert any(kernel.startswith("moe_fused") for kernel, _, _ in kernels.launches) == fused
 
 
 def test_a_pass_may_take_the_tokens_of_the_one_before_it(tmp_path):

@@ -278,41 +278,49 @@ struct Guess {
   }
 };
 
+// This turn's layer, which is in shared memory. Not `is_known`: a guess, which ends where the turn orders another one.
+// Returns the one that the turn orders.
+template <bool FEW>
+DEVICE const ServedLayer* serve(const ServerParams& p, ServerSmem& s, GridMeeting& meeting, u32 turn, const ServedLayer* layer,
+                                bool is_known) {
+  FusedLayer<FEW> work(s.served.layer, dynamic_smem() + SERVER_SMEM_BYTES);
+  if (!is_known) {  // what no row decides is on its way meanwhile
+    work.load_shared();
+    const ServedLayer* ordered = await_turn(p, s, turn);
+    if (ordered != layer) {
+      copy_async_wait<0>();
+      block_sync();
+      return ordered;
+    }
+  }
+  await_rows(p, s, turn);
+  work.run(meeting, word_epoch(s.order[PASS], s.served.layer.moe.departure.layer));
+  return layer;
+}
+
 KERNEL(ffn_server, ServerParams, MOE_THREADS, 1) {
   ServerSmem& s = *reinterpret_cast<ServerSmem*>(dynamic_smem());
-  u8* rest = dynamic_smem() + SERVER_SMEM_BYTES;
   GridMeeting meeting(p.meetings);
   Guess guess;
   if (blockIdx.x == 0 && threadIdx.x < MAX_LANES) s.states[threadIdx.x].count = 0;
   if (threadIdx.x == 0) s.has_given_up = 0;
   block_sync();
   for (u32 turn = 1;; ++turn) {
-    const ServedLayer* layer = guess.next();
+    const ServedLayer *layer = guess.next(), *ordered = layer;
     bool is_known = layer == nullptr;
-    if (is_known) layer = await_turn(p, s, turn);
-    while (true) {
+    if (is_known) ordered = await_turn(p, s, turn);
+    do {
+      layer = ordered;
       if (layer == nullptr) return;
       for (int i = threadIdx.x; i < static_cast<int>(sizeof(ServedLayer) / 16); i += MOE_THREADS)
         reinterpret_cast<uint4*>(&s.served)[i] = load16(reinterpret_cast<const uint4*>(layer) + i);
       block_sync();
-      FusedLayer work(s.served.layer, rest);
-      if (!is_known) {  // what no row decides is on its way meanwhile
-        work.load_shared();
-        const ServedLayer* ordered = await_turn(p, s, turn);
-        is_known = true;
-        if (ordered != layer) {
-          copy_async_wait<0>();
-          block_sync();
-          layer = ordered;
-          continue;
-        }
-      }
-      await_rows(p, s, turn);
-      work.run(meeting, word_epoch(s.order[PASS], s.served.layer.moe.departure.layer));
-      end_layer(s.served.layer.moe.departure, s.order[PASS], s.order[END]);
-      guess.turn(layer, s.order[END] != 0);
-      block_sync();  // the next turn overwrites what this one reads
-      break;
-    }
+      ordered = is_few(s.served.layer) ? serve<true>(p, s, meeting, turn, layer, is_known)
+                                       : serve<false>(p, s, meeting, turn, layer, is_known);
+      is_known = true;
+    } while (ordered != layer);
+    end_layer(s.served.layer.moe.departure, s.order[PASS], s.order[END]);
+    guess.turn(layer, s.order[END] != 0);
+    block_sync();  // the next turn overwrites what this one reads
   }
 }

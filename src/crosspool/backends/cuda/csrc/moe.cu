@@ -7,7 +7,7 @@ KERNEL(moe_gate_up, MoeParams, MOE_THREADS, 1) {
   float* red = reinterpret_cast<float*>(dynamic_smem() + UP_STAGES * STAGE_BYTES);
   const int red_floats = MOE_WARPS * ceil_div(p.tokens, TILE_COLS) * RED_FLOATS;
   const Lists lists(p, reinterpret_cast<int*>(red + 2 * red_floats));
-  UpStep up(p, dynamic_smem(), false, lists, red);
+  UpStep<UP_STAGES, MAX_GROUPS> up(p, dynamic_smem(), lists, red);
   up.load_shared();
   grid_wait();
   grid_launch_dependents();  // not before the router has ended: the next kernel reads its lists without waiting
@@ -34,7 +34,7 @@ KERNEL(moe_down, MoeParams, MOE_THREADS, 1) {
   }
   block_sync();
   grid_launch_dependents();
-  DownStep down(p, dynamic_smem(), false, near, lists, weights, sums, unique);
+  DownStep<DOWN_STAGES> down(p, dynamic_smem(), near, lists, weights, sums, unique);
   down.begin(blockIdx.x);
   grid_wait();
   down.run(out_epoch(p));

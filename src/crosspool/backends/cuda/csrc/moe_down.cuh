@@ -16,8 +16,9 @@ struct DownCursor {
 // Activations of more than eight tokens come the same way as weights: every lane copies the bytes of the column that it will
 // multiply, as many units ahead. To load them into registers one unit ahead took longer than a unit where experts have several
 // tokens. Those of few are loaded so: they have no room in shared memory, and one stage of weights more.
+template <int STAGES>
 struct DownStep {
-  using DownStream = Stream<DOWN_STAGES, DOWN_CHUNKS>;
+  using DownStream = Stream<STAGES, DOWN_CHUNKS>;
   const MoeParams& p;
   const DownStream stream;
   const Lists lists;  // by value: a reference into the same object would keep all of it out of registers
@@ -37,9 +38,8 @@ struct DownStep {
   int low = 0, high = 0;  // this lane's two rows
 
   // near: room for COLUMN_BYTES, or for the activations of few tokens.
-  DEVICE DownStep(const MoeParams& p, u8* smem, bool is_few, u8* near, const Lists& lists, const float* weights, float* sums,
-                  int unique)
-      : p(p), stream(smem, is_few), lists(lists), weights(weights), sums(sums),
+  DEVICE DownStep(const MoeParams& p, u8* smem, u8* near, const Lists& lists, const float* weights, float* sums, int unique)
+      : p(p), stream(smem), lists(lists), weights(weights), sums(sums),
         columns(shared_address(near + threadIdx.x / 32 * (COLUMN_BYTES / MOE_WARPS) + threadIdx.x % 32 * 16)), acts(p),
         tokens(p.tokens), hidden(p.hidden), width(p.width), shared_width(p.shared_width), routed_down(p.down),
         shared_down(p.shared_down), bias(p.down_bias), shared_scale(p.shared_scale),
@@ -104,7 +104,7 @@ struct DownStep {
     DownCursor c = start();
     int to = stage;
   #pragma unroll 1
-    for (int n = 0; n < stream.stages; ++n) {
+    for (int n = 0; n < STAGES; ++n) {
       copy_columns(c, to);
       copy_async_commit();
       if (c.unique < unique) c = after(c);
@@ -123,12 +123,12 @@ struct DownStep {
     clear_sums();
     stage = load_stage = 0;
   #pragma unroll 1
-    for (int n = 0; n < stream.stages; ++n) load_weights();
+    for (int n = 0; n < STAGES; ++n) load_weights();
   }
   // The same where all stages but one are on their way, the first of them in `first_stage`.
   DEVICE void go_on(int first_stage) {
     clear_sums();
-    stage = first_stage, load_stage = first_stage == 0 ? stream.stages - 1 : first_stage - 1;
+    stage = first_stage, load_stage = first_stage == 0 ? STAGES - 1 : first_stage - 1;
     load_weights();
   }
   DEVICE void load_weights() {

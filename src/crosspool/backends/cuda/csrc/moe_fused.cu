@@ -4,11 +4,15 @@
 // multiprocessor.
 #include "moe_layer.cuh"
 
-KERNEL(moe_fused, FusedParams, MOE_THREADS, 1) {
-  FusedLayer layer(p, dynamic_smem());
+template <bool FEW>
+DEVICE void compute(const FusedParams& p) {
+  FusedLayer<FEW> layer(p, dynamic_smem());
   grid_launch_dependents();
   grid_wait();
   GridMeeting meeting(p.meetings);
   layer.run(meeting, out_epoch(p.moe));
   depart(p.moe.departure, gridDim.x);
 }
+
+KERNEL(moe_fused_few, FusedParams, MOE_THREADS, 1) { compute<true>(p); }
+KERNEL(moe_fused, FusedParams, MOE_THREADS, 1) { compute<false>(p); }

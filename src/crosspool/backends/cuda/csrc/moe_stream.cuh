@@ -25,21 +25,16 @@ constexpr int OUT_STRIDE = 20;                   // floats a token takes in a wa
 constexpr int STAGE_BYTES = 32768;  // of the block's weights
 constexpr int COLUMN_BYTES = DOWN_STAGES * 16384;  // eight activations of each unit
 
-// A warp's stages: [stage][chunk][row of the pair][lane] of 16 bytes. There are FEW_STAGES of them, or STAGES.
+// A warp's stages: [stage][chunk][row of the pair][lane] of 16 bytes.
 template <int STAGES, int CHUNKS>
 struct Stream {
-  const int stages;
   SharedAddress mine;  // this lane's first 16 bytes
 
-  DEVICE Stream(u8* smem, bool is_few)
-      : stages(is_few ? FEW_STAGES : STAGES),
-        mine(shared_address(smem + threadIdx.x / 32 * (stages * CHUNKS * 1024) + threadIdx.x % 32 * 16)) {}
-  DEVICE void step(int& stage) const { stage = stage + 1 == stages ? 0 : stage + 1; }
-  // All but the last `stages - 1` groups of copies are there.
-  DEVICE void wait() const {
-    if (stages == STAGES) copy_async_wait<STAGES - 1>();
-    else copy_async_wait<FEW_STAGES - 1>();
-  }
+  DEVICE explicit Stream(u8* smem)
+      : mine(shared_address(smem + threadIdx.x / 32 * (STAGES * CHUNKS * 1024) + threadIdx.x % 32 * 16)) {}
+  DEVICE void step(int& stage) const { stage = stage + 1 == STAGES ? 0 : stage + 1; }
+  // All but the last STAGES - 1 groups of copies are there.
+  DEVICE void wait() const { copy_async_wait<STAGES - 1>(); }
   // Start copying this lane's part of two rows: chunks at k, k + 32, ...; zeros at and after k_end.
   DEVICE void copy(int stage, const u16* low_row, const u16* high_row, int k, int k_end) const {
     const SharedAddress to = mine + stage * CHUNKS * 1024;

@@ -9,9 +9,10 @@ struct UpColumns {
   const u16* first;  // null where there are fewer
 };
 
-DEVICE void clear(float (&acc)[MAX_GROUPS][4]) {
+template <int GROUPS>
+DEVICE void clear(float (&acc)[GROUPS][4]) {
 #pragma unroll
-  for (int n = 0; n < MAX_GROUPS; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
+  for (int n = 0; n < GROUPS; ++n) acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
 }
 
 // A tile is eight gate and eight up rows; shared experts' come first, for their weights are known before the router has ended.
@@ -27,9 +28,11 @@ struct NothingNext {
   DEVICE void copy_next(int) {}
 };
 
-// Gate and up: blocks take every gridDim.x-th tile. Shared experts' tiles may start before the lists are there.
+// Gate and up: blocks take every gridDim.x-th tile. Shared experts' tiles may start before the lists are there. GROUPS: of
+// eight tokens, at most.
+template <int STAGES, int GROUPS>
 struct UpStep {
-  using UpStream = Stream<UP_STAGES, UP_CHUNKS>;
+  using UpStream = Stream<STAGES, UP_CHUNKS>;
   const UpStream stream;
   const Lists lists;  // by value: a reference into the same object would keep all of it out of registers
   float* red;  // two turns of red_floats
@@ -46,9 +49,8 @@ struct UpStep {
   bool writes_words = false;  // activations go there
   u32 epoch = 0;              // of words
 
-  // is_few: of `Stream`.
-  DEVICE UpStep(const MoeParams& p, u8* smem, bool is_few, const Lists& lists, float* red)
-      : stream(smem, is_few), lists(lists), red(red), red_floats(MOE_WARPS * ceil_div(p.tokens, TILE_COLS) * RED_FLOATS),
+  DEVICE UpStep(const MoeParams& p, u8* smem, const Lists& lists, float* red)
+      : stream(smem), lists(lists), red(red), red_floats(MOE_WARPS * ceil_div(p.tokens, TILE_COLS) * RED_FLOATS),
         warp(threadIdx.x / 32), g(threadIdx.x % 32 / 4), k_lane(warp * UP_CHUNKS * 32 + threadIdx.x % 4 * 8),
         shared_tiles(p.shared_width / 8), tiles(p.width / 8), passes(ceil_div(p.hidden, UP_K)), step(gridDim.x),
         total(shared_tiles), per_tile(tiles > 1 ? 0xffffffffu / tiles + 1 : 0), ahead(blockIdx.x), x(p.x), gate_up(p.gate_up),
@@ -90,7 +92,7 @@ struct UpStep {
   DEVICE void load_shared() {
     NothingNext nothing;
 #pragma unroll 1
-    while (loaded < stream.stages - 1 && ahead < total) load(nothing);
+    while (loaded < STAGES - 1 && ahead < total) load(nothing);
   }
   DEVICE UpColumns columns_of(int unique) const {
     UpColumns c{0, tokens, nullptr};
@@ -122,13 +124,17 @@ struct UpStep {
   DEVICE int run(int unique, Next& next_step) {
     total += unique * tiles;
 #pragma unroll 1
-    while (loaded < stream.stages - 1) load(next_step);
+    while (loaded < STAGES - 1) load(next_step);
     int stage = 0;
+    if constexpr (GROUPS == 1) {
+      one_by_one(next_step, stage);
+      return stage;
+    }
     if (static_cast<int>(blockIdx.x) >= total) return stage;
     int turn = 0, item = blockIdx.x, pass = 0;
     UpPlace place = place_at(item);
     UpColumns columns = columns_of(place.unique);
-    float acc[MAX_GROUPS][4];
+    float acc[GROUPS][4];
     clear(acc);
     // One pass of a tile, from columns that are here; those of the next pass are on their way meanwhile. Two arrays take
     // turns: to copy one to the other would wait for its loads.
@@ -141,7 +147,7 @@ struct UpStep {
         if (item + step < total) next_place = place_at(item + step), next_columns = columns_of(next_place.unique);
       }
       load_column(next_columns.first, (is_last ? 0 : pass + 1) * UP_K + k_lane, coming);
-      const int groups = ceil_div(columns.count, TILE_COLS);
+      const int groups = GROUPS == 1 ? 1 : ceil_div(columns.count, TILE_COLS);
       const auto load_group = [&](int n, uint4 (&to)[UP_CHUNKS]) {
         const int at = n * TILE_COLS + g;
         load_column(at < columns.count ? column(columns, place.unique < 0, at) : nullptr, pass * UP_K + k_lane, to);
@@ -152,11 +158,13 @@ struct UpStep {
       load(next_step);
       stream.wait();
       multiply(stage, held, acc[0]);
-      if (groups > 1) multiply(stage, second, acc[1]);
-      if (groups > 2) multiply(stage, third, acc[2]);
-      if (groups > 3) {
-        load_group(3, second);
-        multiply(stage, second, acc[3]);
+      if constexpr (GROUPS > 1) {
+        if (groups > 1) multiply(stage, second, acc[1]);
+        if (groups > 2) multiply(stage, third, acc[2]);
+        if (groups > 3) {
+          load_group(3, second);
+          multiply(stage, second, acc[3]);
+        }
       }
       stream.step(stage);
       if (!is_last) {
@@ -176,12 +184,34 @@ struct UpStep {
   }
 
  private:
+  // Few tokens' columns are near: no array of the next ones, for whose code there would be less room.
+  template <class Next>
+  DEVICE void one_by_one(Next& next_step, int& stage) {
+    int turn = 0;
+#pragma unroll 1
+    for (int item = blockIdx.x; item < total; item += step, turn ^= 1) {
+      const UpPlace place = place_at(item);
+      const UpColumns columns = columns_of(place.unique);
+      float acc[1][4];
+      clear(acc);
+#pragma unroll 1
+      for (int pass = 0; pass < passes; ++pass) {
+        uint4 held[UP_CHUNKS];
+        load_column(columns.first, pass * UP_K + k_lane, held);
+        load(next_step);
+        stream.wait();
+        multiply(stage, held, acc[0]);
+        stream.step(stage);
+      }
+      finish(place, columns, acc, red + turn * red_floats);
+    }
+  }
   // A tile's sums over the warps, and the activation.
-  DEVICE void finish(const UpPlace& place, const UpColumns& columns, const float (&acc)[MAX_GROUPS][4], float* sums) const {
+  DEVICE void finish(const UpPlace& place, const UpColumns& columns, const float (&acc)[GROUPS][4], float* sums) const {
     const int count = columns.count, begin = columns.begin, groups = ceil_div(count, TILE_COLS);
     const bool is_shared = place.unique < 0;
 #pragma unroll
-    for (int n = 0; n < MAX_GROUPS; ++n)
+    for (int n = 0; n < GROUPS; ++n)
       if (n < groups) store_tile(sums + (n * MOE_WARPS + warp) * RED_FLOATS, acc[n]);
     block_sync();  // one a tile: a warp that is ahead writes the other turn's sums
     const int n = threadIdx.x / 8, row = place.row0 + threadIdx.x % 8;  // 256 threads: 32 columns of 8 values

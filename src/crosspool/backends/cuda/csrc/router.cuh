@@ -6,27 +6,27 @@
 #include "router_logits.cuh"
 #include "router_looks.cuh"
 
-// The tokens of this warp; it looks at the next one's logits while it chooses.
+// This warp's part of every `each`th token from the `first`th on; it looks at the next one's logits while it chooses.
 template <int PER_LANE, class Row>
-DEVICE void choose_own(const RouterParams& p, const RouterSmem& s, const Row& row) {
-  const int warp = threadIdx.x / 32;
+DEVICE void choose_own(const RouterParams& p, const RouterSmem& s, const Row& row, int first, int each) {
+  const int warp = threadIdx.x / 32, begin = first + warp * each, step = ROUTER_WARPS * each;
   float *choice = s.choice + warp * MAX_EXPERTS, *scores = s.scores + warp * MAX_EXPERTS;
-  if (warp >= p.tokens) return;
-  auto seen = row(warp).template look<PER_LANE>(p.experts);
+  if (begin >= p.tokens) return;
+  auto seen = row(begin).template look<PER_LANE>(p.experts);
 #pragma unroll 1
-  for (int t = warp; t < p.tokens; t += ROUTER_WARPS) {
+  for (int t = begin; t < p.tokens; t += step) {
     auto coming = seen;
-    if (t + ROUTER_WARPS < p.tokens) coming = row(t + ROUTER_WARPS).template look<PER_LANE>(p.experts);
+    if (t + step < p.tokens) coming = row(t + step).template look<PER_LANE>(p.experts);
     choose<PER_LANE>(p, row(t), seen, t, choice, scores, s.chosen);
     seen = coming;
   }
 }
 
-// Ids and weights of every token to where `p` points. `row(token)`: the token's logits.
+// Ids and weights of every token, or of every `each`th from the `first`th on, to where `p` points. `row(token)`: its logits.
 template <class Row>
-DEVICE void choose_tokens(const RouterParams& p, const RouterSmem& s, const Row& row) {
-  if (p.experts <= 128) choose_own<4>(p, s, row);
-  else choose_own<MAX_EXPERTS / 32>(p, s, row);
+DEVICE void choose_tokens(const RouterParams& p, const RouterSmem& s, const Row& row, int first = 0, int each = 1) {
+  if (p.experts <= 128) choose_own<4>(p, s, row, first, each);
+  else choose_own<MAX_EXPERTS / 32>(p, s, row, first, each);
   block_sync();
 }
 

@@ -33,6 +33,8 @@ class FusedLayer:
 
     params: FusedParams
     smem_bytes: int
+    is_few: bool
+    """Whether activations take no room in the down projection, and weights have a stage more."""
 
 
 def fused_layer(
@@ -62,7 +64,11 @@ def fused_layer(
     elif not has_table:
         stages, work_bytes = STAGES, align_up(max(few_bytes, down_bytes + STAGES * COLUMN_BYTES), 16)
     params = FusedParams(
-        moe=moe, meetings=address(routing.meetings), logits=address(routing.logit_words), work_bytes=work_bytes
+        moe=moe,
+        meetings=address(routing.meetings),
+        logits=address(routing.logit_words),
+        choices=address(routing.choice_words),
+        work_bytes=work_bytes,
     )
     if choices is not None:
         params.route = choice_params(weights, tokens, choices, arrival)
@@ -71,14 +77,14 @@ def fused_layer(
     else:
         params.route = router_params(weights.spec, weights.router, x, routing, arrival)
         params.rows = router_rows(weights.router)
-    return FusedLayer(params, stages * STAGE_BYTES + work_bytes + lists_bytes)
+    return FusedLayer(params, stages * STAGE_BYTES + work_bytes + lists_bytes, stages == FEW_STAGES)
 
 
 def launch_fused(kernels: Launcher, layer: FusedLayer) -> None:
     """Router and FFN as one kernel on every multiprocessor."""
     kernels.launch(
         "moe_fused",
-        "moe_fused",
+        "moe_fused_few" if layer.is_few else "moe_fused",
         grid=(kernels.num_sms, 1, 1),
         threads=WARPS * 32,
         smem_bytes=layer.smem_bytes,

@@ -150,6 +150,7 @@ class FusedParams(ctypes.Structure):
         ("moe", MoeParams),
         ("meetings", _P),
         ("logits", _P),
+        ("choices", _P),
         ("rows", _I),
         ("work_bytes", _I),
     ]

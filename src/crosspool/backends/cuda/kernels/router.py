@@ -27,6 +27,7 @@ class Routing:
     ticket: torch.Tensor  # (1) int32, zero between launches
     meetings: torch.Tensor  # (1) int64: arrivals of the blocks of kernels that hold the whole device
     logit_words: torch.Tensor  # (tokens, experts + 1) int64, flat use: the fused kernel's logits with their epoch
+    choice_words: torch.Tensor  # (tokens, top_k, 2) int64, flat use: its choices, an id and a weight with their epoch
     shared_scale: torch.Tensor  # (tokens) fp32
     topk_ids: torch.Tensor  # (tokens * top_k) int32
     topk_weights: torch.Tensor  # (tokens * top_k) fp32
@@ -49,6 +50,7 @@ class Routing:
             ints(1),
             torch.zeros(1, dtype=torch.int64, device=device),
             torch.zeros(max_tokens * (max_experts + 1), dtype=torch.int64, device=device),
+            torch.zeros(2 * pairs, dtype=torch.int64, device=device),
             floats(max_tokens),
             ints(pairs),
             floats(pairs),
