@@ -15,6 +15,7 @@ import json
 import shutil
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,7 +35,9 @@ from crosspool.models.families.registry import FAMILIES
 from crosspool.models.tensors import model_tensors, weight_bytes
 from crosspool.units import MiB
 from crosspool.weights_pool.checkpoint import INDEX_NAME, Checkpoint
+from crosspool.weights_pool.extents import Extent
 from crosspool.weights_pool.loader import plan_load, reads
+from crosspool.weights_pool.readers import BUFFERS_EACH, Readers
 
 SHARD_BYTES = 4_000_000_000
 
@@ -107,6 +110,31 @@ def bus_gb_per_s(device: torch.device) -> float:
         torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
     return float(host.nbytes / 1e9 / min(times))
+
+
+def read_gb_per_s(directory: ModelDirectory, count: int, extent_bytes: int) -> float:
+    """The whole files by as many readers into the same buffers, with nobody who plans or copies."""
+    sizes = {file: file.stat().st_size for file in sorted(directory.path.glob("*.safetensors"))}
+    wanted = (
+        Extent(file, start, min(start + extent_bytes, size), (), 0)
+        for file, size in sizes.items()
+        for start in range(0, size, extent_bytes)
+    )
+    with Readers(count, extent_bytes) as readers:
+        readers.touch()
+        free = deque(sorted(range(readers.num_buffers), key=lambda buffer: (buffer % BUFFERS_EACH, buffer)))
+        num_reading = 0
+        begin = time.perf_counter()
+        for extent in wanted:
+            while not free:
+                ended = [buffer for buffer, _ in readers.ended(wait=True)]
+                free.extend(ended)
+                num_reading -= len(ended)
+            readers.read(extent, free.popleft())
+            num_reading += 1
+        while num_reading:
+            num_reading -= len(list(readers.ended(wait=True)))
+        return sum(sizes.values()) / 1e9 / (time.perf_counter() - begin)
 
 
 def num_different(directory: ModelDirectory, layers: Sequence[Mapping[str, torch.Tensor]]) -> int:
@@ -226,6 +254,10 @@ def measure(
         whole = sum(gigabytes) / best.whole_s
         report.metric(f"reload_gb_per_s.{label}", whole, limit=bus, note="all models; the bus; target 40")
         report.metric(f"reload_own_s.{label}", best.own_s, limit=best.whole_s, note="of the planning thread's CPU time")
+        if not at_once:
+            alone = max(read_gb_per_s(directories[0], count, mib * MiB) for _ in range(2))
+            report.metric(f"read_gb_per_s.{count}_readers.{mib}_mib", alone, note="the same reads, nobody copies them")
+            print(f"{count} readers of {mib} MiB alone: {alone:.1f} GB/s", flush=True)
         for name, size, seconds, first_s in zip(names, gigabytes, best.seconds, best.first_s, strict=True):
             if not at_once:
                 report.metric(f"reload_gb_per_s.{label}.{name}", size / seconds, limit=bus)
