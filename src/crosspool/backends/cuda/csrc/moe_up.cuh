@@ -126,60 +126,8 @@ struct UpStep {
 #pragma unroll 1
     while (loaded < STAGES - 1) load(next_step);
     int stage = 0;
-    if constexpr (GROUPS == 1) {
-      one_by_one(next_step, stage);
-      return stage;
-    }
-    if (static_cast<int>(blockIdx.x) >= total) return stage;
-    int turn = 0, item = blockIdx.x, pass = 0;
-    UpPlace place = place_at(item);
-    UpColumns columns = columns_of(place.unique);
-    float acc[GROUPS][4];
-    clear(acc);
-    // One pass of a tile, from columns that are here; those of the next pass are on their way meanwhile. Two arrays take
-    // turns: to copy one to the other would wait for its loads.
-    const auto advance = [&](const uint4 (&held)[UP_CHUNKS], uint4 (&coming)[UP_CHUNKS]) {
-      const bool is_last = pass + 1 == passes;
-      UpPlace next_place = place;
-      UpColumns next_columns = columns;
-      if (is_last) {
-        next_columns.first = nullptr;
-        if (item + step < total) next_place = place_at(item + step), next_columns = columns_of(next_place.unique);
-      }
-      load_column(next_columns.first, (is_last ? 0 : pass + 1) * UP_K + k_lane, coming);
-      const int groups = GROUPS == 1 ? 1 : ceil_div(columns.count, TILE_COLS);
-      const auto load_group = [&](int n, uint4 (&to)[UP_CHUNKS]) {
-        const int at = n * TILE_COLS + g;
-        load_column(at < columns.count ? column(columns, place.unique < 0, at) : nullptr, pass * UP_K + k_lane, to);
-      };
-      uint4 second[UP_CHUNKS], third[UP_CHUNKS];  // groups of eight
-      if (groups > 1) load_group(1, second);
-      if (groups > 2) load_group(2, third);
-      load(next_step);
-      stream.wait();
-      multiply(stage, held, acc[0]);
-      if constexpr (GROUPS > 1) {
-        if (groups > 1) multiply(stage, second, acc[1]);
-        if (groups > 2) multiply(stage, third, acc[2]);
-        if (groups > 3) {
-          load_group(3, second);
-          multiply(stage, second, acc[3]);
-        }
-      }
-      stream.step(stage);
-      if (!is_last) {
-        ++pass;
-        return true;
-      }
-      finish(place, columns, acc, red + turn * red_floats);
-      clear(acc);
-      turn ^= 1, pass = 0, item += step;
-      place = next_place, columns = next_columns;
-      return item < total;
-    };
-    uint4 even[UP_CHUNKS], odd[UP_CHUNKS];
-    load_column(columns.first, k_lane, even);
-    while (advance(even, odd) && advance(odd, even)) {}
+    if constexpr (GROUPS == 1) one_by_one(next_step, stage);
+    else in_turns(next_step, stage);
     return stage;
   }
 
@@ -205,6 +153,57 @@ struct UpStep {
       }
       finish(place, columns, acc, red + turn * red_floats);
     }
+  }
+  // Columns of the next pass are on their way while those of the present one are used.
+  template <class Next>
+  DEVICE void in_turns(Next& next_step, int& stage) {
+    if (static_cast<int>(blockIdx.x) >= total) return;
+    int turn = 0, item = blockIdx.x, pass = 0;
+    UpPlace place = place_at(item);
+    UpColumns columns = columns_of(place.unique);
+    float acc[GROUPS][4];
+    clear(acc);
+    // One pass of a tile. Two arrays take turns: to copy one to the other would wait for its loads.
+    const auto advance = [&](const uint4 (&held)[UP_CHUNKS], uint4 (&coming)[UP_CHUNKS]) {
+      const bool is_last = pass + 1 == passes;
+      UpPlace next_place = place;
+      UpColumns next_columns = columns;
+      if (is_last) {
+        next_columns.first = nullptr;
+        if (item + step < total) next_place = place_at(item + step), next_columns = columns_of(next_place.unique);
+      }
+      load_column(next_columns.first, (is_last ? 0 : pass + 1) * UP_K + k_lane, coming);
+      const int groups = ceil_div(columns.count, TILE_COLS);
+      const auto load_group = [&](int n, uint4 (&to)[UP_CHUNKS]) {
+        const int at = n * TILE_COLS + g;
+        load_column(at < columns.count ? column(columns, place.unique < 0, at) : nullptr, pass * UP_K + k_lane, to);
+      };
+      uint4 second[UP_CHUNKS], third[UP_CHUNKS];  // groups of eight
+      if (groups > 1) load_group(1, second);
+      if (groups > 2) load_group(2, third);
+      load(next_step);
+      stream.wait();
+      multiply(stage, held, acc[0]);
+      if (groups > 1) multiply(stage, second, acc[1]);
+      if (groups > 2) multiply(stage, third, acc[2]);
+      if (groups > 3) {
+        load_group(3, second);
+        multiply(stage, second, acc[3]);
+      }
+      stream.step(stage);
+      if (!is_last) {
+        ++pass;
+        return true;
+      }
+      finish(place, columns, acc, red + turn * red_floats);
+      clear(acc);
+      turn ^= 1, pass = 0, item += step;
+      place = next_place, columns = next_columns;
+      return item < total;
+    };
+    uint4 even[UP_CHUNKS], odd[UP_CHUNKS];
+    load_column(columns.first, k_lane, even);
+    while (advance(even, odd) && advance(odd, even)) {}
   }
   // A tile's sums over the warps, and the activation.
   DEVICE void finish(const UpPlace& place, const UpColumns& columns, const float (&acc)[GROUPS][4], float* sums) const {
