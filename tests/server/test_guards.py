@@ -48,6 +48,15 @@ async def test_health_stays_open_behind_a_root_path(engine: FakeEngine, tmp_path
         assert (await http.get("/llm/v1/models", headers={"Authorization": "Bearer one"})).status_code == 200
 
 
+async def test_no_target_reaches_an_admin_route_past_the_guard(engine: FakeEngine, tmp_path: Path) -> None:
+    """With root_path /a, `GET dmin/limits` (no slash) has the path /admin/limits, which the router knows whole."""
+    for root_path in ("/a", "/adm", "/"):
+        async with connect(fake_app(engine, tmp_path), root_path=root_path) as http:
+            assert (await http.get("/admin/limits")).status_code == 404, root_path
+    async with connect(fake_app(engine, tmp_path), root_path="/a") as http:
+        assert (await http.get("/a/admin/limits")).status_code == 403
+
+
 async def test_request_ids_are_echoed_or_made(http: httpx2.AsyncClient) -> None:
     response = await http.get("/version", headers={"X-Request-Id": "mine-1"})
     assert response.headers["x-request-id"] == "mine-1"

@@ -11,7 +11,7 @@ import pytest
 
 from crosspool.config import ServerConfig
 from crosspool.errors import CheckpointError, CrossPoolError
-from crosspool.server.run import listen, run_loop, serve
+from crosspool.server.run import _uvicorn_config, listen, run_loop, serve
 from tests.support.fake_engine import FakeEngine
 from tests.support.server_fixtures import fake_app
 
@@ -43,6 +43,12 @@ def test_an_address_that_is_not_ours_is_told() -> None:
 def test_any_free_port(host: str) -> None:
     with listen(ServerConfig(host=host, port=0)) as bound:
         assert bound.getsockname()[1] > 0
+
+
+def test_a_slash_behind_the_root_path_means_nothing(tmp_path: Path) -> None:
+    app = fake_app(ClosableFake(), tmp_path)
+    for told, meant in (("/", ""), ("/api/", "/api"), ("/api", "/api")):
+        assert _uvicorn_config(app, ServerConfig(root_path=told)).root_path == meant
 
 
 async def test_a_failed_load_ends_the_server_and_closes_the_engine(tmp_path: Path) -> None:

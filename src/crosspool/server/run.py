@@ -150,7 +150,7 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     options: dict[str, Any] = {"lifespan": "off", "access_log": False, "log_config": None}
     return uvicorn.Config(
         app,
-        root_path=config.root_path,
+        root_path=config.root_path.rstrip("/"),
         log_level="warning",
         timeout_graceful_shutdown=LAST_WORDS_S,
         server_header=False,
