@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -38,6 +39,20 @@ def test_ctrl_c_of_a_terminal_reaches_the_demo_alone_which_ends_its_server():
         with pytest.raises(subprocess.TimeoutExpired):
             server.wait(timeout=0.3)
     assert server.returncode is not None
+
+
+def test_ctrl_c_while_the_server_is_begun_ends_it_too(monkeypatch: pytest.MonkeyPatch):
+    begun: list[subprocess.Popen[bytes]] = []
+
+    def begin(command: list[str]) -> "subprocess.Popen[bytes]":
+        begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        os.kill(os.getpid(), signal.SIGINT)
+        return begun[0]
+
+    monkeypatch.setattr("crosspool.demo.run.subprocess", SimpleNamespace(Popen=begin))
+    with pytest.raises(KeyboardInterrupt), _server("127.0.0.1", 1, Console(quiet=True)):
+        pytest.fail("a Ctrl-C went by")
+    assert begun[0].returncode is not None
 
 
 def test_a_host_that_is_not_here_is_a_one_line_error():

@@ -62,20 +62,26 @@ def _server(host: str, port: int, console: Console) -> Iterator[subprocess.Popen
     console.print(
         f"[dim]starting {' '.join([Path(sys.executable).name, *command[1:3]])} with {len(directories)} models[/]"
     )
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # the server never sees Ctrl-C: the demo ends it
+    server: subprocess.Popen[bytes] | None = None
     try:
-        server = subprocess.Popen(command)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
-    try:
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # the server never sees it: the demo ends it
+        try:
+            server = subprocess.Popen(command)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)  # raises a Ctrl-C that has come in between
         yield server
     finally:
-        server.terminate()
-        try:
-            server.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+        if server is not None:
+            _end(server)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    try:
+        server.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
 
 
 async def _ask(base_url: str, server: subprocess.Popen[bytes], console: Console, seed: int) -> DemoReport:
