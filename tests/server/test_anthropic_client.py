@@ -190,6 +190,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "deep"}}, "thinking"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"output_config": {"format": {"type": "regex"}}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+    ({"output_config": {"format": False}}, "output_config.format"),
+    ({"output_config": {"effort": 3}}, "output_config.effort"),
     ({"mcp_servers": [{"type": "url", "name": "x", "url": "http://x"}]}, "mcp_servers"),
 ]
 

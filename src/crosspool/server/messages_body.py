@@ -77,9 +77,10 @@ class MessagesBody(CountBody):
         return super().chat()
 
     def _sampling(self) -> dict[str, Any]:
+        form, effort = self.output_config.get("format"), self.output_config.get("effort")
         return {
-            "response_format": _form(self.output_config.get("format") or self.output_format),
-            "reasoning_effort": self.output_config.get("effort"),
+            "response_format": _form(self.output_format if form is None else form),
+            "reasoning_effort": None if effort is None else _string(effort, "output_config.effort"),
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -180,9 +181,9 @@ def _choice(choice: dict[str, Any]) -> dict[str, Any]:
 def _form(form: Any) -> dict[str, Any] | None:
     if form is None:
         return None
-    if not isinstance(form, dict) or form.get("type") != "json_schema":
+    if not isinstance(form, dict) or form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
         raise _wrong("output_config.format", '{"type": "json_schema", "schema": {...}}')
-    return {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+    return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
 
 
 def _thinks(thinking: dict[str, Any]) -> bool:

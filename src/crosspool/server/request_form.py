@@ -10,7 +10,7 @@ PAGE = "/ui/"
 
 
 class RequestForm:
-    """Stands right inside what logs requests as they came."""
+    """Stands right inside the access log, which tells HEAD as it came, and paths as routes and quiet ones are named."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
