@@ -154,3 +154,12 @@ def test_a_function_that_needs_scratch_is_left_to_triton(launched):
     for _ in range(3):
         kernel((1, 1, 1), (DeviceTensor(1 << 20), 48, 32, 0.5, DeviceTensor(1 << 21)), {"B": 4})
     assert (len(function.calls), launched) == (3, [])
+
+
+def test_one_is_not_launched_as_other_odd_numbers_are(launched):
+    function = Function()
+    kernel = JitKernel(function)
+    for stride in (3, 1, 5):
+        kernel((1, 1, 1), (DeviceTensor(1 << 20), 48, stride, 0.5, DeviceTensor(1 << 21)), {"B": 4})
+    assert [stride for _, stride, _ in function.calls] == [3, 1]
+    assert [arguments[0] for arguments in launched] == [1], "that of 5 is the form of 3"
