@@ -237,6 +237,8 @@ inline float exp_full(float x) { return expf(x); }
 inline float log2_full(float x) { return log2f(x); }
 inline float reciprocal_root(float x) { return 1.0f / sqrtf(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
+inline float multiply(float a, float b) { return a * b; }
+inline float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 inline void sincos_small(float x, float* s, float* c) { *s = sinf(x); *c = cosf(x); }
 inline float float_of_bits(u32 v) { float f; memcpy(&f, &v, 4); return f; }
 inline u32 bits_of_float(float f) { u32 v; memcpy(&v, &f, 4); return v; }

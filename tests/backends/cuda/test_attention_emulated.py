@@ -180,6 +180,56 @@ def test_a_tokens_attention_has_the_same_bits_in_every_batch(name, how):
 
 
 @pytest.mark.parametrize("backwards", [False, True])
+def test_a_block_with_all_splits_of_a_group_merges_them_with_the_same_bits(backwards):
+    """Eight blocks a token: 32 and 30 splits are as many groups as blocks, the last of them short; 11 are too few."""
+    spec, lengths = ATTENTIONS["mla_20_heads"], [2048, 700, 1910, 1]
+    geometry = PageGeometry(
+        num_layers=1,
+        elements_per_token_layer=spec.kv_elements_per_token,
+        element_bytes=2,
+        page_tokens=64,
+        frame_bytes=64 * spec.kv_elements_per_token * 2,
+    )
+    cache = shuffled_cache(geometry, 4, 2048, CPU)
+    fill(cache, 0, draw(4, 2048, spec.kv_elements_per_token, seed=5), [length - 1 for length in lengths])
+    kernels = EmulatedKernels(num_sms=33, backwards=backwards)
+    splits = num_splits(spec, kernels.num_sms)
+    assert splits == 32
+
+    def attended(rows):
+        positions = torch.tensor([lengths[row] - 1 for row in rows], dtype=torch.int32)
+        rope = RopeTable.allocate(spec.rope, len(rows), CPU)
+        rope.update(kernels, positions)
+        most = len(rows) * splits * spec.num_heads
+        scratch = AttentionScratch(nan(most * 512), nan(most * 2), nan(len(rows) * 20 * 576, dtype=torch.bfloat16))
+        out = nan(len(rows), spec.num_heads, 512, dtype=torch.bfloat16)
+        inputs, _queries, _newest, _keep = project(spec, rope, positions, rows)
+        one = replace(cache, frame_table=cache.frame_table[rows].contiguous())
+        attention_decode(
+            kernels,
+            spec,
+            inputs,
+            one,
+            0,
+            positions,
+            positions + 1,
+            out,
+            scratch,
+            splits=splits,
+            one_row_per_sequence=True,
+        )
+        left = scratch.partial_ml.view(len(rows), splits, spec.num_heads, 2)[:, :, 0, 1]
+        return out, (~left.isnan()).sum(dim=1).tolist()
+
+    together, left = attended([0, 1, 2, 3])
+    assert left == [8, 11, 8, 1]
+    for row, used in enumerate([32, 11, 30, 1]):
+        alone, [left_alone] = attended([row])
+        assert left_alone == used
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("name", ["gqa_d128_group_of_8", "mla_16_heads"])
 def test_tokens_of_one_sequence_see_each_other(name, backwards):
     spec, tokens, first = ATTENTIONS[name], 4, 61

@@ -18,7 +18,7 @@ DEVICE void attend_split(const AttentionParams& p, const PanelMap* map = nullptr
   if constexpr (Block::TAKES_MAP) self.map = map;
   grid_launch_dependents();
   if (Block::IS_READY) grid_wait();  // the kernel before wrote cache rows
-  const u64 upcoming = self.start();
+  const auto upcoming = self.start();
   if (!Block::IS_READY) grid_wait();
   self.finish(upcoming);
 }
@@ -39,6 +39,9 @@ ATTENTION(attention_mla_l512_r64_h24, LatentsAttention, 256, 1, 576, 512, 3, 64,
 #define WIDE_ATTENTION(name, ...)                                                                                    \
   KERNEL(name##_wide, WideAttentionParams, 256, 2) {                                                              \
     attend_split<LatentsAttention<__VA_ARGS__, false, true>>(p.attention, p.has_map ? &p.map : nullptr);          \
+  }                                                                                                               \
+  KERNEL(name##_wide_merging, WideAttentionParams, 256, 1) {                                                      \
+    attend_split<LatentsAttention<__VA_ARGS__, false, true, true>>(p.attention, p.has_map ? &p.map : nullptr);    \
   }
 WIDE_ATTENTION(attention_mla_l512_r64_h16, 576, 512, 2, 64, 2, 8)
 WIDE_ATTENTION(attention_mla_l512_r64_h24, 576, 512, 3, 64, 2, 8)
@@ -79,13 +82,17 @@ KERNEL(attention_any, AttentionParams, 32, 1) {
 }
 
 // Blocks (ceil(value_dim / 128), heads, tokens).
-KERNEL(attention_combine, CombineParams, COMBINE_THREADS, 3) {
-  const MergedSplits merged(p, blockIdx.z, blockIdx.y, blockIdx.x * COMBINE_VALUES);
+template <SplitGroups GROUPS>
+DEVICE void combine(const CombineParams& p) {
+  const MergedSplits<GROUPS> merged(p, blockIdx.z, blockIdx.y, blockIdx.x * COMBINE_VALUES);
   const int at = blockIdx.x * COMBINE_VALUES + static_cast<int>(threadIdx.x);
   const float value = merged.value(p, dynamic_smem());
   if (threadIdx.x >= COMBINE_VALUES || at >= p.value_dim) return;
   p.out[(static_cast<i64>(blockIdx.z) * p.heads + blockIdx.y) * p.value_dim + at] = bf16_bits(value);
 }
+
+KERNEL(attention_combine, CombineParams, COMBINE_THREADS, 3) { combine<NO_GROUPS>(p); }
+KERNEL(attention_combine_groups, CombineParams, COMBINE_THREADS, 3) { combine<GROUPS_ANYWHERE>(p); }
 
 // The same, and each head's projection behind it: clusters (4 blocks of 128 latents; heads; tokens).
 CLUSTER_KERNEL(attention_combine_up_128, CombineUpParams, COMBINE_THREADS, 1, UP_BLOCKS) { combine_up<1>(p); }

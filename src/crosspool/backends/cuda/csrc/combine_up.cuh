@@ -36,7 +36,7 @@ DEVICE void combine_up(const CombineUpParams& p) {
     const u16* low = p.weight + (static_cast<i64>(head) * p.rows + row) * UP_LATENTS;
     weights[i].load(low, low + 8 * UP_LATENTS, quarter * COMBINE_VALUES, UP_LATENTS);
   }
-  const float value = MergedSplits(p.merge, token, head, part * COMBINE_VALUES).value(p.merge, dynamic_smem());
+  const float value = MergedSplits<GROUPS_HERE>(p.merge, token, head, part * COMBINE_VALUES).value(p.merge, dynamic_smem());
   cluster_wait();  // all its blocks have begun
   if (threadIdx.x < COMBINE_VALUES)
 #pragma unroll

@@ -87,6 +87,9 @@ DEVICE float reciprocal_root(float x) { float y; asm("rsqrt.approx.ftz.f32 %0, %
 // 1 / x, one unit in the last place off at most.
 DEVICE float reciprocal(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 DEVICE void sincos_small(float x, float* s, float* c) { sincosf(x, s, c); }
+// Rounded as written, whatever stands beside them: for sums that two kernels take with the same bits.
+DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 DEVICE float float_of_bits(u32 v) { return __uint_as_float(v); }
 DEVICE u32 bits_of_float(float v) { return __float_as_uint(v); }
 DEVICE double round_even(double x) { return rint(x); }

@@ -86,9 +86,4 @@ struct LatentsNewest {
       if (cached != nullptr) LanePart<ROPE_LANE>::store(cached + VD, x);
     }
   }
-  // Into its tile, once the copies around it have arrived. at: within the tile.
-  static DEVICE void patch(const Room& room, int stage, int at) {
-    for (int c = threadIdx.x; c < Room::NEWEST / 16; c += Room::THREADS)
-      *reinterpret_cast<uint4*>(room.slot_piece(stage, at, c)) = *reinterpret_cast<const uint4*>(room.newest() + c * 16);
-  }
 };

@@ -26,7 +26,8 @@ struct LatentsRoom {
   static constexpr int OFF_P = WIDE ? OFF_WORK : OFF_WORK + S_BYTES;  // panels begin at multiples of 1,024
   static constexpr int OFF_S = WIDE ? OFF_WORK + P_BYTES : OFF_WORK;
   static constexpr int OFF_ALPHA = OFF_WORK + WORK_BYTES;
-  static constexpr int OFF_NEWEST = OFF_ALPHA + COLS * 4;
+  static constexpr int OFF_FOLDS = OFF_ALPHA + COLS * 4;
+  static constexpr int OFF_NEWEST = OFF_FOLDS + COLS * 8;
   static constexpr int NEWEST = KD * 2;
   static constexpr int OFF_ARRIVALS = OFF_NEWEST + NEWEST;   // WIDE: a barrier a stage
   static constexpr int SMEM = OFF_ARRIVALS + (WIDE ? STAGES * 8 : 0);
@@ -41,6 +42,7 @@ struct LatentsRoom {
   DEVICE u8* probabilities() const { return smem + OFF_P; }
   DEVICE float* scores(int part) const { return reinterpret_cast<float*>(smem + OFF_S) + part * COLS * S_STRIDE; }
   DEVICE float* alpha() const { return reinterpret_cast<float*>(smem + OFF_ALPHA); }
+  DEVICE float* folds() const { return reinterpret_cast<float*>(smem + OFF_FOLDS); }  // (COLS, 2): kept, taken
   DEVICE u8* newest() const { return smem + OFF_NEWEST; }
   DEVICE BulkArrival arrival(int stage) const { return BulkArrival{reinterpret_cast<u64*>(smem + OFF_ARRIVALS) + stage}; }
 

@@ -98,13 +98,40 @@ struct LatentsSums {
     }
   }
 
-  // A split's partial attention, for the merge. part: of its first head here.
+  // Take in those of the split behind. All threads; a barrier between.
+  DEVICE void fold(const Room& room, const LatentsSums& split) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    float* folds = room.folds();
+#pragma unroll
+    for (int j = 0; j < HEADS; ++j) {
+      const Fold fold(m[j], split.m[j]);
+      l[j] = fold.of(l[j], warp_sum(split.l[j]));
+      m[j] = fold.top;
+      if (lane == 0) folds[(warp + j * WARPS) * 2] = fold.kept, folds[(warp + j * WARPS) * 2 + 1] = fold.taken;
+    }
+    block_sync();
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int h = n * 8 + lane % 4 * 2 + c;
+        const float kept = folds[h * 2], taken = folds[h * 2 + 1];
+#pragma unroll
+        for (int i = 0; i < V_TILES; ++i)
+#pragma unroll
+          for (int row = c; row < 4; row += 2)
+            o[i][n][row] = Fold::of(o[i][n][row], kept, split.o[i][n][row], taken);
+      }
+  }
+
+  // A split's partial attention, for the merge. part: of its first head here. WHOLE: `l` is all lanes' sum already.
+  template <bool WHOLE = false>
   DEVICE void write(const AttentionParams& p, i64 part, int heads_here) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int j = 0; j < HEADS; ++j) {
       const int h = warp + j * WARPS;
-      const float sum = warp_sum(l[j]);
+      const float sum = WHOLE ? l[j] : warp_sum(l[j]);
       if (h < heads_here && lane == 0) {
         p.partial_ml[(part + h) * 2] = m[j];
         p.partial_ml[(part + h) * 2 + 1] = sum;

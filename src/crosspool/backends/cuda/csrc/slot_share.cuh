@@ -6,17 +6,20 @@ struct SlotShare {
   i64 token, table_row;
   int begin, end, tiles;       // its slots, and the tiles that hold them
   int split, per_split, used;  // the first of its splits, tiles of each, and how many of all splits hold slots
+  int merged;                  // splits it merges before it leaves them
   bool has_newest;             // its last slot is the token's own, which this kernel makes
 
-  // block: of `blocks`. tile: slots. makes_newest: the token's own slot is not in the cache yet.
+  // block: of `blocks`. tile: slots. makes_newest: the token's own slot is not in the cache yet. MERGES: groups of splits.
+  template <bool MERGES = false>
   static DEVICE SlotShare of(const AttentionParams& p, int block, int blocks, i64 token, int tile, bool makes_newest) {
     const int length = p.lengths[token];
     const Splits splits = Splits::of(p, length, tile);
-    const int split = splits.share(block, blocks), begin = splits.begin(split);
-    const int end = splits.begin(splits.share(block + 1, blocks)), tiles = ceil_div(end - begin, tile);
+    const int merged = MERGES ? splits.merged(blocks) : 1;
+    const int split = splits.share(block, blocks, merged), begin = splits.begin(split);
+    const int end = splits.begin(splits.share(block + 1, blocks, merged)), tiles = ceil_div(end - begin, tile);
     const bool has_newest = makes_newest && tiles > 0 && end == length;
     const i64 table_row = p.table_rows != nullptr ? p.table_rows[token] : token;
-    return SlotShare{token, table_row, begin, end, tiles, split, splits.per_split, splits.used, has_newest};
+    return SlotShare{token, table_row, begin, end, tiles, split, splits.per_split, splits.used, merged, has_newest};
   }
   // Where the token's own slot lies; null where another block has it.
   DEVICE u8* own_slot(const AttentionParams& p) const {

@@ -109,19 +109,21 @@ def attention_decode(
     variant = None if any_shape else choose_variant(spec)
     q = scratch.q[: tokens * heads * key_dim].view(tokens, heads, key_dim)
     is_ready = variant is None or not one_row_per_sequence or not variant.makes_own(spec)
+    blocks = min(splits, num_blocks(spec, tokens, kernels.num_sms))
     if variant is not None and not is_ready and kernels.has_warpgroups:
-        variant = widened(variant)
+        variant = widened(variant, splits, blocks)
     if is_ready:
         rope_cache(kernels, spec, inputs, cache, layer, positions, q)
     ready = address(q if is_ready else None)
     params = attention_params(kernels, spec, cache, layer, lengths, scratch, splits, ready)
     setattr(params, "mla" if isinstance(spec, MLASpec) else "gqa", inputs)
+    params.merge_blocks = blocks if variant is not None and variant.merges else 0
     kv_heads = num_kv_heads(spec)
     parts = heads if variant is None else kv_heads * ceil_div(heads // kv_heads, variant.heads)
     kernels.launch(
         "attention",
         "attention_any" if variant is None else variant.ready_name if is_ready else variant.name,
-        grid=(parts, min(splits, num_blocks(spec, tokens, kernels.num_sms)), tokens),
+        grid=(parts, blocks, tokens),
         threads=32 if variant is None else variant.warps * 32,
         smem_bytes=value_dim * 4 if variant is None else variant.shared_bytes(tokens),
         params=wide_params(params, cache, layer) if variant is not None and variant.is_wide else params,
@@ -129,7 +131,7 @@ def attention_decode(
     )
     tile = _ANY_TILE if variant is None else variant.tile
     if value_up is None:
-        combine(kernels, params, tile, sinks, out)
+        combine(kernels, params, tile, sinks, out, in_groups=isinstance(spec, MLASpec))
     else:
         combine_up(kernels, params, tile, value_up, out)
 

@@ -6,6 +6,9 @@ from crosspool.models.spec import GQASpec, MLASpec
 from crosspool.units import ceil_div
 
 MAX_SPLITS = 512
+SPLIT_GROUP = 4
+"""Neighbouring splits that are merged one after another, as csrc/attention.cuh has it."""
+_EVEN_SPLITS = 8 * SPLIT_GROUP
 _SM_BYTES, _BLOCK_BYTES = 228 * 1024, 1024
 """Shared memory of a multiprocessor (compute capability 9.0), and what each block takes of it beside its own."""
 
@@ -24,6 +27,7 @@ class Variant:
     warps: int = 4
     blocks_per_sm: int = 2
     is_wide: bool = False  # products of warpgroups
+    merges: bool = False  # groups of splits, where a block has them all
 
     @property
     def smem_bytes(self) -> int:
@@ -34,7 +38,7 @@ class Variant:
             return 2 * tiles + queries + self.warps * self.heads * 8
         parts = self.warps // (self.tile // 16)
         scores = parts * self.heads * (self.tile + 4) * 4 + self.heads * (self.tile * 2 + 16)
-        return tiles + queries + scores + self.heads * 4 + self.key * 2
+        return tiles + queries + scores + self.heads * 12 + self.key * 2
 
     def shared_bytes(self, tokens: int) -> int:
         """Shared memory of a block. In a batch so much that a multiprocessor takes no more than `blocks_per_sm`.
@@ -92,9 +96,16 @@ def choose_variant(spec: GQASpec | MLASpec) -> Variant | None:
     return min(variants, key=lambda variant: (ceil_div(group, variant.heads), variant.heads))
 
 
-def widened(variant: Variant) -> Variant:
-    """The same with products of warpgroups (compute capability 9.0), where it has them: attention over latents."""
-    return variant if variant.separate else replace(variant, name=f"{variant.name}_wide", is_wide=True)
+def widened(variant: Variant, splits: int, blocks: int) -> Variant:
+    """The same with products of warpgroups (compute capability 9.0), where it has them: attention over latents.
+
+    Where `blocks` share up to `splits` of a token so that one may have all of a group, it merges them itself.
+    """
+    if variant.separate:
+        return variant
+    merges = blocks * (SPLIT_GROUP - 1) < splits
+    name = f"{variant.name}_wide_merging" if merges else f"{variant.name}_wide"
+    return replace(variant, name=name, is_wide=True, merges=merges)
 
 
 def num_kv_heads(spec: GQASpec | MLASpec) -> int:
@@ -112,9 +123,12 @@ def key_value_dims(spec: GQASpec | MLASpec) -> tuple[int, int]:
 def num_splits(spec: GQASpec | MLASpec, num_sms: int) -> int:
     """Most splits of a token's slots: those with which a lone token fills the GPU once.
 
-    The same for every batch, so that a token's attention has the same bits in any.
+    The same for every batch, so that a token's attention has the same bits in any. Splits that blocks of a batch merge
+    in groups are so many that blocks of 4, 8, 16 and 32 tokens have the same number of groups each.
     """
-    return num_blocks(spec, 1, num_sms)
+    blocks = num_blocks(spec, 1, num_sms)
+    is_even = isinstance(spec, MLASpec) and blocks >= _EVEN_SPLITS
+    return blocks // _EVEN_SPLITS * _EVEN_SPLITS if is_even else blocks
 
 
 def num_blocks(spec: GQASpec | MLASpec, tokens: int, num_sms: int) -> int:

@@ -23,15 +23,24 @@ def takes_up(kernels: Launcher, value_up: torch.Tensor, tokens: int) -> bool:
 
 
 def combine(
-    kernels: Launcher, split: AttentionParams, tile: int, sinks: torch.Tensor | None, out: torch.Tensor
+    kernels: Launcher,
+    split: AttentionParams,
+    tile: int,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    in_groups: bool,
 ) -> None:
-    """out (tokens, heads, D_v) bf16: what the pass `split` left of every token and head, merged. tile: slots."""
+    """out (tokens, heads, D_v) bf16: what the pass `split` left of every token and head, merged. tile: slots.
+
+    in_groups: groups of splits first, whoever merges those.
+    """
     tokens, heads, value_dim = out.shape
     params = _params(split, tile)
     params.sinks, params.out = address(sinks), address(out)
     kernels.launch(
         "attention",
-        "attention_combine",
+        "attention_combine_groups" if in_groups else "attention_combine",
         grid=(ceil_div(value_dim, _VALUES), heads, tokens),
         threads=_WARPS * 32,
         smem_bytes=_SMEM_BYTES,
@@ -64,6 +73,7 @@ def _params(split: AttentionParams, tile: int) -> CombineParams:
         lengths=split.lengths,
         window=split.window,
         few_splits=split.few_splits,
+        merge_blocks=split.merge_blocks,
         tile=tile,
         heads=split.heads,
         splits=split.splits,

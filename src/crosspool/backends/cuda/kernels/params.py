@@ -33,7 +33,7 @@ class CacheView(ctypes.Structure):
     _fields_ = [
         ("frames", _P),
         ("frame_table", _P),
-        *((name, _L) for name in ("frame_bytes", "layer_offset_bytes", "table_row_stride")),
+        *((name, _L) for name in ("frame_bytes", "layer_offset_bytes", "table_row_stride", "page_share")),
         *((name, _I) for name in ("table_page_stride", "page_tokens", "token_bytes")),
     ]
 
@@ -90,7 +90,8 @@ class AttentionParams(ctypes.Structure):
         ("cache", CacheView),
         *((name, _P) for name in ("lengths", "table_rows", "partial_o", "partial_ml")),
         *((name, _L) for name in ("key_head_bytes", "value_offset_bytes", "value_head_bytes")),
-        *((name, _I) for name in ("heads", "kv_heads", "splits", "window", "few_splits", "key_dim", "value_dim")),
+        *((name, _I) for name in ("heads", "kv_heads", "splits", "window", "few_splits")),
+        *((name, _I) for name in ("merge_blocks", "key_dim", "value_dim")),
         ("scale_log2", _F),
     ]
 
@@ -103,7 +104,7 @@ class WideAttentionParams(ctypes.Structure):
 class CombineParams(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("partial_o", "partial_ml", "sinks", "lengths", "out")),
-        *((name, _I) for name in ("window", "few_splits", "tile", "heads", "splits", "value_dim")),
+        *((name, _I) for name in ("window", "few_splits", "merge_blocks", "tile", "heads", "splits", "value_dim")),
     ]
 
 

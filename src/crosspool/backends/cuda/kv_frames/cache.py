@@ -6,6 +6,7 @@ import torch
 
 from crosspool.backends.cuda.kernels.params import CacheView
 from crosspool.kv_pool.geometry import PageGeometry
+from crosspool.units import ceil_div
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,7 @@ class PagedCache:
             frame_bytes=geometry.frame_bytes,
             layer_offset_bytes=geometry.offset_of_layer(layer),
             table_row_stride=pages * frames_per_page,
+            page_share=ceil_div(1 << 40, geometry.page_tokens),
             table_page_stride=frames_per_page,
             page_tokens=geometry.page_tokens,
             token_bytes=geometry.token_layer_bytes,
