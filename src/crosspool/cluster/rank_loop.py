@@ -4,7 +4,6 @@ It holds any number of lanes, each with a half step (a generator of the worker),
 into progress. It never blocks: `host_loop.py` decides what to do when nothing is ready.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,8 +17,6 @@ from crosspool.cluster.rank_steps import RankSteps
 from crosspool.cluster.step_reports import StepReports
 from crosspool.cluster.worker import RankWorker
 from crosspool.scheduler.order import OrderPolicy, Segment
-
-logger = logging.getLogger(__name__)
 
 NO_NAP_NEEDED_S = 60.0
 """Said by a rank without steps: it asks for no look at all."""

@@ -18,7 +18,7 @@ from crosspool.server import (
     admin_routes,
     generation_routes,
     health,
-    limits_routes,
+    kv_pool_routes,
     messages_routes,
     models_routes,
     responses_routes,
@@ -101,7 +101,7 @@ def create_app(
         stats_routes,
         ui_routes,
         admin_routes,
-        limits_routes,
+        kv_pool_routes,
     ):
         app.include_router(routes.router)
     for kind, handler in HANDLERS.items():

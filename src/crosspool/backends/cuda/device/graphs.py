@@ -4,7 +4,6 @@ A graph belongs to one lane, model, bucket and set of channel addresses. Capture
 thread's work, so that it may happen while other lanes run.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from typing import Any, Protocol
 import torch
 
 from crosspool.backends.cuda.device.executable import Executable
-
-logger = logging.getLogger(__name__)
 
 CAPTURING = threading.RLock()
 """Held while this process captures, and around calls that take torch's random state, which refuses them meanwhile."""
