@@ -10,7 +10,8 @@ UV     ?= $(shell command -v uv 2>/dev/null)
 ARGS        ?=
 PYTEST_ARGS ?=
 FUZZ_ARGS   ?=
-# One worker a core, and at most four. A file's tests stay together, for what they share; in the order of the files, whose last are short.
+# One worker a core, and at most four. A file's tests stay together, for what they share; in the order of the files,
+# whose last are short.
 TEST_WORKERS ?= --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder
 SOAK_ARGS   ?=
 
