@@ -155,11 +155,20 @@ async def test_what_cannot_be_loaded_leaves_nothing(admin: httpx2.AsyncClient, e
         ("/admin/models/new/load", {"path": "somewhere", "aliases": ["tiny"]}, 409),
         ("/admin/models/new/load", {}, 400),
         ("/admin/models/new/load", {"path": "x", "max_model_len": 1}, 400),
+        ("/admin/models//load", {"path": "x"}, 400),
+        ("/admin/models/new%2F/load", {"path": "x"}, 400),
+        ("/admin/models/new/load", {"path": "x", "aliases": ["also", ""]}, 400),
         ("/admin/models/nope/unload", {}, 404),
     ):
         response = await admin.post(path, json=body)
         assert response.status_code == status, (path, response.text)
         assert response.json()["error"]["message"]
+
+
+def test_an_alias_that_is_listed_twice_leaves_with_its_model(tmp_path: Path) -> None:
+    catalogue = Catalogue([tiny_frontend(tmp_path / "tiny", aliases=("also", "also"))])
+    catalogue.remove("tiny")
+    assert "also" not in catalogue
 
 
 async def test_only_an_admin_key_opens_admin_routes(engine: FakeEngine, tmp_path: Path) -> None:

@@ -120,6 +120,17 @@ async def test_a_bug_is_a_500_that_keeps_its_text_to_the_log(
     assert "secret" in caplog.text
 
 
+async def test_paths_are_quiet_behind_a_root_path_too(
+    engine: FakeEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="crosspool.access")
+    async with connect(fake_app(engine, tmp_path), root_path="/llm") as http:
+        await http.get("/llm/health")
+        await http.get("/llm/version")
+    lines = [record.getMessage() for record in caplog.records if record.name == "crosspool.access"]
+    assert [line.split()[1] for line in lines] == ["/llm/version"]
+
+
 async def test_the_access_log_has_one_line_for_a_request(http_with: MakeHTTP, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="crosspool.access")
     async with http_with(quiet_paths=("/health",)) as http:

@@ -88,6 +88,7 @@ async def load(name: str, body: LoadBody, request: Request) -> JSONResponse:
         raise APIError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
     if state.prepare is None:
         raise APIError(400, "this server cannot load models at run time", code="unsupported")
+    _check_names([name, *body.aliases])
     _check_free([name, *body.aliases], state)
     config = ModelConfig(
         source=body.path, name=name, **body.model_dump(exclude={"path", "aliases", "wait"}), aliases=tuple(body.aliases)
@@ -159,6 +160,13 @@ def _seen(task: "asyncio.Task[None]") -> None:
     """Nobody waits for the task: its failure is in the model's state and in the engine's log."""
     if not task.cancelled():
         task.exception()
+
+
+def _check_names(names: list[str]) -> None:
+    """No request's path can name a model without a name, or with a slash at the end."""
+    for name in names:
+        if not name or name.endswith("/"):
+            raise bad_request(f"the name {name!r} is empty or ends with /; choose another", param="name")
 
 
 def _check_free(names: list[str], state: State) -> None:

@@ -75,7 +75,7 @@ class Catalogue:
         """Forget a model and its aliases, if it is there."""
         frontend = self._by_name.pop(name, None)
         for alias in frontend.aliases if frontend is not None else ():
-            del self._aliases[alias]
+            self._aliases.pop(alias, None)  # one may be listed twice
 
     def resolve(self, name: str | None) -> ModelFrontend:
         """The model called `name`; with just one model served, also for no name at all.

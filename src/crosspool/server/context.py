@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 import structlog
+from starlette.types import Scope
 
 from crosspool import log_lines
 
@@ -19,6 +20,12 @@ CURRENT: ContextVar[Mapping[str, Any]] = ContextVar("crosspool_request", default
 def current(name: str) -> str:
     """`request_id`, `key` or `model` of the present request; empty outside one or before it is known."""
     return str(CURRENT.get().get(name, ""))
+
+
+def route_path(scope: Scope) -> str:
+    """The request's path as routes have it: without the prefix that a proxy in front strips."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def json_formatter() -> logging.Formatter:

@@ -17,6 +17,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from crosspool.server.context import route_path
+
 Endpoint = Callable[[Any, Request], Awaitable[Response]]
 Handlers = Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Response]]]
 
@@ -84,7 +86,7 @@ class DirectRoutes:
     def _found(self, scope: Scope) -> DirectRoute | None:
         if scope["type"] != "http" or scope["method"] != "POST":
             return None
-        found = self._routes.get(scope["path"].removeprefix(scope.get("root_path", "")))
+        found = self._routes.get(route_path(scope))
         if found is not None:
             for name, value in scope["headers"]:
                 if name == b"content-type" and value.lower() not in CONTENT_TYPES:

@@ -23,6 +23,7 @@ from crosspool.errors import (
     UnknownModelError,
     WorkerLostError,
 )
+from crosspool.server.context import route_path
 
 MAX_REPORTED = 10  # validation errors in one message
 MAX_ECHO = 200  # characters of the client's own words in one of them
@@ -87,8 +88,7 @@ class APIError(Exception):
 
 def error_response(error: APIError, scope: Scope) -> JSONResponse:
     """The answer to a refused request, in the shape of the API that its path belongs to."""
-    path = scope["path"].removeprefix(scope.get("root_path", ""))
-    body = error.message_body() if path.startswith(MESSAGES_PATH) else error.body()
+    body = error.message_body() if route_path(scope).startswith(MESSAGES_PATH) else error.body()
     return JSONResponse(body, error.status, error.headers)
 
 

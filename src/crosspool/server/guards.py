@@ -15,7 +15,7 @@ from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from crosspool.server.context import CURRENT
+from crosspool.server.context import CURRENT, route_path
 from crosspool.server.errors import APIError, error_response
 from crosspool.server.garbage import Garbage
 
@@ -54,7 +54,7 @@ class RequestContext:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            if scope["path"] not in self._quiet_paths:
+            if route_path(scope) not in self._quiet_paths:
                 self._log(scope, status, 1000 * (time.perf_counter() - started))
             CURRENT.reset(token)
             self._garbage.request_ended()
@@ -154,7 +154,7 @@ class KeyGuard:
         await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> APIError | None:
-        path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+        path = route_path(scope) or "/"
         if not path.startswith("/"):  # the router takes the prefix with it, and may find an admin route then
             return APIError(404, "a path begins with /; GET /openapi.json lists the routes", code="not_found")
         name, is_admin = self._bearer(Headers(scope=scope))

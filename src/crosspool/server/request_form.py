@@ -6,6 +6,8 @@ lose the body or the key of many a client, and behind a proxy might name an addr
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from crosspool.server.context import route_path
+
 PAGE = "/ui/"
 
 
@@ -19,10 +21,9 @@ class RequestForm:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        prefix = scope.get("root_path", "")
-        path = scope["path"].removeprefix(prefix)
+        path = route_path(scope)
         if path.endswith("/") and len(path) > 1 and path != PAGE:
-            scope["path"] = prefix + (path.rstrip("/") or "/")
+            scope["path"] = scope.get("root_path", "") + (path.rstrip("/") or "/")
         if scope["method"] == "HEAD":
             await self._app({**scope, "method": "GET"}, receive, _Head(send))
         else:

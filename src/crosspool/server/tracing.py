@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crosspool.errors import CrossPoolError
+from crosspool.server.context import route_path
 
 
 def make_provider(endpoint: str) -> Any:
@@ -39,7 +40,7 @@ class Traces:
         self._quiet_paths = frozenset(quiet_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._quiet_paths:
+        if scope["type"] != "http" or route_path(scope) in self._quiet_paths:
             await self._app(scope, receive, send)
             return
         from opentelemetry.propagate import extract
