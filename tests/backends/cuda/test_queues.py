@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -28,6 +30,37 @@ def test_ranks_of_a_process_share_the_stream_of_a_purpose(monkeypatch):
         assert captures == (GPU, queues.DECODE_STREAM_PRIORITY), "graphs keep the priority"
     finally:
         queues.stream_for.cache_clear()
+
+
+def test_a_thread_without_a_context_makes_streams_and_stays_as_it_was(monkeypatch):
+    """As the driver has it: a stream belongs to the context that is the thread's current one."""
+    current = []
+
+    def create(flags, priority):
+        assert current, "CUDA_ERROR_INVALID_CONTEXT"
+        return (success, (current[-1], priority))
+
+    success = object()
+    fake = ModuleType("cuda.bindings.driver")
+    fake.CUresult, fake.CUstream_flags = (
+        SimpleNamespace(CUDA_SUCCESS=success),
+        SimpleNamespace(CU_STREAM_NON_BLOCKING=1),
+    )
+    fake.cuInit, fake.cuDeviceGet = lambda flags: (success,), lambda index: (success, index)
+    fake.cuDevicePrimaryCtxRetain = lambda index: (success, f"primary of {index}")
+    fake.cuCtxPushCurrent = lambda context: (current.append(context), (success,))[1]
+    fake.cuCtxPopCurrent = lambda: (success, current.pop())
+    fake.cuStreamCreateWithPriority = create
+    bindings, cuda = ModuleType("cuda.bindings"), ModuleType("cuda")
+    bindings.driver, cuda.bindings = fake, bindings
+    for name, module in (("cuda", cuda), ("cuda.bindings", bindings), ("cuda.bindings.driver", fake)):
+        monkeypatch.setitem(sys.modules, name, module)
+    made = []
+    monkeypatch.setattr(queues, "int", lambda handle: handle, raising=False)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: made.append((handle, device)))
+    queues.own_stream(torch.device("cuda", 1), -1)
+    assert made == [(("primary of 1", -1), torch.device("cuda", 1))]
+    assert current == []
 
 
 def test_no_rank_has_torch_make_streams():

@@ -17,7 +17,10 @@ CPU = torch.device("cpu")
 
 class Stream:
     def __init__(self, name="whole") -> None:
-        self.name, self.behind = name, []
+        self.name, self.behind, self.has_ended = name, [], False
+
+    def query(self) -> bool:
+        return self.has_ended
 
     def wait_stream(self, other) -> None:
         self.behind.append(other.name)
@@ -63,7 +66,9 @@ def test_without_partitions_there_is_one_stream():
     assert made.pick(True, True).name == "urgent"
 
 
-def test_a_stream_that_was_never_used_is_waited_for_by_none():
-    """It may share a queue of the device with one that waits for a peer."""
+def test_nothing_waits_for_a_stream_that_has_ended_or_was_never_used():
     made = PrefillStreams(Driver("p0"), CPU, Partition())
-    assert made.pick(True).behind == []
+    part = made.pick(True)
+    part.has_ended = True
+    assert made.pick(False).behind == part.behind == []
+    assert made.pick(True).behind == ["whole"]

@@ -10,9 +10,9 @@ from crosspool.backends.cuda.device.driver import call
 
 MAX_CONNECTIONS = 32
 """Queues of the device. With fewer than streams, two lanes share one, and a lane whose kernel waits for its peer there
-holds up the other one, for which that peer may be waiting; a run that lies ready behind another does the same. Where
-ranks share a process the one that is held up may be that peer itself: both then stand still until a deadline. So a
-process makes no stream that it does not need, and none by torch, which makes 32 of each priority with the first."""
+holds up the other one, for which that peer may be waiting; a run that lies ready behind another does the same. So a
+process makes no stream that it does not need, and none by torch, which makes 32 of each priority with the first and gives
+them out again after those."""
 
 DECODE_STREAM_PRIORITY = -1
 """Of streams that passes run on; prompts have 0, which is lower."""
@@ -24,12 +24,17 @@ def ask_for_queues() -> None:
 
 
 def own_stream(device: torch.device, priority: int = 0) -> Any:
-    """A new stream, for as long as the process lives. Raises CudaError."""
+    """A new stream, for as long as the process lives, whatever the thread has used before. Raises CudaError."""
     from cuda.bindings import driver
 
-    with torch.cuda.device(device):
+    call("cuInit", 0)
+    primary = call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", device.index or 0))
+    call("cuCtxPushCurrent", primary)  # torch leaves a thread that has done nothing on the device without one
+    try:
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         handle = call("cuStreamCreateWithPriority", flags, priority, what=f"a stream on {device}")
+    finally:
+        call("cuCtxPopCurrent")
     return torch.cuda.ExternalStream(int(handle), device)
 
 

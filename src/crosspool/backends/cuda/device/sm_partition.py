@@ -80,12 +80,16 @@ class PrefillStreams:
         return (*self.by_share.values(), self._urgent)
 
     def pick(self, is_shared: bool, is_urgent: bool = False) -> Any:
-        """The stream for the next kernels, ordered behind those enqueued so far. is_urgent: where it is shared."""
+        """The stream for the next kernels, ordered behind those enqueued so far. is_urgent: where it is shared.
+
+        NOTE: a partition's stream that waits for one of the whole device was seen held up by a kernel that spins on
+        another stream of the whole device, so nothing waits for a stream that has ended.
+        """
         stream = self._whole
         if is_shared:
             stream = self._urgent if is_urgent else self._part
         if stream is not self.current:
-            if self.current is not None:
+            if self.current is not None and not self.current.query():
                 stream.wait_stream(self.current)
             self.current, self.is_shared = stream, stream is not self._whole
         return stream
