@@ -11,8 +11,8 @@ from crosspool.backends.cuda.device.driver import call
 MAX_CONNECTIONS = 32
 """Queues of the device. With fewer than streams, two lanes share one, and a lane whose kernel waits for its peer there
 holds up the other one, for which that peer may be waiting; a run that lies ready behind another does the same. So a
-process makes no stream that it does not need, and none by torch, which makes 32 of each priority with the first and gives
-them out again after those."""
+process makes no stream that it does not need, and none by torch, which makes 32 of each priority with the first and
+gives them out again after those."""
 
 DECODE_STREAM_PRIORITY = -1
 """Of streams that passes run on; prompts have 0, which is lower."""
