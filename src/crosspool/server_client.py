@@ -17,7 +17,7 @@ class ServerClient:
     """Talks to one server. Every failure is a CrossPoolError in one line."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
-        if not base_url.startswith(("http://", "https://")):
+        if not base_url.lower().startswith(("http://", "https://")):
             raise CrossPoolError(f"{base_url} is no base URL; one begins with http:// or https://")
         self._base_url = base_url.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"}

@@ -225,6 +225,10 @@ def test_results_are_compared_by_their_intervals(result_file, tmp_path):
     paths[1].write_text(json.dumps({**second, "request_rate": "6", "total_input_tokens": 0}))
     shown = CliRunner().invoke(cli.app, ["bench", "compare", *map(str, paths)], env={"COLUMNS": "240"})
     assert f"not the same load: request_rate {first['request_rate']} and 6; prompt tokens a request" in shown.stdout
+    paths[1].write_text(json.dumps({**second, "goodput_limits": "ttft:5"}))
+    paths[0].write_text(json.dumps({**first, "goodput_limits": ""}))
+    shown = CliRunner().invoke(cli.app, ["bench", "compare", *map(str, paths)], env={"COLUMNS": "240"})
+    assert "not the same load: goodput_limits none and ttft:5" in shown.stdout
 
 
 def test_one_goodput_flag_takes_several_limits():

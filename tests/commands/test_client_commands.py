@@ -99,6 +99,7 @@ def test_failures_are_told(url: str, scripted: FakeEngine) -> None:
     assert "HTTP 401" in refused
     assert "give one with --api-key" in refused
     assert "no server answers" in str(call("http://127.0.0.1:9", "top", "--once").exception)
+    assert "no server answers" in str(call("HTTP://127.0.0.1:9", "ps").exception)
     for wrong in ("localhost:8000", "ftp://localhost"):
         assert str(call(wrong, "ps").exception) == f"{wrong} is no base URL; one begins with http:// or https://"
     assert "model 'nope' is not served" in str(call(url, "chat", "nope", "-q", "hi").exception)

@@ -38,7 +38,7 @@ class Difference:
 def unlike_loads(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """In what the loads differ, a few words each: figures of unlike loads say little about the servers."""
     told = [
-        f"{name} {first[name]} and {second[name]}"
+        f"{name} {_told(first[name])} and {_told(second[name])}"
         for name in LOADS
         if name in first and name in second and first[name] != second[name]
     ]
@@ -47,6 +47,10 @@ def unlike_loads(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[st
         if max(means) > UNLIKE * min(means):
             told.append(f"{name} tokens a request {means[0]:.0f} and {means[1]:.0f}")
     return told
+
+
+def _told(value: Any) -> Any:
+    return "none" if value in (None, "") else value
 
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
