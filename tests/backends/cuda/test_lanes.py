@@ -51,6 +51,15 @@ def test_a_lane_is_no_neighbour_of_itself(lanes):
     assert lanes.decodes_beside(lanes[1], 100.01)
 
 
+def test_a_chunk_beside_a_peer_on_its_gpu_keeps_to_what_it_began_with(lanes, monkeypatch):
+    monkeypatch.setattr(lanes_module.time, "monotonic", lambda: 100.0)
+    follows, fixed = (lanes.neighbours_of(lanes[2], is_fixed=is_fixed) for is_fixed in (False, True))
+    assert (follows(), fixed()) == (False, False)
+    lanes[0]._replayed_s = 100.0
+    assert (follows(), fixed()) == (True, False)
+    assert lanes.neighbours_of(lanes[2], is_fixed=True)(), "the next chunk sees them"
+
+
 def test_only_lanes_from_the_first_prompt_lane_on_get_ready_for_chunks(monkeypatch):
     made = []
 

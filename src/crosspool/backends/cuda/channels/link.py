@@ -54,6 +54,11 @@ class Site:
     def index(self) -> int:
         return self.device.index or 0
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank of the deployment has its GPU."""
+        return list(self.devices.values()).count(self.index) <= 1
+
     def path_to(self, peer: str) -> Path:
         """How channels with a peer run: GPU to GPU, or through the host. Both ends find the same answer.
 

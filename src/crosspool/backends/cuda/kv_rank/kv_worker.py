@@ -185,14 +185,14 @@ class CudaAttentionWorker:
         inlets = device_inlets((*links.inlets.values(), *shares))
         ends = tuple(inlet.link for inlet in inlets)
 
-        def has_neighbours() -> bool:
-            return self._lanes.decodes_beside(lane, time.monotonic())
-
+        is_fixed = not self._site.is_alone
         if header.prefill_rank is not None:
-            return (yield from run_handed(kernels, header, model, lane, inlets[0], batch, has_neighbours))
+            beside = self._lanes.neighbours_of(lane, is_fixed=is_fixed)
+            return (yield from run_handed(kernels, header, model, lane, inlets[0], batch, beside))
         way = KVWay(header.model, model, header.lane, lane, ends, len(shares), self._joined_by(tuple(links.inlets)))
         if model.split == "one" and runs_in_pieces(header, model.spec):
-            return (yield from run_kv_chunk(kernels, header, way, inlets, batch, has_neighbours))
+            beside = self._lanes.neighbours_of(lane, is_fixed=is_fixed and way.joined is None)
+            return (yield from run_kv_chunk(kernels, header, way, inlets, batch, beside))
         if ahead is None:
             idle = Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
             if not idle.satisfied():  # a turn of the loop costs the host as much as the launch

@@ -58,7 +58,6 @@ class CudaPrefillWorker:
         self._lanes = WorkerLanes(site, rule, kernels)
         self._cache = torch.zeros(0, dtype=torch.uint8, device=site.device)
         self._growing = threading.Lock()  # a load and a chunk may both ask for more
-        self._is_alone = list(site.devices.values()).count(site.index) <= 1
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
         site, name = self._site, placement.name
@@ -112,7 +111,7 @@ class CudaPrefillWorker:
             crossing = HandedCrossing(self._kernels, lane.memory, link)
             enqueued = self._chunk(model, in_place, prompt, crossing, plan, lane)
             try:
-                yield from run_pieces(self._kernels, lane, (inlet,), plan, enqueued, lambda: not self._is_alone)
+                yield from run_pieces(self._kernels, lane, (inlet,), plan, enqueued, lambda: not self._site.is_alone)
                 yield Wait((inlet,), plan.last_epoch)
                 enqueued = None
             finally:

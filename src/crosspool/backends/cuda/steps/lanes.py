@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 from crosspool.backends.cuda.channels.link import Site
@@ -79,6 +79,17 @@ class WorkerLanes:
     def decodes_beside(self, lane: WorkerLane, now_s: float) -> bool:
         """Whether another lane runs passes, or did so just now (time.monotonic)."""
         return any(other.decodes(now_s) for other in self if other is not lane)
+
+    def neighbours_of(self, lane: WorkerLane, *, is_fixed: bool) -> Callable[[], bool]:
+        """What tells a chunk of the lane whether others decode beside it; is_fixed: as it is now, until the chunk ends.
+
+        For a rank whose peer has the same GPU: a chunk that goes over to the partition half-way waits there for what it
+        enqueued before, and was seen held up by the peer's kernel that spins for it.
+        """
+        if not is_fixed:
+            return lambda: self.decodes_beside(lane, time.monotonic())
+        decodes = self.decodes_beside(lane, time.monotonic())
+        return lambda: decodes
 
     def close_links(self, peer: str) -> None:
         for lane in self:

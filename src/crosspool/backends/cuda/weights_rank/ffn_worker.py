@@ -73,10 +73,9 @@ class CudaFFNWorker:
         self._fit: dict[int, int] = {}  # by lane: the step that was found fit to be handed over ahead
         self._joined: set[str] = set()  # KV ranks that run this worker's layers themselves
         is_cuda = site.device.type == "cuda"
-        is_alone = list(site.devices.values()).count(site.index) <= 1
         self._make_event = partial(torch.cuda.Event, enable_timing=True) if is_cuda else None
         self._patience = Patience(self._make_event, has_any=order == "priority")
-        self._turns = FusedTurns(may_fuse=is_cuda and kernels.is_hopper and is_alone)
+        self._turns = FusedTurns(may_fuse=is_cuda and kernels.is_hopper and site.is_alone)
 
     def join(self, kv_rank: str) -> None:
         """Leave the steps of this KV rank to it (`half_of`, `chunks_of`): it shares this process and GPU."""
@@ -178,13 +177,8 @@ class CudaFFNWorker:
         way = FFNWay(header.model, model, header.lane, lane, (inlet.link,))
         found, resident, turns = self._passes, self._resident, self._turns
         if not model.is_split and runs_in_pieces(header, model.spec):
-
-            def has_neighbours() -> bool:
-                return self._lanes.decodes_beside(lane, time.monotonic())
-
-            yield from run_ffn_chunk(
-                self._kernels, found, resident, turns, header, way, inlet, has_neighbours, self._patience
-            )
+            beside = self._lanes.neighbours_of(lane, is_fixed=not self._site.is_alone)
+            yield from run_ffn_chunk(self._kernels, found, resident, turns, header, way, inlet, beside, self._patience)
             return
         is_ahead = self._fit.pop(header.lane, 0) == header.step_seq
         if not is_ahead:
