@@ -185,15 +185,13 @@ def main() -> None:
     parser.add_argument("--order", choices=("none", "ticket", "priority"), default=None)
     parser.add_argument("--kv-gib", type=int, default=8)
     parser.add_argument("--one-gpu", action="store_true", help="both ranks on GPU 0: shows that modes work, no more")
-    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--name", default="ablation", help="of the result")
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     shown = {key: value for key, value in vars(options).items() if key != "out"}
     hardware = "cpu" if options.backend == "numpy" else "h200" if options.one_gpu else "h200-x2"
-    origin = {"commit": options.commit} if options.commit else {}
-    report = Report(options.name, hardware=hardware, config=shown, seed=options.seed, origin=origin)
+    report = Report(options.name, hardware=hardware, config=shown, seed=options.seed)
     if names := left_out(options):
         print(f"left out on NumPy ranks, which their hosts drive: {', '.join(names)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -241,7 +241,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--steps", type=int, default=8, help="of a run")
     parser.add_argument("--server-sms", type=int, default=92, help="multiprocessors of the server that shares a GPU")
-    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--name", default="control", help="of the result")
     parser.add_argument("--frames", type=int, default=1200, help="of 2 MiB, of the KV pool")
     parser.add_argument("--hang-seconds", type=float, default=120.0, help="give up where nothing ends")
@@ -251,8 +250,8 @@ def main() -> None:
     faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
     config = {"context": options.context, "tokens": options.tokens, "steps_of_a_run": options.steps, "batch": 1}
     config["queues"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", MAX_CONNECTIONS)
-    hardware, origin = "h200" if options.gpus == 1 else "h200-x2", {"commit": options.commit} if options.commit else {}
-    report = Report(options.name, hardware=hardware, config=config, seed=SEED, origin=origin)
+    hardware = "h200" if options.gpus == 1 else "h200-x2"
+    report = Report(options.name, hardware=hardware, config=config, seed=SEED)
     report.summary = "One lane at batch 1 by what drives it; runs are loops on the device, read behind by the host."
     bench = Bench(options, report)
     for name in options.models.split(","):

@@ -61,7 +61,6 @@ def names(text: str) -> list[str]:
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--models", default=",".join(CONFIGS))
     parser.add_argument("--layouts", default="1+1", help="of the second and later ones, only --other-batches at 4K")
     parser.add_argument("--batches", type=numbers, default=[1, 2, 4, 8, 16, 32])
@@ -147,8 +146,7 @@ def main() -> None:
     options = read_options()
     num_gpus = torch.cuda.device_count()
     config = {name: vars(options)[name] for name in ("layouts", "batches", "contexts", "lane_seconds")}
-    origin = {"commit": options.commit} if options.commit else {}
-    report = Report(options.name, hardware=f"h200-x{num_gpus}", config=config, seed=SEED, origin=origin)
+    report = Report(options.name, hardware=f"h200-x{num_gpus}", config=config, seed=SEED)
     report.summary = "Random weights at true shapes; `rest` is what the step takes beyond both sides' busy times."
     gc.freeze()  # so that collections are short
     bench = Bench(options, Gpus(num_gpus), report)

@@ -76,14 +76,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--rounds", type=int, default=1_000_000, help="at a small shape, batch 1; others fewer")
-    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--racecheck", action="store_true", help="run single rounds under compute-sanitizer too")
     parser.add_argument("--hang-seconds", type=float, default=240.0, help="give up where nothing ends")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
     failures: dict[str, str] = {}
-    origin = {} if options.commit is None else {"commit": options.commit}
-    report = Report("ffn_stress", hardware="h200", config={"num_layers": NUM_LAYERS}, seed=SEED, origin=origin)
+    report = Report("ffn_stress", hardware="h200", config={"num_layers": NUM_LAYERS}, seed=SEED)
     report.summary = (
         "The resident FFN server under random pauses, both sides on one GPU; tp2: two servers on halves of it."
     )

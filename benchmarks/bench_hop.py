@@ -143,13 +143,11 @@ class Hops:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--round-trips", type=int, default=1_000_000)
     options = parser.parse_args()
     gpus, failures = Gpus(2), dict[str, str]()
     config = {"hops_a_graph": HOPS, "round_trips": options.round_trips}
-    origin = {"commit": options.commit} if options.commit else {}
-    report = Report("hop", hardware="h200-x2", config=config, seed=0, origin=origin)
+    report = Report("hop", hardware="h200-x2", config=config, seed=0)
     report.summary = (
         "One way, wait and put in one kernel, inside graphs on both GPUs; each sample a mean over one graph."
     )

@@ -156,7 +156,6 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--model", default="", help="on one GPU, in place of a clock: a name of `full_models`")
     parser.add_argument("--server-sms", type=int, default=92, help="multiprocessors of the server beside attention")
-    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--name", default="host_cpu", help="of the result")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--hang-seconds", type=float, default=120.0, help="give up where nothing ends")
@@ -166,8 +165,7 @@ def main() -> None:
     config |= (
         {"model": options.model, "server_sms": options.server_sms} if options.model else {"step_ms": options.step_ms}
     )
-    origin = {"commit": options.commit} if options.commit else {}
-    report = Report(options.name, hardware="h200" if options.model else "cpu", config=config, seed=0, origin=origin)
+    report = Report(options.name, hardware="h200" if options.model else "cpu", config=config, seed=0)
     on = f"{options.model} on one GPU, driver calls included" if options.model else "a clock in place of the GPUs"
     report.summary = (
         f"Processor time of two ranks' hosts while one lane decodes in runs: {on}. Both hosts, and the thread in the "

@@ -21,7 +21,8 @@ from pathlib import Path
 from benchmarks.ranks.engine_drive import engine_of, greedy_outputs
 from benchmarks.report import Report
 from crosspool.config import DeploymentConfig, ModelConfig
-from crosspool.deployment.prepared_model import DEMO_MODELS, demo_models
+from crosspool.deployment.model_source import DEMO_MODELS
+from crosspool.deployment.prepared_model import demo_models
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.models.directory import read_model_dir
 from crosspool.pools_config import PoolsConfig
@@ -94,7 +95,7 @@ class Bench:
 
 async def _run(report: Report, rounds: int) -> None:
     names = [Path(model.source).name for model in demo_models()]
-    sizes = {name: read_model_dir(DEMO_MODELS / name).spec.vocab_size for name in names}
+    sizes = {name: read_model_dir(DEMO_MODELS[name]).spec.vocab_size for name in names}
     async with _engine(HOST_BYTES) as with_host, _engine(0) as without:
         benches = {"host": Bench(with_host), "none": Bench(without)}
         for number in range(-1, rounds):

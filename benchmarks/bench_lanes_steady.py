@@ -228,7 +228,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", default=",".join(PAIRS))
     parser.add_argument("--seconds", default="120", help="for each pair, or one number for each: 120,20")
-    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     pairs = options.pairs.split(",")
@@ -236,8 +235,7 @@ def main() -> None:
     seconds = given + [given[-1]] * (len(pairs) - len(given))
     gpus, failures = OneGpu(), dict[str, str]()
     config = {"batch": 1, "pairs": pairs, "seconds": seconds, "pause_us": PAUSE_US, "drawn_layers": DRAWN_LAYERS}
-    origin = {"commit": options.commit} if options.commit else {}
-    report = Report("lanes_steady", hardware="h200", config=config, seed=SEED, origin=origin)
+    report = Report("lanes_steady", hardware="h200", config=config, seed=SEED)
     report.summary = "Two lanes at one FFN server for minutes, attention a pause in a kernel of each lane; one H200."
     bench = SteadyBench(gpus, report, list(dict.fromkeys("+".join(pairs).split("+"))))
     for pair, long_s in zip(pairs, seconds, strict=True):

@@ -100,7 +100,6 @@ def main() -> None:
     parser.add_argument("--batches", default="1,2,4,8,12,16,24,32")
     parser.add_argument("--other-batches", default="", help="of models behind the first; default: the same")
     parser.add_argument("--fused", action="store_true", help="router and FFN as one cooperative kernel")
-    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     options = parser.parse_args()
     kernels = DeviceKernels(torch.device("cuda"))
     failures: dict[str, str] = {}
@@ -110,7 +109,6 @@ def main() -> None:
         hardware="h200",
         config={"num_layers": NUM_LAYERS, "dtype": "bf16", "fused": options.fused},
         seed=SEED,
-        origin={} if options.commit is None else {"commit": options.commit},
     )
     report.summary = "One MoE layer, router included; `uniform`: random routing, else all experts distinct."
     report.metric("copy_tb_per_s", tb_per_s)

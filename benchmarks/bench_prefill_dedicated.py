@@ -232,18 +232,15 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=float, default=24)
     parser.add_argument("--per-s", type=float, default=4)
     parser.add_argument("--seconds", type=float, default=5)
-    parser.add_argument("--commit", help="that was measured, where the checkout does not tell")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    config = {key: value for key, value in vars(options).items() if key not in ("out", "commit")}
-    origin = {"commit": options.commit} if options.commit else {}
+    config = {key: value for key, value in vars(options).items() if key != "out"}
     report = Report(
         "prefill_dedicated",
         hardware="h200" if options.gpus == 1 else f"h200-x{options.gpus}",
         config=config,
         seed=7,
         summary=SUMMARIES[options.gpus] + (f" The first {options.layers} layers of each." if options.layers else ""),
-        origin=origin,
     )
     with tempfile.TemporaryDirectory() as directory:
         for arm in options.arms.split(","):

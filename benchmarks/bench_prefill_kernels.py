@@ -262,15 +262,13 @@ def main() -> None:
     parser.add_argument("--tokens", default="64,256,1024,2048,4096,8192")
     parser.add_argument("--no-tiles", action="store_true")
     parser.add_argument("--name", default="prefill_kernels", help="of the result")
-    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     options = parser.parse_args()
     torch.cuda.set_device(0)
     kernels = DeviceKernels(torch.device("cuda", 0))
     tflops = product_tflops()
     print(f"product: {tflops:.0f} TFLOP/s", flush=True)
     config = {"models": options.models, "tokens": options.tokens}
-    origin = {"commit": options.commit} if options.commit else {}
-    report = Report(options.name, hardware="h200", config=config, seed=SEED, origin=origin)
+    report = Report(options.name, hardware="h200", config=config, seed=SEED)
     report.metric("product_tflops", tflops)
     bench = Bench(report, kernels, tflops)
     for name in options.models.split(","):

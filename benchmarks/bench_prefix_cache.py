@@ -21,7 +21,8 @@ from benchmarks.ranks.engine_drive import engine_of, greedy_outputs
 from benchmarks.report import Report
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.core import Request, SamplingParams
-from crosspool.deployment.prepared_model import DEMO_MODELS, demo_models
+from crosspool.deployment.model_source import DEMO_MODELS
+from crosspool.deployment.prepared_model import demo_models
 from crosspool.engine.admission import PageBudget
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.output import RequestOutput
@@ -115,7 +116,7 @@ async def _served(report: Report, rounds: int) -> None:
 
 
 def _words(rng: random.Random, name: str, count: int) -> tuple[int, ...]:
-    vocab_size = read_model_dir(DEMO_MODELS / name).spec.vocab_size
+    vocab_size = read_model_dir(DEMO_MODELS[name]).spec.vocab_size
     return tuple(rng.randrange(vocab_size) for _ in range(count))
 
 
@@ -145,7 +146,7 @@ async def _conversation_s(engine: AsyncEngine, name: str, rng: random.Random) ->
 def _page_costs(report: Report, rounds: int) -> None:
     """The engine's own cost for a page: its key, finding it, letting it be known and leaving it, evicting it."""
     model = served_model(
-        DEMO_MODELS / "austen",
+        DEMO_MODELS["austen"],
         weights_ranks=("w0",),
         frame_bytes=MiB,
         page_tokens=PAGE_TOKENS,

@@ -180,8 +180,7 @@ async def run(options: argparse.Namespace) -> None:
         "leave": options.leave,
         "pause_s": options.pause_s,
     }
-    origin = {"commit": options.commit} if options.commit else {}
-    report = Report(options.name, hardware=hardware, config=shape, seed=7, origin=origin)
+    report = Report(options.name, hardware=hardware, config=shape, seed=7)
     report.summary = f"Ranks lost under traffic, {layout}; " + (
         "random weights, made anew on the device." if options.parent is None else "checkpoints in the page cache."
     )
@@ -252,7 +251,6 @@ def main() -> None:
     parser.add_argument("--name", default="recovery", help="of the result")
     parser.add_argument("--leave", type=float, default=0.0, help="part of the clients that leave in the middle")
     parser.add_argument("--pause-s", type=float, default=0.0, help="longest pause of a client between two requests")
-    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--quiet-s", type=float, default=3.0, help="between a recovery and the next fault")
     parser.add_argument("--bound-s", type=float, default=75.0)
     parser.add_argument("--target-s", type=float, default=60.0)

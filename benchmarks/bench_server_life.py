@@ -81,13 +81,11 @@ def power_watts() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     gpus, model = OneGpu(), "deepseek-v2-lite"
-    origin = {"commit": options.commit} if options.commit else {}
     config = {"model": model, "layers": NUM_LAYERS, "rounds": options.rounds, "batch": 1}
-    report = Report("server_life", hardware="h200", config=config, seed=SEED, origin=origin)
+    report = Report("server_life", hardware="h200", config=config, seed=SEED)
     report.summary = "The FFN server's restart, stop and idle power, one H200."
     layers = random_ffn_weights(full_spec(model, NUM_LAYERS), SEED, gpus.devices[0])
     lane = AskedLane(gpus, layers, 1, "resident", SEED)

@@ -19,7 +19,8 @@ from benchmarks.ranks.engine_drive import engine_of
 from benchmarks.report import Report
 from crosspool.config import DeploymentConfig
 from crosspool.core import SamplingParams
-from crosspool.deployment.prepared_model import DEMO_MODELS, demo_models
+from crosspool.deployment.model_source import DEMO_MODELS
+from crosspool.deployment.prepared_model import demo_models
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.request import GenerationRequest
 from crosspool.models.directory import read_model_dir
@@ -96,7 +97,7 @@ async def _fill(report: Report, engine: AsyncEngine, name: str, num_kv: int) -> 
     [load] = [load for load in engine.stats().models if load.name == name]
     note = f"split {info.kv_split}, {load.frames_per_page} frames for {load.page_tokens} tokens"
     report.metric(f"one_request_tokens.{where}", info.context_limit, note=note)
-    if info.context_limit < read_model_dir(DEMO_MODELS / name).spec.max_position_embeddings:
+    if info.context_limit < read_model_dir(DEMO_MODELS[name]).spec.max_position_embeddings:
         report.metric(f"one_request_share.{where}", min(held), limit=1.0)
 
 
@@ -118,7 +119,7 @@ _number = iter(range(1 << 60))
 def _request(name: str, num_prompt_tokens: int, seed: str) -> GenerationRequest:
     """A greedy request with a prompt that no other one begins with."""
     rng = random.Random(seed)
-    vocab_size = read_model_dir(DEMO_MODELS / name).spec.vocab_size
+    vocab_size = read_model_dir(DEMO_MODELS[name]).spec.vocab_size
     return GenerationRequest(
         request_id=f"r{next(_number)}",
         model=name,

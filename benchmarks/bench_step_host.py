@@ -136,15 +136,13 @@ def main() -> None:
     parser.add_argument("--modes", default="graphs,resident")
     parser.add_argument("--no-devices", action="store_true", help="hosts' Python alone, by graphs")
     parser.add_argument("--server-sms", type=int, default=92, help="multiprocessors of the weights rank")
-    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--hang-seconds", type=float, default=120.0, help="give up where nothing ends")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
     config = {"context": CONTEXT, "batch": 1, "steps": COUNTED}
-    origin = {"commit": options.commit} if options.commit else {}
     hardware = "cpu" if options.no_devices else "h200"
-    report = Report("step_host", hardware=hardware, config=config, seed=SEED, origin=origin)
+    report = Report("step_host", hardware=hardware, config=config, seed=SEED)
     on = "no device: Python alone" if options.no_devices else "both ranks on one GPU"
     report.summary = f"Processor time of each rank's thread for a decode step: descriptor, launch, token's read; {on}."
     bench = Bench(options, report)

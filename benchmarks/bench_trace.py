@@ -147,12 +147,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(CONFIGS), default="deepseek-v2-lite")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--commit", default=None, help="of the result, where the copy is no checkout")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     config = {"model": options.model, "context": CONTEXT, "steps": RECORDED, "batch": 1}
-    origin = {"commit": options.commit} if options.commit else {}
-    report = Report("trace", hardware="h200-x2", config=config, seed=SEED, origin=origin)
+    report = Report("trace", hardware="h200-x2", config=config, seed=SEED)
     report.summary = "What the host does between the layers of decode steps, and what a step costs each rank's thread."
     bench, failures = Bench(options.model, options.out, report), dict[str, str]()
     gc.disable()  # what frees device memory waits for the device, which may wait for this thread

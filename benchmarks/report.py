@@ -151,7 +151,13 @@ def describe_hardware() -> dict[str, Any]:
 
 
 def describe_commit() -> str:
-    """The checked-out commit, with `-dirty` appended when sources differ from it; `unknown` outside a checkout."""
+    """The checked-out commit, with `-dirty` appended when sources differ from it.
+
+    Outside a checkout what the file COMMIT beside `benchmarks` says, which a copy of one may bring; else `unknown`.
+    """
+    copied = ROOT / "COMMIT"
+    if copied.is_file():
+        return copied.read_text(encoding="utf-8").strip()
     try:
         commit = _git("rev-parse", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")

@@ -91,6 +91,12 @@ def test_commit_is_unknown_outside_a_checkout(monkeypatch, tmp_path):
     assert describe_commit() == "unknown"
 
 
+def test_a_copy_without_a_checkout_says_its_commit_in_a_file(monkeypatch, tmp_path):
+    monkeypatch.setattr("benchmarks.report.ROOT", tmp_path)
+    (tmp_path / "COMMIT").write_text("0123abc\n")
+    assert describe_commit() == "0123abc"
+
+
 def test_hardware_is_described_without_importing_torch(monkeypatch):
     monkeypatch.delitem(__import__("sys").modules, "torch", raising=False)
     assert "gpus" not in describe_hardware()
