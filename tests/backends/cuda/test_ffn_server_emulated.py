@@ -266,6 +266,27 @@ def test_the_only_pass_past_its_deadline_runs_on_and_ends(tmp_path):
     late.check(2)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 9])
+def test_a_pass_whose_experts_do_not_come_ends(rows, tmp_path):
+    """A slot that nobody has written names one expert several times, so that lists lack some of a token's pairs."""
+    lane = Lane(layers_of("qwen3_moe", tmp_path), rows, rule=WaitRule(deadline_s=0.3), takes_choices=True)
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory], idle_s=0.0)
+    ids, num_bytes = lane.choices[1].ids, 4 * rows * lane.layers[0].spec.top_k
+    drawn = ctypes.string_at(ids, num_bytes)
+    ctypes.memset(ids, 0, num_bytes)
+    lane.raise_flag(BASE + 1)
+    served = threading.Thread(target=server.post, args=(lane.memory, lane.served, BASE), daemon=True)
+    served.start()
+    served.join(20)
+    assert not served.is_alive()
+    assert lane.memory.late_epoch(0) == BASE + 2
+    assert lane.memory.done_epoch == BASE + 3
+    ctypes.memmove(ids, drawn, num_bytes)
+    lane.raise_flag(BASE * 2 + 3)
+    server.post(lane.memory, lane.served, BASE * 2)
+    lane.check(2)
+
+
 def test_a_pass_that_the_host_gives_up_ends_at_once(tmp_path):
     lane = Lane(layers_of("qwen3_moe", tmp_path), 1, rule=WaitRule(deadline_s=60.0))
     server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory], idle_s=0.0)

@@ -67,7 +67,7 @@ def test_a_tokens_ffn_has_the_same_bits_in_every_batch(num_sms, is_fused, option
     everything = list(range(19))
     kernels = EmulatedKernels(num_sms=num_sms, is_hopper=is_fused)
     together = outputs(everything, EmulatedKernels(num_sms=3, is_hopper=False))
-    for rows in ([0], [7], [18], [7, 3], [9, 10, 11, 12, 7, 14, 15, 16, 17], everything):
+    for rows in ([0], [7], [18], [7, 3], everything[:8], [9, 10, 11, 12, 7, 14, 15, 16, 17], everything):
         assert torch.equal(outputs(rows, kernels), together[rows])
 
 

@@ -53,11 +53,14 @@ struct FusedLayer {
     list_here();
     block_sync();
     // As words only where every block makes some: then none is left behind by those that find all. Nor where one block
-    // has just stored the shared expert's gate for all: words would not bring it, a meeting does.
+    // has just stored the shared expert's gate for all: words would not bring it, a meeting does. Nor where rows were
+    // given up and the lists lack pairs, whose words nobody would make.
     const bool are_near = FEW && m.near_values > 0;
     const int tiles = up.shared_tiles + *unique * up.tiles;
     const bool brings_gate = p.rows > 0 && m.shared_scale != nullptr;
-    const bool are_words = are_near && !brings_gate && m.act_words != nullptr && tiles >= static_cast<int>(gridDim.x);
+    const bool has_all_pairs = lists.offsets[*unique] == p.route.tokens * m.top_k;
+    const bool are_words =
+        are_near && has_all_pairs && !brings_gate && m.act_words != nullptr && tiles >= static_cast<int>(gridDim.x);
     up.writes_words = are_words;
     up.epoch = epoch;
     float* sums = reinterpret_cast<float*>(work);
@@ -174,7 +177,7 @@ struct FusedLayer {
     local.unique_offsets = lists.offsets;
     local.expert_pairs = lists.pairs;
     if (p.route.tokens == 0) {
-      *unique = 0;
+      *unique = lists.offsets[0] = 0;
       return;
     }
     list_experts(local, router);
