@@ -78,7 +78,7 @@ def launched(driver):
 
 
 def test_a_captured_graph_is_made_ready_once_and_let_go_with_its_owner(driver, launched):
-    graph = Executable(77)
+    graph = Executable(77, "kv0 m 4")
     for stream in (5, 6):
         graph.launch(SimpleNamespace(cuda_stream=stream))
     handle = ("ready", ("graph", 77), 0)
@@ -89,7 +89,7 @@ def test_a_captured_graph_is_made_ready_once_and_let_go_with_its_owner(driver, l
 
 
 def test_a_graph_that_cannot_be_launched_says_why(driver, launched):
-    graph = Executable(77)
+    graph = Executable(77, "kv0 m 4")
     driver.status = SimpleNamespace(name="CUDA_ERROR_ILLEGAL_ADDRESS")
-    with pytest.raises(CudaError, match="cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
+    with pytest.raises(CudaError, match="cuGraphLaunch of kv0 m 4 failed: CUDA_ERROR_ILLEGAL_ADDRESS"):
         graph.launch(SimpleNamespace(cuda_stream=5))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -51,6 +54,15 @@ def tensors_of(weights: object) -> list[torch.Tensor]:
 
 
 def nothing(loaded: int, total: int) -> None: ...
+
+
+def test_a_kernel_without_huge_pages_has_memory_too(monkeypatch):
+    class WithoutHugePages(mmap.mmap):
+        def madvise(self, *advice):
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", WithoutHugePages)
+    assert HostBlob(SITE, {"a": 100}).num_bytes == HUGE_PAGE_BYTES
 
 
 def test_groups_begin_at_huge_pages_and_tensors_lie_in_them_in_turn():

@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch")
 from crosspool.backends.cuda.device import jit_kernel, kernel_launch  # noqa: E402
 from crosspool.backends.cuda.device.jit_kernel import JitKernel  # noqa: E402
 from crosspool.backends.cuda.device.kernel_launch import COOPERATIVE, OVERLAPPING, launch_kernel  # noqa: E402
+from crosspool.backends.cuda.device.launch import DeviceKernels  # noqa: E402
+from tests.backends.cuda.fake_driver import put_in_place  # noqa: E402
 
 pytestmark = pytest.mark.judge
 
@@ -53,6 +55,41 @@ def test_the_driver_gets_every_field_of_a_launch_in_its_place(seen, attribute, n
     pointer = ctypes.c_void_p(ctypes.addressof(value))
     launch_kernel(1 << 40, (2, 3, 4), 256, 1 << 16, 1 << 41, ctypes.addressof(pointer), attribute, what="kernel")
     assert list(seen[:11]) == [2, 3, 4, 256, 1, 1, 1 << 16, 1 << 41, 1 << 40, 77, number]
+
+
+@pytest.mark.parametrize(
+    ("can_overlap", "how", "number"),
+    [
+        (True, {}, 61),
+        (True, {"overlap": False}, 0),
+        (True, {"cooperative": True}, 21),
+        (False, {}, 0),
+        (False, {"cooperative": True}, 21),
+    ],
+)
+def test_a_loaded_kernel_takes_its_parameters_on_torchs_stream_and_its_shared_memory(
+    seen, monkeypatch, can_overlap, how, number
+):
+    class Params(ctypes.Structure):
+        _fields_ = [("value", ctypes.c_int)]
+
+    asked = []
+    calls = {
+        "cuModuleGetFunction": lambda module, name: (asked.append((module, name)), (1 << 40,))[1],
+        "cuFuncSetAttribute": lambda *arguments: (asked.append(arguments), ())[1],
+    }
+    put_in_place(monkeypatch, calls)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", {1: 1 << 41}.__getitem__, raising=False)
+    kernels = object.__new__(DeviceKernels)
+    kernels._modules, kernels._functions, kernels._smem_bytes = {"source": "module"}, {}, {}
+    kernels._index, kernels._can_overlap = 1, can_overlap
+    attributes = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="most")
+    kernels._driver = SimpleNamespace(CUfunction=lambda handle: ("function", handle), CUfunction_attribute=attributes)
+    for size in (48 << 10, 64 << 10, 60 << 10, 100 << 10):
+        kernels.launch("source", "kernel", grid=(2, 3, 4), threads=256, smem_bytes=size, params=Params(77), **how)
+        assert list(seen[:11]) == [2, 3, 4, 256, 1, 1, size, 1 << 41, 1 << 40, 77, number]
+    function = ("function", 1 << 40)
+    assert asked == [("module", b"kernel"), (function, "most", 64 << 10), (function, "most", 100 << 10)]
 
 
 class DeviceTensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import struct
+
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from crosspool.backends.cuda.steps.lane_memory import ABORT, DONE, LaneMemory, WaitRule  # noqa: E402
-from crosspool.backends.cuda.steps.records import RING_SLOTS, RUN_AT, RunPlace  # noqa: E402
+from crosspool.backends.cuda.steps.records import RING_SLOTS, RUN_AT, STOP_IDS, RunPlace, RunRows  # noqa: E402
 
 pytestmark = pytest.mark.judge
 
@@ -78,3 +81,16 @@ def test_the_end_of_a_run_is_known_of_the_last_one_alone():
     assert memory.end_of(0) is None
     memory.note_end(2000, 5.5)
     assert (memory.end_of(2000), memory.end_of(1999)) == (5.5, None)
+
+
+def test_a_record_that_cannot_be_written_leaves_the_lane_as_it_was():
+    memory = LaneMemory(torch.device("cpu"), WaitRule())
+    for token_ids in ([1, 2, 3], [1, 1 << 31]):
+        with pytest.raises(struct.error):
+            memory.push(1024, LAYERS, 2, token_ids, [5, 6])
+    rows = RunRows(2, [1], [5], None, [8, 8, 8], np.full((1, STOP_IDS), -1, dtype=np.int32))
+    with pytest.raises(ValueError, match="broadcast"):
+        memory.push_run(1024, LAYERS, 4096, rows)
+    assert memory.is_drained
+    assert memory.push(1024, LAYERS, 2, [1, 2], [5, 6]) == 0
+    assert not memory.is_drained

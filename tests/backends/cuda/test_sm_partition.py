@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from crosspool.backends.cuda.device import sm_partition  # noqa: E402
 from crosspool.backends.cuda.device.driver import Driver  # noqa: E402
-from crosspool.backends.cuda.device.sm_partition import PrefillStreams  # noqa: E402
+from crosspool.backends.cuda.device.sm_partition import PrefillStreams, SmPartition  # noqa: E402
+from tests.backends.cuda.fake_driver import put_in_place  # noqa: E402
 
 pytestmark = pytest.mark.judge
 
@@ -72,3 +75,39 @@ def test_nothing_waits_for_a_stream_that_has_ended_or_was_never_used():
     part.has_ended = True
     assert made.pick(False).behind == part.behind == []
     assert made.pick(True).behind == ["whole"]
+
+
+def test_the_driver_is_asked_for_a_partition_and_its_streams(monkeypatch):
+    asked = []
+
+    def answer(name, *results):
+        return lambda *arguments: (asked.append((name, *arguments)), results)[1]
+
+    group = SimpleNamespace(sm=SimpleNamespace(smCount=96))
+    calls = {
+        "cuInit": lambda flags: (),
+        "cuDeviceGet": lambda index: (f"device {index}",),
+        "cuDeviceGetDevResource": answer("resource", "whole"),
+        "cuDevSmResourceSplitByCount": answer("split", [group], 1, "rest"),
+        "cuDevResourceGenerateDesc": answer("describe", "description"),
+        "cuGreenCtxCreate": answer("create", "green"),
+        "cuGreenCtxStreamCreate": answer("stream", 77),
+    }
+    put_in_place(
+        monkeypatch,
+        calls,
+        CUdevResourceType=SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM="sm"),
+        CUgreenCtxCreate_flags=SimpleNamespace(CU_GREEN_CTX_DEFAULT_STREAM="default"),
+        CUstream_flags=SimpleNamespace(CU_STREAM_NON_BLOCKING="non-blocking"),
+    )
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
+    made = SmPartition.create(Driver("kv0"), 1, 92)
+    assert made == SmPartition("green", 96)
+    assert made.stream(Driver("kv0"), CPU, -1) == (77, CPU)
+    assert asked == [
+        ("resource", "device 1", "sm"),
+        ("split", 1, "whole", 0, 92),
+        ("describe", [group], 1),
+        ("create", "description", "device 1", "default"),
+        ("stream", "green", "non-blocking", -1),
+    ]

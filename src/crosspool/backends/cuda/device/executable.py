@@ -13,16 +13,22 @@ class Executable:
     the launch.
     """
 
-    def __init__(self, graph: Any) -> None:
-        """graph: the driver's, or the number that torch gives of it."""
+    def __init__(self, graph: Any, what: str) -> None:
+        """graph: the driver's, or the number that torch gives of it. what: names it in errors, its rank first."""
         from cuda.bindings import driver
 
-        handle = call("cuGraphInstantiate", driver.CUgraph(graph) if isinstance(graph, int) else graph, 0)
-        self._handle, self._launch, self._success = handle, driver.cuGraphLaunch, driver.CUresult.CUDA_SUCCESS
+        own = driver.CUgraph(graph) if isinstance(graph, int) else graph
+        handle = call("cuGraphInstantiate", own, 0, what=what)
+        self._what, self._handle, self._launch, self._success = (
+            what,
+            handle,
+            driver.cuGraphLaunch,
+            driver.CUresult.CUDA_SUCCESS,
+        )
         weakref.finalize(self, driver.cuGraphExecDestroy, handle).atexit = False  # then the context is gone too
 
     def launch(self, stream: Any) -> None:
         """Enqueue it on torch's `stream`. Raises CudaError."""
         (status,) = self._launch(self._handle, stream.cuda_stream)
         if status != self._success:
-            raise CudaError(f"cuGraphLaunch failed: {status.name}")
+            raise CudaError(f"cuGraphLaunch of {self._what} failed: {status.name}")

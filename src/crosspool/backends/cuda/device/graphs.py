@@ -81,5 +81,5 @@ def capture(source: Capturable, stream: Any, name: str = "pass") -> StepGraph:
     """Capture a pass on `stream`, as `capturing` asks for."""
     with capturing(stream) as cost:
         body = record(source)
-        executable = Executable(body.raw_cuda_graph())
+        executable = Executable(body.raw_cuda_graph(), name)
     return StepGraph(name, executable, source, body, cost.seconds, cost.num_bytes)

@@ -56,6 +56,6 @@ def capture_loop(source: Repeatable, stream: Any, name: str = "pass", *, may_be_
             source.advance(int(again))
         finally:
             call("cuStreamEndCapture", stream.cuda_stream)
-        executable = Executable(graph)
+        executable = Executable(graph, name)
         call("cuGraphDestroy", graph)
     return StepGraph(name, executable, source, body, cost.seconds, cost.num_bytes)

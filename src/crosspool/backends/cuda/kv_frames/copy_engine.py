@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from crosspool.backends.cuda.device.driver import CudaError, Driver
+from crosspool.backends.cuda.device.queues import own_stream
 
 Addresses = npt.NDArray[np.uint64]
 
@@ -54,12 +55,8 @@ class DeviceCopyEngine:
     _stream: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        from cuda.bindings import driver as cuda
-
         self._library = ctypes.CDLL("libcuda.so.1")
-        # not of torch's pool, whose streams are handed out a second time where many are asked for
-        handle = self.driver.call("cuStreamCreate", cuda.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        self._stream = torch.cuda.ExternalStream(int(handle), self.device)
+        self._stream = own_stream(self.device)
 
     def enqueue(self, targets: Addresses, sources: Addresses, num_bytes: int) -> Callable[[], bool]:
         sizes = np.full(len(targets), num_bytes, dtype=np.uint64)

@@ -7,6 +7,7 @@ alone pins some 2 GB/s.
 import mmap
 from collections.abc import Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +45,8 @@ class HostBlob:
         # One huge page more, since a mapping begins at any page.
         self._map = mmap.mmap(-1, at + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel without huge pages: it only takes longer
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(self._map, np.uint8)
         skipped = -whole.ctypes.data % HUGE_PAGE_BYTES
         self._bytes = whole[skipped : skipped + at]

@@ -139,16 +139,18 @@ class LaneMemory:
 
         sampling: (rows) SAMPLING; None: every row takes its best token. place: None: no run.
         """
+        slot = self.records.write(base, rows, token_ids, positions, sampling, place)
         self._last_epoch = base + num_layers
-        return self.records.write(base, rows, token_ids, positions, sampling, place)
+        return slot
 
     def push_run(self, base: int, num_layers: int, over: int, rows: RunRows) -> list[int]:
         """`push` for every step of a run, the first of which has `base`; returns their slots.
 
         over: as in `RunPlace`.
         """
+        slots = self.records.write_run(base, num_layers, over, rows)
         self._last_epoch = base + num_layers * rows.num_steps
-        return self.records.write_run(base, num_layers, over, rows)
+        return slots
 
     def post(
         self, base: int, num_layers: int, layers_at: int, place: RunPlace | None = None, num_steps: int = 1

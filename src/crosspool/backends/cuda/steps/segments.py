@@ -72,5 +72,5 @@ def capture_segments(
                 begin()
         finally:
             graphs[-1].capture_end()
-        halves = tuple([Executable(graph.raw_cuda_graph()) for graph in graphs])
+        halves = tuple([Executable(graph.raw_cuda_graph(), name) for graph in graphs])
     return SegmentGraphs(name, halves, source, tuple(graphs), cost.num_bytes)
