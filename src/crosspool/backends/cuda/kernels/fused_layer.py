@@ -28,8 +28,8 @@ RED_FLOATS, OUT_STRIDE = 160, 20
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """The parameters, and the shared memory that a block needs on Hopper: at most 224 KiB, for 32 tokens with 32 of 512
-    experts each; the server's own words still fit beside it."""
+    """The parameters, and the shared memory that a block needs on Hopper: 224 KiB and 8 bytes at most, for 32 tokens
+    with 32 of 512 experts each; the server's own words still fit beside it."""
 
     params: FusedParams
     smem_bytes: int
