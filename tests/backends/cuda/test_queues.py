@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import crosspool.backends.cuda  # noqa: E402
 from crosspool.backends.cuda.device import queues  # noqa: E402
+from tests.backends.cuda.fake_driver import put_in_place  # noqa: E402
 
 pytestmark = pytest.mark.judge
 
@@ -38,28 +38,22 @@ def test_a_thread_without_a_context_makes_streams_and_stays_as_it_was(monkeypatc
 
     def create(flags, priority):
         assert current, "CUDA_ERROR_INVALID_CONTEXT"
-        return (success, (current[-1], priority))
+        return ((current[-1], flags, priority),)
 
-    success = object()
-    fake = ModuleType("cuda.bindings.driver")
-    fake.CUresult, fake.CUstream_flags = (
-        SimpleNamespace(CUDA_SUCCESS=success),
-        SimpleNamespace(CU_STREAM_NON_BLOCKING=1),
-    )
-    fake.cuInit, fake.cuDeviceGet = lambda flags: (success,), lambda index: (success, index)
-    fake.cuDevicePrimaryCtxRetain = lambda index: (success, f"primary of {index}")
-    fake.cuCtxPushCurrent = lambda context: (current.append(context), (success,))[1]
-    fake.cuCtxPopCurrent = lambda: (success, current.pop())
-    fake.cuStreamCreateWithPriority = create
-    bindings, cuda = ModuleType("cuda.bindings"), ModuleType("cuda")
-    bindings.driver, cuda.bindings = fake, bindings
-    for name, module in (("cuda", cuda), ("cuda.bindings", bindings), ("cuda.bindings.driver", fake)):
-        monkeypatch.setitem(sys.modules, name, module)
+    calls = {
+        "cuInit": lambda flags: (),
+        "cuDeviceGet": lambda index: (index,),
+        "cuDevicePrimaryCtxRetain": lambda index: (f"primary of {index}",),
+        "cuCtxPushCurrent": lambda context: (current.append(context), ())[1],
+        "cuCtxPopCurrent": lambda: (current.pop(),),
+        "cuStreamCreateWithPriority": create,
+    }
+    put_in_place(monkeypatch, calls, CUstream_flags=SimpleNamespace(CU_STREAM_NON_BLOCKING="non-blocking"))
     made = []
     monkeypatch.setattr(queues, "int", lambda handle: handle, raising=False)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: made.append((handle, device)))
     queues.own_stream(torch.device("cuda", 1), -1)
-    assert made == [(("primary of 1", -1), torch.device("cuda", 1))]
+    assert made == [(("primary of 1", "non-blocking", -1), torch.device("cuda", 1))]
     assert current == []
 
 

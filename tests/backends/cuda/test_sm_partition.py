@@ -67,6 +67,7 @@ def test_without_partitions_there_is_one_stream():
     assert list(made.by_share) == [False]
     assert not made.is_shared
     assert made.pick(True, True).name == "urgent"
+    assert made.is_shared in made.by_share, "graphs of spans are captured for these"
 
 
 def test_nothing_waits_for_a_stream_that_has_ended_or_was_never_used():

@@ -19,12 +19,8 @@ class Executable:
 
         own = driver.CUgraph(graph) if isinstance(graph, int) else graph
         handle = call("cuGraphInstantiate", own, 0, what=what)
-        self._what, self._handle, self._launch, self._success = (
-            what,
-            handle,
-            driver.cuGraphLaunch,
-            driver.CUresult.CUDA_SUCCESS,
-        )
+        self._what, self._handle = what, handle
+        self._launch, self._success = driver.cuGraphLaunch, driver.CUresult.CUDA_SUCCESS
         weakref.finalize(self, driver.cuGraphExecDestroy, handle).atexit = False  # then the context is gone too
 
     def launch(self, stream: Any) -> None:

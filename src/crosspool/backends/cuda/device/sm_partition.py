@@ -91,7 +91,7 @@ class PrefillStreams:
         if stream is not self.current:
             if self.current is not None and not self.current.query():
                 stream.wait_stream(self.current)
-            self.current, self.is_shared = stream, stream is not self._whole
+            self.current, self.is_shared = stream, self._whole not in (stream, self._part)
         return stream
 
     def synchronize(self) -> None:
