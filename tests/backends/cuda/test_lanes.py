@@ -80,5 +80,7 @@ def test_before_any_prompt_lane_is_open_a_load_gets_ready_on_streams_apart(monke
     site = Site("w0", torch.device("cpu"), Driver("w0"), {"w0": 0}, None, first_prompt_lane=2)
     worker_lanes = WorkerLanes(site, WaitRule(), EmulatedKernels())
     assert worker_lanes[1]
-    assert worker_lanes.prefill_streams() is worker_lanes.capture_streams
-    assert worker_lanes.capture_streams is worker_lanes.capture_streams, "they are made once, not with every load"
+    spare, captures = worker_lanes.prefill_streams(), worker_lanes.capture_streams
+    assert spare is not captures, "what gets ready there would join the capture of another load"
+    assert worker_lanes.prefill_streams() is spare, "they are made once, not with every load"
+    assert worker_lanes.capture_streams is captures

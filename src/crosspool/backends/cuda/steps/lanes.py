@@ -65,11 +65,18 @@ class WorkerLanes:
                 logger.warning("%s: %s did not open channels yet; passes are captured later", lane.site.rank, peers)
 
     def prefill_streams(self) -> PrefillStreams:
-        """The streams on which chunks most likely run: those of the last lane, since prefill lanes come last."""
+        """The streams on which chunks most likely run: those of the last lane, since prefill lanes come last.
+
+        Before one is open: streams like them, but not those of captures, which other loads may be at meanwhile.
+        """
         last = max(self._lanes, default=-1)
         if last >= self._site.first_prompt_lane:
             return self._lanes[last].prefill_streams
-        return self.capture_streams
+        return self._spare_streams
+
+    @cached_property
+    def _spare_streams(self) -> PrefillStreams:
+        return PrefillStreams(self._site.driver, self._site.device, self._site.partition)
 
     @cached_property
     def capture_streams(self) -> PrefillStreams:
