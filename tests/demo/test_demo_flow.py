@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -46,12 +47,16 @@ def test_ctrl_c_while_the_server_is_begun_ends_it_too(monkeypatch: pytest.Monkey
 
     def begin(command: list[str]) -> "subprocess.Popen[bytes]":
         begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # to this thread, which holds it back
         return begun[0]
 
     monkeypatch.setattr("crosspool.demo.run.subprocess", SimpleNamespace(Popen=begin))
-    with pytest.raises(KeyboardInterrupt), _server("127.0.0.1", 1, Console(quiet=True)):
-        pytest.fail("a Ctrl-C went by")
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt), _server("127.0.0.1", 1, Console(quiet=True)):
+            pytest.fail("a Ctrl-C went by")
+    finally:
+        signal.signal(signal.SIGINT, inherited)
     assert begun[0].returncode is not None
 
 
