@@ -6,6 +6,7 @@ import ctypes
 import re
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,3 +65,8 @@ def test_a_form_hands_over_what_a_compiled_function_takes(tmp_path, monkeypatch)
         for taken, handed_over, threads in process.map(parameters, ("i32", "constexpr")):
             assert taken == handed_over
             assert threads == 256
+
+
+def test_a_triton_whose_launch_is_not_known_launches_itself(monkeypatch):
+    monkeypatch.setattr("triton.__version__", "3.7.0")
+    assert _Form.of(SimpleNamespace(metadata=SimpleNamespace())) is None

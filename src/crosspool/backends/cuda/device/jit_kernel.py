@@ -5,6 +5,7 @@ that takes the host four times as long as the launch. Here it is asked once for 
 """
 
 import ctypes
+import sys
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ from crosspool.backends.cuda.device.kernel_launch import launch_kernel
 
 _TYPES: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 _WARP = 32
+_KNOWN_TRITON = "3.6."
+"""Triton's versions whose compiled functions take two scratch addresses last; others launch for themselves."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,9 @@ class _Form:
     def of(cls, compiled: Any) -> "_Form | None":
         """None where there is none, as in the interpreter, or where Triton does more for a launch than this does."""
         metadata = getattr(compiled, "metadata", None)
-        if metadata is None or metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
+        if metadata is None or not sys.modules["triton"].__version__.startswith(_KNOWN_TRITON):
+            return None
+        if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
             return None
         if metadata.launch_cooperative_grid or metadata.launch_pdl:
             return None
