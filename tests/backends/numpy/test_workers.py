@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import mmap
 from dataclasses import replace
 from types import FunctionType, ModuleType
 
@@ -9,8 +10,11 @@ import numpy as np
 import pytest
 
 from crosspool.backends.numpy.ffn_worker import NumpyFFNWorker
+from crosspool.backends.numpy.host_vmm import HostVmmDriver
 from crosspool.backends.numpy.kv_worker import NumpyAttentionWorker
 from crosspool.cluster.base import ModelPlacement
+from crosspool.cluster.loading import LoadCancelledError
+from crosspool.kv_pool.backing.mapped_frames import MappedFrames
 from crosspool.kv_pool.geometry import page_geometry
 from crosspool.weights_pool.loader import load_attention_weights
 from tests.support.direct_lanes import ignore_progress
@@ -254,6 +258,21 @@ def placement(**changes):
 def test_an_ffn_worker_refuses_a_placement_without_it():
     with pytest.raises(ValueError, match="not on rank w7"):
         NumpyFFNWorker("w7").add_model(placement(), ignore_progress)
+
+
+def test_a_load_that_ends_early_leaves_its_name_free_where_frames_are_mapped():
+    def given_up(loaded_bytes, total_bytes):
+        raise LoadCancelledError("given up")
+
+    mapped = MappedFrames(HostVmmDriver(), NUM_FRAMES, FRAME_BYTES, mmap.PAGESIZE)
+    try:
+        worker = NumpyAttentionWorker(NUM_FRAMES, FRAME_BYTES, mapped=mapped)
+        with pytest.raises(LoadCancelledError):
+            worker.add_model(placement(), given_up)
+        worker.add_model(placement(), ignore_progress)
+        worker.remove_model(placement().name)
+    finally:
+        mapped.close()
 
 
 def test_a_kv_worker_refuses_a_placement_with_other_frames():

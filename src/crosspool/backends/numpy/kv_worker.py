@@ -66,7 +66,13 @@ class NumpyAttentionWorker:
             )
         if self._site.rank not in placement.kv_ranks:
             raise ValueError(f"{placement.name} is placed on {placement.kv_ranks}, not on rank {self._site.rank}")
-        model = placed_model(placement, self._site_of(placement), progress)
+        site = self._site_of(placement)
+        try:
+            model = placed_model(placement, site, progress)
+        except BaseException:
+            if self._mapped is not None:
+                self._mapped.remove_model(placement.name)  # its range; the next load of that name takes one of its own
+            raise
         if isinstance(model, Share):
             self._shares[placement.name] = model
         else:
