@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +24,7 @@ import torch
 
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.ranks.driven import DrivenRanks, Sequence_
-from benchmarks.ranks.lone_steps import finish_step, host_us, one_step
+from benchmarks.ranks.lone_steps import host_us, warmed_up
 from benchmarks.report import RESULTS, Report
 from crosspool.backends.cuda.loading.weights import random_attention_weights, random_ffn_weights
 from crosspool.models.families.registry import spec_from_config
@@ -105,13 +104,7 @@ class Bench:
             yield
 
     def _measure(self, ranks: DrivenRanks, label: str) -> None:
-        sequence = ranks.sequence(CONTEXT)
-        ranks.submit(ranks.begin(0, sequence))
-        finish_step(ranks)
-        for _ in range(WARM_UP):
-            begin_s = time.perf_counter()
-            one_step(ranks, sequence)
-            step_s = time.perf_counter() - begin_s
+        sequence, step_s = warmed_up(ranks, CONTEXT, WARM_UP)
         for way in ("steady", "lone"):
             for rank, used_us in self._used_us(ranks, sequence, way, step_s).items():
                 name, limit = f"host_us_per_step.{label}.{way}.{rank}", LIMIT_US

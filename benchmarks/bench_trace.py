@@ -15,7 +15,6 @@ import argparse
 import gc
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +26,7 @@ import torch
 from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import guarded
 from benchmarks.ranks.driven import DrivenRanks, Sequence_
-from benchmarks.ranks.lone_steps import finish_step, host_us, one_step
+from benchmarks.ranks.lone_steps import host_us, one_step, warmed_up
 from benchmarks.report import RESULTS, Report
 from benchmarks.split_model.model import Gpus
 from benchmarks.traces.step_picture import step_picture
@@ -102,13 +101,7 @@ class Bench:
             num_lanes=1,
             ahead=(),
         )
-        sequence = ranks.sequence(CONTEXT)
-        ranks.submit(ranks.begin(0, sequence))
-        finish_step(ranks)
-        for _ in range(WARM_UP):
-            begin_s = time.perf_counter()
-            one_step(ranks, sequence)
-            step_s = time.perf_counter() - begin_s
+        sequence, step_s = warmed_up(ranks, CONTEXT, WARM_UP)
         label = f"{self.name}.{control}"
         for rank, used_us in host_us(ranks, sequence, 2 * step_s, COUNTED).items():
             self.report.samples(

@@ -19,6 +19,17 @@ def one_step(ranks: DrivenRanks, sequence: Sequence_) -> None:
     finish_step(ranks)
 
 
+def warmed_up(ranks: DrivenRanks, context: int, num_steps: int) -> tuple[Sequence_, float]:
+    """A sequence of `context` tokens that has taken some steps, and the seconds of the last one."""
+    sequence = ranks.sequence(context)
+    ranks.submit(ranks.begin(0, sequence))
+    finish_step(ranks)
+    for _ in range(num_steps):
+        begin_s = time.perf_counter()
+        one_step(ranks, sequence)
+    return sequence, time.perf_counter() - begin_s
+
+
 def host_us(ranks: DrivenRanks, sequence: Sequence_, pause_s: float, count: int) -> dict[str, list[float]]:
     """Microseconds of processor time of each rank for a step: taking and launching it, then reading what it left.
 

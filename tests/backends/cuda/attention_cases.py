@@ -7,6 +7,7 @@ import torch
 
 from crosspool.backends.cuda.kernels.rope import gqa_input, mla_input
 from crosspool.backends.numpy.rotary import RotaryTable
+from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec, RopeSpec
 from tests.backends.cuda.drawn import draw
 
@@ -44,6 +45,17 @@ ATTENTIONS = {
     "mla_16_heads": mla(16),
     "mla_20_heads": mla(20, INTERLEAVED),
 }
+
+
+def one_layer_pages(spec, page_tokens):
+    """Pages of one bf16 layer, each of which fills a frame."""
+    return PageGeometry(
+        num_layers=1,
+        elements_per_token_layer=spec.kv_elements_per_token,
+        element_bytes=2,
+        page_tokens=page_tokens,
+        frame_bytes=page_tokens * spec.kv_elements_per_token * 2,
+    )
 
 
 def project(spec, rope, positions, rows=None):

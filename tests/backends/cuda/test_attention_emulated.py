@@ -14,7 +14,7 @@ from crosspool.backends.cuda.kernels.combine import takes_up  # noqa: E402
 from crosspool.backends.cuda.kernels.gemv import gemv  # noqa: E402
 from crosspool.backends.cuda.kernels.rope import RopeTable  # noqa: E402
 from crosspool.kv_pool.geometry import PageGeometry  # noqa: E402
-from tests.backends.cuda.attention_cases import ATTENTIONS, fill, gqa, project, reference, slot  # noqa: E402
+from tests.backends.cuda.attention_cases import ATTENTIONS, fill, gqa, one_layer_pages, project, reference, slot  # noqa: E402
 from tests.backends.cuda.decoding import relative_error, shuffled_cache  # noqa: E402
 from tests.backends.cuda.drawn import CPU, ROUNDED, draw, nan  # noqa: E402
 from tests.backends.cuda.emulated import EmulatedKernels  # noqa: E402
@@ -101,13 +101,7 @@ def check_attention(spec, how, kernels, *, page_tokens):
 def test_short_contexts_go_into_few_splits(length, used):
     """Two multiprocessors and four splits: a block a multiprocessor up to two tiles of 64 slots a split, then all."""
     spec = gqa(8, 1, 128)
-    geometry = PageGeometry(
-        num_layers=1,
-        elements_per_token_layer=spec.kv_elements_per_token,
-        element_bytes=2,
-        page_tokens=64,
-        frame_bytes=64 * spec.kv_elements_per_token * 2,
-    )
+    geometry = one_layer_pages(spec, 64)
     cache = shuffled_cache(geometry, 1, length, CPU)
     fill(cache, 0, draw(1, length, spec.kv_elements_per_token), [length])
     kernels, positions = EmulatedKernels(num_sms=2), torch.tensor([length - 1], dtype=torch.int32)
@@ -129,13 +123,7 @@ def test_short_contexts_go_into_few_splits(length, used):
 def test_a_tokens_attention_has_the_same_bits_in_every_batch(name, how):
     """A lone token's splits are blocks of their own; in a batch one block takes several, of other tokens others."""
     spec, lengths = ATTENTIONS[name], [700, 70, 450, 1]
-    geometry = PageGeometry(
-        num_layers=1,
-        elements_per_token_layer=spec.kv_elements_per_token,
-        element_bytes=2,
-        page_tokens=64,
-        frame_bytes=64 * spec.kv_elements_per_token * 2,
-    )
+    geometry = one_layer_pages(spec, 64)
     cache = shuffled_cache(geometry, 4, 700, CPU)
     fill(cache, 0, draw(4, 700, spec.kv_elements_per_token, seed=5), [length - 1 for length in lengths])
     kernels = EmulatedKernels(num_sms=7)
@@ -183,13 +171,7 @@ def test_a_tokens_attention_has_the_same_bits_in_every_batch(name, how):
 def test_a_block_with_all_splits_of_a_group_merges_them_with_the_same_bits(backwards):
     """Eight blocks a token: 32 and 30 splits are as many groups as blocks, the last of them short; 11 are too few."""
     spec, lengths = ATTENTIONS["mla_20_heads"], [2048, 700, 1910, 1]
-    geometry = PageGeometry(
-        num_layers=1,
-        elements_per_token_layer=spec.kv_elements_per_token,
-        element_bytes=2,
-        page_tokens=64,
-        frame_bytes=64 * spec.kv_elements_per_token * 2,
-    )
+    geometry = one_layer_pages(spec, 64)
     cache = shuffled_cache(geometry, 4, 2048, CPU)
     fill(cache, 0, draw(4, 2048, spec.kv_elements_per_token, seed=5), [length - 1 for length in lengths])
     kernels = EmulatedKernels(num_sms=33, backwards=backwards)
@@ -233,13 +215,7 @@ def test_a_block_with_all_splits_of_a_group_merges_them_with_the_same_bits(backw
 @pytest.mark.parametrize("name", ["gqa_d128_group_of_8", "mla_16_heads"])
 def test_tokens_of_one_sequence_see_each_other(name, backwards):
     spec, tokens, first = ATTENTIONS[name], 4, 61
-    geometry = PageGeometry(
-        num_layers=1,
-        elements_per_token_layer=spec.kv_elements_per_token,
-        element_bytes=2,
-        page_tokens=16,
-        frame_bytes=16 * spec.kv_elements_per_token * 2,
-    )
+    geometry = one_layer_pages(spec, 16)
     one = shuffled_cache(geometry, 1, first + tokens, CPU)
     cache = replace(one, frame_table=one.frame_table.expand(tokens, -1, -1).contiguous())
     rows = draw(1, first + tokens, spec.kv_elements_per_token, seed=5)
@@ -263,13 +239,7 @@ def test_tokens_of_one_sequence_see_each_other(name, backwards):
 def test_values_taken_up_behind_the_merge_have_the_bits_of_the_product_alone(rows, tokens, backwards):
     """A short and a long context: one round of loads, and two, of splits that are not all used."""
     spec, lengths = ATTENTIONS["mla_20_heads"], [4700, 70][:tokens]
-    geometry = PageGeometry(
-        num_layers=1,
-        elements_per_token_layer=spec.kv_elements_per_token,
-        element_bytes=2,
-        page_tokens=64,
-        frame_bytes=64 * spec.kv_elements_per_token * 2,
-    )
+    geometry = one_layer_pages(spec, 64)
     kernels, splits = EmulatedKernels(num_sms=80, backwards=backwards), 80
     cache = shuffled_cache(geometry, tokens, 4700, CPU)
     fill(cache, 0, draw(2, 4700, spec.kv_elements_per_token, seed=5), [length - 1 for length in lengths])

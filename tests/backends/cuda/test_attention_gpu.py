@@ -14,8 +14,7 @@ from crosspool.backends.cuda.kernels.attention_variants import num_splits  # noq
 from crosspool.backends.cuda.kernels.combine import takes_up  # noqa: E402
 from crosspool.backends.cuda.kernels.gemv import gemv  # noqa: E402
 from crosspool.backends.cuda.kernels.rope import RopeTable, mla_input  # noqa: E402
-from crosspool.kv_pool.geometry import PageGeometry  # noqa: E402
-from tests.backends.cuda.attention_cases import ATTENTIONS  # noqa: E402
+from tests.backends.cuda.attention_cases import ATTENTIONS, one_layer_pages  # noqa: E402
 from tests.backends.cuda.decoding import shuffled_cache  # noqa: E402
 from tests.backends.cuda.drawn import draw  # noqa: E402
 
@@ -26,13 +25,7 @@ pytestmark = pytest.mark.gpu
 def test_latents_taken_up_have_the_same_bits_alone_and_in_a_batch(name, rows):
     spec, kernels = ATTENTIONS[name], DeviceKernels(torch.device("cuda"))
     lengths = [9000, 1, 4096, 700, 4095, 20000, 33, 4033]
-    geometry = PageGeometry(
-        num_layers=1,
-        elements_per_token_layer=spec.kv_elements_per_token,
-        element_bytes=2,
-        page_tokens=200,
-        frame_bytes=200 * spec.kv_elements_per_token * 2,
-    )
+    geometry = one_layer_pages(spec, 200)
     cache = shuffled_cache(geometry, len(lengths), 20000, kernels.device)
     cache.frames.view(torch.bfloat16).normal_(generator=torch.Generator("cuda").manual_seed(3))
     splits = num_splits(spec, kernels.num_sms)
