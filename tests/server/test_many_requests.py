@@ -16,6 +16,7 @@ from crosspool.units import KiB, MiB
 from tests.support.live_deployment import live_deployment
 from tests.support.server_fixtures import events
 from tests.support.tiny_models import write_tiny_model
+from tests.support.user_case_client import until_idle
 
 FAMILIES = {"a": "qwen3_moe", "b": "deepseek_v2", "c": "glm4_moe_lite"}
 LEFT = "left"
@@ -39,11 +40,7 @@ async def test_200_requests_at_once_end_rightly_and_leave_nothing(tmp_path: Path
             again = [request for request in requests if request[1] is None and "seed" in request[0]][:5]
             for body, leave_after in again:  # the same seed alone gives the text it gave in company
                 assert await _send(http, body, leave_after) == outcomes[requests.index((body, leave_after))]
-        for _ in range(200):
-            stats = live.stats()
-            if all(pool.frames_used + pool.frames_reserved == 0 for pool in stats.pools):
-                break
-            await asyncio.sleep(0.01)
+        await until_idle(live)
         (pool,) = live.stats().pools
         assert pool.frames_free + pool.frames_reusable == pool.frames_budget
         loads = live.stats().models

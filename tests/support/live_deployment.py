@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,22 @@ class LiveDeployment:
 
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    def left(self) -> tuple[int, int]:
+        """Sequences that are queued, running or parked, and frames that are used or promised."""
+        stats = self.stats()
+        loads, pools = stats.models, stats.pools
+        return (
+            sum(load.num_queued + load.num_prefilling + load.num_decoding + load.num_parked for load in loads),
+            sum(pool.frames_used + pool.frames_reserved for pool in pools),
+        )
+
+    def until_idle(self, seconds: float = 2.0) -> None:
+        """Nothing queued or running, and every page back: a sequence that a stop token ended may have a step ahead."""
+        deadline = time.monotonic() + seconds
+        while self.left() != (0, 0):
+            assert time.monotonic() < deadline, f"sequences and frames left after {seconds} s: {self.left()}"
+            time.sleep(0.005)
 
 
 @contextmanager

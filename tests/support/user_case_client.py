@@ -42,15 +42,10 @@ async def good_answers(http: httpx2.AsyncClient) -> list[str]:
 
 
 async def until_idle(live: LiveDeployment, seconds: float = 2.0) -> None:
-    """Nothing queued or running, and every page back."""
+    """`LiveDeployment.until_idle` while clients of this loop go on, say to hang up."""
     deadline = time.monotonic() + seconds
-    while True:
-        stats = live.stats()
-        busy = sum(load.num_queued + load.num_prefilling + load.num_decoding + load.num_parked for load in stats.models)
-        held = sum(pool.frames_used + pool.frames_reserved for pool in stats.pools)
-        if busy == held == 0:
-            return
-        assert time.monotonic() < deadline, f"{busy} sequences and {held} frames are left after {seconds} s"
+    while live.left() != (0, 0):
+        assert time.monotonic() < deadline, f"sequences and frames left after {seconds} s: {live.left()}"
         await asyncio.sleep(0.01)
 
 
