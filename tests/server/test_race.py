@@ -58,6 +58,47 @@ async def test_work_that_ends_first_silences_the_alarm() -> None:
     await asyncio.sleep(0.06)
 
 
+@pytest.mark.parametrize("raised", [None, ValueError("no")])
+async def test_work_that_ends_in_the_turn_of_the_alarm_has_ended(raised: Exception | None) -> None:
+    """As where a client leaves while the last piece waits for it to read: both wake at once, the alarm first."""
+    left, drained = asyncio.Event(), asyncio.Event()
+
+    async def alarm() -> None:
+        await left.wait()
+        raise ClientLeft
+
+    async def work() -> int:
+        await drained.wait()
+        if raised is not None:
+            raise raised
+        return 5
+
+    asyncio.get_running_loop().call_later(0.01, lambda: (left.set(), drained.set()))
+    if raised is None:
+        assert await race(work(), alarm) == 5
+    else:
+        with pytest.raises(ValueError, match="no"):
+            await race(work(), alarm)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    await asyncio.sleep(0)  # a cancellation left behind would be raised here
+
+
+async def test_what_work_raises_in_place_of_its_cancellation_leaves_the_task_uncancelled() -> None:
+    async def work() -> None:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            raise ValueError("no") from None
+
+    with pytest.raises(ValueError, match="no"):
+        await race(work(), lambda: alarm_after(0.01))
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+
+
 async def test_what_work_raises_is_raised() -> None:
     async def work() -> None:
         await asyncio.sleep(0)

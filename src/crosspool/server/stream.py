@@ -120,6 +120,7 @@ async def race(work: Coroutine[Any, Any, T], make_alarm: Callable[[], Coroutine[
     worker = asyncio.current_task()
     assert worker is not None, "a coroutine runs in a task"
     watch: asyncio.Task[None] | None = None
+    has_ended = has_rung = False
 
     def start() -> None:
         nonlocal watch
@@ -127,19 +128,23 @@ async def race(work: Coroutine[Any, Any, T], make_alarm: Callable[[], Coroutine[
         watch.add_done_callback(ring)
 
     def ring(_: asyncio.Task[None]) -> None:
-        worker.cancel()
+        nonlocal has_rung
+        if not has_ended:  # it may end in the very turn of the loop in which the alarm raises
+            has_rung = worker.cancel()
 
     starting = asyncio.get_running_loop().call_soon(start)
     try:
         return await work
     except asyncio.CancelledError:
-        if watch is not None and watch.done() and worker.uncancel() == 0:
+        if watch is not None and has_rung and worker.cancelling() == 1:
             watch.result()
         raise
     finally:
+        has_ended = True
+        if has_rung:
+            worker.uncancel()
         starting.cancel()
         if watch is not None:
-            watch.remove_done_callback(ring)
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
 
