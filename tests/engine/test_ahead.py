@@ -156,7 +156,7 @@ def test_a_step_behind_a_failed_one_is_taken_back_with_the_pages_it_brought():
     drive.core.on_event(failures[1], drive.now)
     drive.run()  # the simulated cluster asserts that every step has its pages
     assert drive.tokens[sequence_id] == drive.expected(sequence_id)
-    assert drive.core.dispatcher.num_replays == 1
+    assert drive.core.dispatcher.parked_steps.num_replays == 1
     drive.check_all_ended()
 
 
@@ -170,7 +170,7 @@ def test_a_step_that_fails_before_it_runs_leaves_the_one_before_it_alone():
     assert drive.core.on_event(away, drive.now) == []
     drive.run()
     assert drive.tokens[sequence_id] == drive.expected(sequence_id)
-    assert drive.core.dispatcher.num_replays == 0
+    assert drive.core.dispatcher.parked_steps.num_replays == 0
     drive.check_all_ended()
 
 

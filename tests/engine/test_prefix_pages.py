@@ -135,7 +135,7 @@ def test_a_step_that_fails_makes_no_page_known_before_its_replay_has_ended():
     drive.run(until_s=0.4)
     assert drive.core.pages["kv0"].prefix.cache.num_pages("p") == 0
     drive.run()
-    assert drive.core.dispatcher.num_replays >= 1
+    assert drive.core.dispatcher.parked_steps.num_replays >= 1
     assert drive.ends[sequence_id].finish_reason is FinishReason.LENGTH
     assert answered(drive, "p", PROMPT)[0] == 16
 

@@ -36,10 +36,10 @@ def test_a_lost_weights_rank_holds_up_only_the_models_that_need_it():
     count = len(drive.cluster.steps)
     drive.run(until_s=drive.now + 1.0)
     assert steps_since(drive, count) == {"q"}
-    assert len(drive.core.dispatcher.parked) == 2  # neither holds a lane that q could use
+    assert len(drive.core.dispatcher.parked_steps.steps) == 2  # neither holds a lane that q could use
     drive.run()
     assert {end.finish_reason for end in drive.ends.values()} == {FinishReason.LENGTH}
-    assert drive.core.dispatcher.num_replays >= 2
+    assert drive.core.dispatcher.parked_steps.num_replays >= 2
     drive.check_all_ended()
 
 
@@ -67,7 +67,7 @@ def test_a_row_that_ends_while_its_step_is_parked_is_left_out_and_frees_its_page
     assert drive.core.stats(drive.now).pools[0].frames_used < before
     drive.run()
     assert drive.ends[ids[1]].finish_reason is FinishReason.ABORT
-    assert drive.core.dispatcher.num_replays >= 1
+    assert drive.core.dispatcher.parked_steps.num_replays >= 1
     drive.check_all_ended()
 
 

@@ -58,11 +58,10 @@ class ClusterConfig:
         self._check_names()
         if self.order not in ORDER_POLICIES:
             raise ValueError(f"order is {self.order!r}; it must be one of {', '.join(ORDER_POLICIES)}")
-        for name in ("num_frames", "frame_bytes", "max_tokens_per_step", "num_lanes", "threads_per_rank"):
+        counts = ("num_frames", "frame_bytes", "max_tokens_per_step", "num_lanes", "threads_per_rank")
+        for name in (*counts, "max_failed_starts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_failed_starts < 1:
-            raise ValueError(f"max_failed_starts is {self.max_failed_starts}; it must be at least 1")
         if self.step_deadline_s <= 0 or self.start_timeout_s <= 0 or self.spin_us < 0:
             raise ValueError(
                 f"step_deadline_s {self.step_deadline_s} and start_timeout_s {self.start_timeout_s} must be above 0, "

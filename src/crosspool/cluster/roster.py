@@ -38,11 +38,10 @@ class Roster:
         entry.pending = dict.fromkeys(entry.ranks, -1)
         self._entries[placement.name] = entry
 
-    def remove(self, name: str) -> ModelPlacement:
+    def remove(self, name: str) -> None:
         """Take a model out. Raises ValueError if there is none of the name."""
-        if name not in self._entries:
-            raise ValueError(f"no model {name!r} is placed; there are: {', '.join(self._entries) or 'none'}")
-        return self._entries.pop(name).placement
+        self.placement(name)
+        del self._entries[name]
 
     def load(self, name: str, rank: str) -> AddModel:
         """The message that makes `rank` load its share."""
@@ -80,7 +79,7 @@ class Roster:
         return blamed
 
     def ranks(self, name: str) -> tuple[str, ...]:
-        """The KV ranks of a model, then its weights ranks."""
+        """Every rank that holds a part of the model, as in its placement. Raises ValueError as `placement`."""
         return self.placement(name).ranks
 
     def placements(self) -> list[ModelPlacement]:

@@ -112,34 +112,6 @@ def decode_row(sequence: Sequence, num_ahead: int = 0) -> StepRow:
     )
 
 
-def make_step(
-    *,
-    lane: int,
-    step_seq: int,
-    model: str,
-    kv_rank: str,
-    phase: Phase,
-    rows: Items[StepRow],
-    joining: Items[NewSequence],
-    num_steps: int = 1,
-    prefill_rank: str | None = None,
-    next_model: str | None = None,
-) -> StepDescriptor:
-    header = StepHeader(
-        lane=lane,
-        model=model,
-        step_seq=step_seq,
-        phase=phase,
-        num_tokens=sum(row.num_new_tokens for row in rows),
-        priority=DECODE_PRIORITY if phase == "decode" else PREFILL_PRIORITY,
-        kv_rank=kv_rank,
-        num_steps=num_steps,
-        prefill_rank=prefill_rank,
-        next_model=next_model,
-    )
-    return StepDescriptor(header=header, rows=tuple(rows), joining=tuple(joining))
-
-
 class StepStart:
     """The one place where lanes get steps that are not replays: turns pass on, and sequences join their home."""
 
@@ -169,17 +141,18 @@ class StepStart:
                 joining.append(sequence.introduction())
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = now
-        step = make_step(
+        header = StepHeader(
             lane=lane.index,
-            step_seq=lane.next_seq(),
             model=load.model.name,
-            kv_rank=home,
+            step_seq=lane.next_seq(),
             phase=lane.phase,
-            rows=rows,
-            joining=joining,
+            num_tokens=sum(row.num_new_tokens for row in rows),
+            priority=DECODE_PRIORITY if lane.phase == "decode" else PREFILL_PRIORITY,
+            kv_rank=home,
             num_steps=num_steps,
             prefill_rank=prefill_rank,
             next_model=next_model,
         )
+        step = StepDescriptor(header=header, rows=tuple(rows), joining=tuple(joining))
         lane.start(step, tuple(batch), now)
         return step

@@ -6,7 +6,7 @@ from crosspool.engine.batcher import StepStart, Turns
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.decode_steps import DecodeSteps, RunLength
 from crosspool.engine.kv_pages import KVPages
-from crosspool.engine.lanes import Flight, Lane, ParkedStep
+from crosspool.engine.lanes import Flight, Lane
 from crosspool.engine.model_loads import ModelLoad
 from crosspool.engine.parked_steps import ParkedSteps
 from crosspool.engine.prefill_ranks import PrefillRanks
@@ -39,20 +39,10 @@ class Dispatcher:
         self._decode = DecodeSteps(
             self.lanes, self.parked_steps, self._turns["decode"], loads, kv, ranks, run_length, starter
         )
-        self.ahead = StepsAhead(self.lanes, self.parked_steps, self._decode, loads, kv, ranks, run_length, starter)
+        self.ahead = StepsAhead(self._decode)
         self._prefill = PrefillSteps(
             config, self.lanes, self._turns["prefill"], loads, kv, ranks, self.prefill_ranks, starter
         )
-
-    @property
-    def parked(self) -> list[ParkedStep]:
-        """Failed steps that wait to be replayed."""
-        return self.parked_steps.steps
-
-    @property
-    def num_replays(self) -> int:
-        """Parked steps that were started again."""
-        return self.parked_steps.num_replays
 
     @property
     def num_stalls(self) -> int:

@@ -7,7 +7,7 @@ from crosspool.engine.pages import KVRankPages
 from crosspool.engine.prefix_pages import PrefixCounts, PrefixPages
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.served_model import ServedModel
-from crosspool.engine.split_pages import SplitPages
+from crosspool.engine.split_pages import SplitPages, split_reach
 from crosspool.engine.stats import RankFrames
 from crosspool.kv_pool.host_tier import TierCounts
 
@@ -95,7 +95,7 @@ class KVPages:
         frames = [on_rank[rank] for rank in model.kv_ranks]
         if model.kv_split == "one":
             return max(frames)
-        return SplitPages(model, ()).reach(frames)
+        return split_reach(model, frames)
 
     def frames_by_rank(self, model: str, sequences: Iterable[Sequence]) -> dict[str, RankFrames]:
         """Frames on each of the model's ranks; `sequences` are its live ones."""

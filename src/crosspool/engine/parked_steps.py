@@ -12,7 +12,10 @@ from crosspool.scheduler.step import StepDescriptor
 
 
 class ParkedSteps:
-    """Parks steps out of lanes and replays them in idle ones. Reads models and ranks."""
+    """Parks steps out of lanes and replays them in idle ones. Reads models and ranks.
+
+    num_replays: parked steps that were started again.
+    """
 
     def __init__(self, lanes: Items[Lane], loads: Mapping[str, ModelLoad], ranks: RankHealth) -> None:
         self.num_replays = 0

@@ -23,7 +23,7 @@ def num_repeats(core: EngineCore, lane: int) -> int:
     running = lanes[lane]
     assert running.step is not None, f"lane {lane} is idle"
     assert running.queued is None, f"lane {lane} has its next step already; it cannot be repeated"
-    if running.phase != "decode" or core.dispatcher.parked:
+    if running.phase != "decode" or core.dispatcher.parked_steps.steps:
         return 1
     if any(other.step is None for other in lanes[:lane] if other.phase == "decode"):
         return 1  # the next step would take that lane

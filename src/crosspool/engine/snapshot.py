@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 def snapshot(core: "EngineCore", now: float) -> EngineStats:
     """Everything at `now`. Copies; later changes of the core do not show in it."""
+    parked_steps = core.dispatcher.parked_steps
     busy = [lane.present.started_s for lane in core.dispatcher.lanes if lane.present is not None]
-    busy += [parked.trouble.first_failed_s for parked in core.dispatcher.parked]
+    busy += [parked.trouble.first_failed_s for parked in parked_steps.steps]
     parked_seqs = dict.fromkeys(core.loads, 0)
-    for parked in core.dispatcher.parked:
+    for parked in parked_steps.steps:
         parked_seqs[parked.step.header.model] += len(parked.sequences)
     return EngineStats(
         now_s=now,
@@ -24,7 +25,7 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
         pools=tuple(pages.stats() for pages in core.pages.values()),
         lanes=tuple(lane.stats() for lane in core.dispatcher.lanes),
         num_steps=core.log.num_steps,
-        num_replays=core.dispatcher.num_replays,
+        num_replays=parked_steps.num_replays,
         num_stalls=core.dispatcher.num_stalls,
         num_ranks_lost=core.ranks.num_lost,
         last_step_s=core.log.last_step_s,

@@ -39,7 +39,7 @@ class SplitPages:
         self._model = model
         self._ranks = ranks
         self._layouts: dict[int, _Layout] = {}
-        self._prefix = SplitPrefix(model, ranks) if ranks and ranks[0].prefix is not None else None
+        self._prefix = SplitPrefix(model, ranks) if ranks[0].prefix is not None else None
 
     @property
     def is_stalled(self) -> bool:
@@ -115,13 +115,6 @@ class SplitPages:
             self._ranks[rank].take_back(self._model.name, [own])
         del self._layouts[sequence.sequence_id]
 
-    def reach(self, frames: Items[int]) -> int:
-        """Frames by which the model's capacity is counted, where it can come to hold `frames` on each rank."""
-        width = self._model.frames_per_page
-        if self._model.kv_split == "heads":
-            return min(frames)
-        return sum(count // width for count in frames) * width
-
     def _find(self, sequence: Sequence) -> FoundPrefix:
         return FoundPrefix() if self._prefix is None else self._prefix.find(sequence)
 
@@ -165,3 +158,10 @@ class SplitPages:
         if owners is not None:
             return [[(owners[idx], page)] for idx, page in enumerate(pages)]
         return [[(rank, page[rank * width : (rank + 1) * width]) for rank in range(len(self._ranks))] for page in pages]
+
+
+def split_reach(model: ServedModel, frames: Items[int]) -> int:
+    """Frames by which a split model's capacity is counted, where it can come to hold `frames` on each rank."""
+    if model.kv_split == "heads":
+        return min(frames)
+    return sum(count // model.frames_per_page for count in frames) * model.frames_per_page

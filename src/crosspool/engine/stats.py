@@ -139,7 +139,7 @@ class LaneStats:
     """What one lane does. since_s: engine clock, when the present step was handed out."""
 
     lane: int
-    phase: Literal["prefill", "decode"]
+    phase: Phase
     state: LaneState
     model: str | None
     step_seq: int

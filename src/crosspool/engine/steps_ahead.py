@@ -4,32 +4,20 @@ So ranks need not wait for the engine between two steps. Such a step holds a row
 unless its very next token ends it.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from crosspool.engine.batcher import StepStart, decode_row
-from crosspool.engine.decode_steps import DecodeSteps, RunLength
-from crosspool.engine.kv_pages import KVPages
+from crosspool.engine.batcher import decode_row
+from crosspool.engine.decode_steps import DecodeSteps
 from crosspool.engine.lanes import Lane
-from crosspool.engine.model_loads import ModelLoad, num_decode_batches
-from crosspool.engine.parked_steps import ParkedSteps
-from crosspool.engine.ranks import RankHealth
+from crosspool.engine.model_loads import num_decode_batches
 from crosspool.scheduler.step import StepDescriptor
 
 
 @dataclass(frozen=True, slots=True)
 class StepsAhead:
-    """A step behind each running decode step that has none yet."""
+    """Steps behind those that `decode` has handed out, of the models, pages and ranks that it knows."""
 
-    lanes: Items[Lane]
-    parked: ParkedSteps
     decode: DecodeSteps
-    loads: Mapping[str, ModelLoad]
-    kv: KVPages
-    ranks: RankHealth
-    run_length: RunLength
-    starter: StepStart
 
     def fill(self, now: float) -> list[StepDescriptor]:
         """A step behind each running decode step that has none yet.
@@ -37,17 +25,17 @@ class StepsAhead:
         Up to as many models as lanes keep their lanes; of more, the one whose turn is next goes behind the step that
         runs longest. Parked steps come first: while there are any, lanes run empty.
         """
-        if self.parked.steps:
+        if self.decode.parked.steps:
             return []
-        decode = [lane for lane in self.lanes if lane.phase == "decode"]
+        lanes = [lane for lane in self.decode.lanes if lane.phase == "decode"]
         open_ = [
             (lane.present.started_s, lane)
-            for lane in decode
+            for lane in lanes
             if lane.present is not None and lane.queued is None and not lane.present.is_abandoned
         ]
         if not open_:
             return []
-        keep_lanes = num_decode_batches(self.loads.values(), self.ranks) <= len(decode)
+        keep_lanes = num_decode_batches(self.decode.loads.values(), self.decode.ranks) <= len(lanes)
         next_step = self._same_again if keep_lanes else self.decode.step_behind
         steps = (next_step(lane, now) for _, lane in sorted(open_, key=lambda entry: entry[0]))
         return [step for step in steps if step is not None]
@@ -59,9 +47,10 @@ class StepsAhead:
         sequence would have to wait for a page.
         """
         assert lane.step is not None
+        known = self.decode
         name, home = lane.step.header.model, lane.step.header.kv_rank
-        load = self.loads.get(name)
-        if load is None or not self.ranks.are_up(load.needs[home]) or self.decode.under_way().count((name, home)) != 1:
+        load = known.loads.get(name)
+        if load is None or not known.ranks.are_up(load.needs[home]) or known.under_way().count((name, home)) != 1:
             return None
         batch = []
         for sequence in load.decoding.values():
@@ -72,11 +61,11 @@ class StepsAhead:
                     return None
                 if sequence.num_generated_tokens + sequence.num_ahead >= sequence.request.sampling.max_tokens:
                     continue  # the running step gives its last token
-            if not self.kv.of(sequence).ensure_slot_ahead(sequence):
+            if not known.kv.of(sequence).ensure_slot_ahead(sequence):
                 return None
             batch.append(sequence)
         if not batch:
             return None
-        num_steps = self.run_length.of(load, batch)
+        num_steps = known.run_length.of(load, batch)
         rows = [decode_row(sequence, sequence.num_ahead) for sequence in batch]
-        return self.starter.start(lane, load, home, batch, rows, now, num_steps)
+        return known.starter.start(lane, load, home, batch, rows, now, num_steps)

@@ -79,7 +79,8 @@ class VmmBacking:
         with self._changed:
             self._mapper.remove_model(model)
             self._changed.notify_all()
-        self._help()
+        if self._thread is None:
+            self.drain()
 
     def begin_step(self, step: Hashable, sequence_ids: Collection[int]) -> None:
         """What these sequences have stays where it is until the step has ended, even if they are forgotten."""
@@ -187,10 +188,6 @@ class VmmBacking:
         with self._changed:
             while self._work_once():
                 pass
-
-    def _help(self) -> None:
-        if self._thread is None:
-            self.drain()
 
     def _run(self) -> None:
         with self._changed:
