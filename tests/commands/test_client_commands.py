@@ -47,6 +47,16 @@ def test_ps_lists_models(url: str) -> None:
     assert [card["id"] for card in cards] == ["tiny", "other"]
 
 
+def test_ps_and_top_say_which_models_miss_a_rank(url: str, scripted: FakeEngine) -> None:
+    scripted.ranks_down = {"w0": 1.0}
+    try:
+        for command in ("ps", "top"):
+            rows = [line for line in call(url, command).stdout.splitlines() if line.startswith(("tiny", "other"))]
+            assert [row.split()[1] for row in rows] == ["recovering", "recovering"]
+    finally:
+        scripted.ranks_down = {}
+
+
 def test_top_shows_both_pools_and_the_lanes(url: str) -> None:
     shown = call(url, "top").stdout  # once, since no terminal looks on
     assert shown == call(url, "top", "--once").stdout

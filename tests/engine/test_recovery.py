@@ -149,6 +149,7 @@ def test_a_rank_that_the_cluster_gives_up_ends_its_requests_at_once():
     drive.cluster.lose("w0", drive.now, back_in_s=None)
     drive.run(until_s=drive.now + 0.1)
     drive._take(drive.core.on_event(RankFailed(rank="w0", error="3 failed starts"), drive.now))
+    assert drive.core.stats(drive.now).ranks_given_up == {"w0": "3 failed starts"}
     assert {p, r} <= set(drive.ends)
     assert "3 failed starts" in str(drive.ends[p].error)
     drive.run()

@@ -46,6 +46,9 @@ def moment(
         (moment(ranks_down={"w0": 90.0, "kv0": 39.0}), "stuck", 61.0),  # by the one that is away longest
         (moment(ranks_down={"kv0": 39.0, "w0": 90.0}), "stuck", 61.0),
         (moment(ranks_down={"w7": 60.0}), "idle", None),
+        (replace(moment(ranks_down={"w0": 99.0}), ranks_given_up={"w0": "w0 does not come back"}), "stuck", 1.0),
+        (replace(moment(ranks_down={"w0": 99.0, "kv0": 60.0}), ranks_given_up={"w0": "gone"}), "stuck", 1.0),
+        (replace(moment(ranks_down={"w0": 99.0}), ranks_given_up={"w7": "gone"}), "recovering", 1.0),
     ],
 )
 def test_a_model_is_judged_by_its_own_steps_and_ranks(stats: EngineStats, state: str, for_s: float | None) -> None:

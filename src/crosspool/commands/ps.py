@@ -42,7 +42,7 @@ def models_table(stats: dict[str, Any], width: int) -> Table:
         wide = (format_bytes(load["frames_reserved"] * frame) if load else "-", str(card["max_model_len"]))
         table.add_row(
             card["id"],
-            facts["state"],
+            _state(facts["state"], stats["model_health"].get(card["id"])),
             format_bytes(facts["weights_bytes"]),
             format_bytes(load["frames_used"] * frame) if load else "-",
             *((format_bytes(load["frames_stowed"] * frame) if load else "-",) if has_tier else ()),
@@ -52,6 +52,13 @@ def models_table(stats: dict[str, Any], width: int) -> Table:
             _tbt(stats["tbt_s"].get(card["id"])),
         )
     return table
+
+
+def _state(state: str, health: dict[str, Any] | None) -> str:
+    """What keeps a ready model from answering, where something does."""
+    if state == "ready" and health is not None and health["status"] not in ("idle", "busy"):
+        return str(health["status"])
+    return state
 
 
 def _tbt(recent: dict[str, float] | None) -> str:

@@ -31,6 +31,7 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
         last_step_s=core.log.last_step_s,
         busy_since_s=min(busy, default=None),
         ranks_down=dict(core.ranks.down_since_s),
+        ranks_given_up={rank: core.ranks.reasons[rank] for rank in core.ranks.given_up},
         prefill_switches=core.dispatcher.prefill_ranks.num_switches,
         recovery_timeout_s=core.ranks.recovery_timeout_s,
     )

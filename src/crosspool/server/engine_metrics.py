@@ -192,7 +192,7 @@ def _steps(stats: EngineStats) -> Iterator[Family]:
         text = "models brought in on a prefill rank"
         yield _counter("prefill_switches", text, RANK, stats.prefill_switches.items())
     yield _counter("ranks_lost", "workers that died or hung", (), [(stats.num_ranks_lost,)])
-    yield _gauge("ranks_down", "workers being restarted", (), [(len(stats.ranks_down),)])
+    yield _gauge("ranks_down", "workers that are away", (), [(len(stats.ranks_down),)])
 
 
 def _step_times(models: Sequence[ModelStats]) -> Iterator[Family]:

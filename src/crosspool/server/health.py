@@ -1,9 +1,9 @@
 """Liveness and readiness, judged by forward progress rather than by a process that answers.
 
 `idle`: no work. `busy`: work, and steps end. `recovering`: a worker is being restarted. `stuck`: work in flight and no
-step has ended for STUCK_AFTER_S, or a worker has been down for longer than that and than requests wait for it.
-`stopped`: the engine itself no longer runs. A model may also be `loading`, `draining` or `failed`, and so may not be
-asked; the engine is live all the same.
+step has ended for STUCK_AFTER_S, or a worker has been down for longer than that and than requests wait for it, or is
+not started again. `stopped`: the engine itself no longer runs. A model may also be `loading`, `draining` or `failed`,
+and so may not be asked; the engine is live all the same.
 """
 
 from collections.abc import Collection, Sequence
@@ -56,8 +56,11 @@ def health_of(engine: EngineClient) -> Health:
 def judge(stats: EngineStats) -> Health:
     """The state of a running engine at the moment of the snapshot."""
     if stats.ranks_down:
-        rank, since = min(stats.ranks_down.items(), key=lambda item: item[1])
-        down_s = stats.now_s - since
+        given_up = [rank for rank in stats.ranks_down if rank in stats.ranks_given_up]
+        rank = min(given_up or stats.ranks_down, key=stats.ranks_down.__getitem__)
+        down_s = stats.now_s - stats.ranks_down[rank]
+        if given_up:
+            return Health("stuck", round(down_s, 3), stats.ranks_given_up[rank])
         state = "stuck" if down_s > max(STUCK_AFTER_S, stats.recovery_timeout_s) else "recovering"
         return Health(state, round(down_s, 3), f"worker {rank} is down")
     if stats.busy_since_s is not None:
