@@ -111,6 +111,8 @@ def test_a_hub_id_keeps_its_whole_name() -> None:
         ("models: [{path: /a, nam: x}]", "models.0.nam is not a setting"),
         ("models: [{name: x}]", "models.0.path is missing"),
         ("api_key: ''", "an api_key is empty"),
+        ("allowed_origins: page.example", "allowed_origins has 'page.example'; an origin is scheme"),
+        ("allowed_origins: ['*', 'https://page.example/']", "allowed_origins has 'https://page.example/'"),
         ("max_num_batched_tokens: 0", "max_num_batched_tokens is 0; it must be at least 1"),
         ("seed: -4", "seed is -4"),
         ("seed: 99999999999999999999", "seed is 99999999999999999999"),

@@ -3,6 +3,7 @@
 `deployment/load.py` fills these from settings; nothing below the CLI reads flags, environment or YAML.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +16,9 @@ DTypeChoice = Literal["auto", "float32", "float16", "bfloat16"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 LogFormat = Literal["auto", "text", "json"]
 MetricsCompat = Literal["vllm"]
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+"""What browsers send as Origin, in lower case and without a path."""
 
 DECODE_LANES = 2
 """Decode batches in flight at once, unless the deployment says otherwise or the pipeline is off."""
@@ -135,6 +139,9 @@ class ServerConfig:
             raise ValueError(f"max_header_bytes is {self.max_header_bytes}; it must be at least 1 KiB")
         if any(not key for key in (*self.api_keys, *self.admin_api_keys)):
             raise ValueError("an api_key is empty; remove it or give it a value")
+        for origin in self.allowed_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(f"allowed_origins has {origin!r}; an origin is scheme://host[:port], or *")
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise ValueError("one of ssl_certfile and ssl_keyfile is missing; give both, or neither")
 

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -59,6 +60,11 @@ class ServerClient:
             raise CrossPoolError(_message(error)) from None
         except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
+            if isinstance(reason, ssl.SSLCertVerificationError):
+                raise CrossPoolError(
+                    f"the certificate of {self._base_url} is not trusted here ({reason.verify_message}); name the file "
+                    "of who signed it, or its own, in the variable SSL_CERT_FILE"
+                ) from None
             raise CrossPoolError(
                 f"no server answers at {self._base_url} ({reason}); run `crosspool serve`, or give --base-url"
             ) from None

@@ -13,6 +13,7 @@ import pytest
 from crosspool.config import ServerConfig
 from crosspool.errors import CrossPoolError
 from crosspool.server.run import check_tls, listen, serve
+from crosspool.server_client import ServerClient
 from tests.support.fake_engine import FakeEngine
 from tests.support.server_fixtures import fake_app
 
@@ -37,6 +38,8 @@ async def test_with_a_certificate_and_a_key_the_server_is_https(tmp_path: Path) 
         serving = asyncio.create_task(serve(fake_app(engine, tmp_path), engine, load, bound, config))
         address = f"127.0.0.1:{bound.getsockname()[1]}"
         trusted = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
+        with pytest.raises(CrossPoolError, match=r"is not trusted here .*self.signed.* SSL_CERT_FILE"):
+            await asyncio.to_thread(ServerClient(f"https://{address}").get, "/health")
         async with httpx2.AsyncClient(verify=trusted) as http:
             assert (await http.get(f"https://{address}/health")).status_code == 200
             with pytest.raises(httpx2.HTTPError):
@@ -54,6 +57,14 @@ def test_files_that_make_no_pair_are_told_in_one_line(tmp_path: Path) -> None:
         check_tls(ServerConfig(ssl_certfile=str(tmp_path / "text"), ssl_keyfile=str(TLS / "key.pem")))
     with pytest.raises(ValueError, match="one of ssl_certfile and ssl_keyfile is missing"):
         ServerConfig(ssl_certfile="cert.pem")
+
+
+def test_a_server_that_strangers_may_use_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    for config in (ServerConfig(port=0), ServerConfig(host="0.0.0.0", port=0, api_keys=("k",))):
+        listen(config).close()
+    assert not caplog.records
+    listen(ServerConfig(host="0.0.0.0", port=0)).close()
+    assert "no api_key is set, and other machines may reach 0.0.0.0" in caplog.text
 
 
 async def test_large_headers_are_refused(http_with: Callable[..., httpx2.AsyncClient]) -> None:

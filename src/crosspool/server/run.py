@@ -10,6 +10,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
+from ipaddress import ip_address
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -71,6 +72,8 @@ def listen(config: ServerConfig) -> socket.socket:
         raise CrossPoolError(
             f"cannot listen on {config.host}:{config.port}: {reason}; choose another --host or --port"
         ) from None
+    if not config.api_keys and not ip_address(address[0]).is_loopback:
+        logger.warning("no api_key is set, and other machines may reach %s: whoever does may use it", config.host)
     return listener
 
 
