@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import pytest
 from crosspool.config import ServerConfig
 from crosspool.errors import CheckpointError, CrossPoolError
 from crosspool.server.run import _uvicorn_config, listen, run_loop, serve
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, Script
 from tests.support.server_fixtures import fake_app
+
+MANY_WORDS = 4_000_000
+"""More than a connection's buffers take."""
 
 
 class ClosableFake(FakeEngine):
@@ -83,6 +87,37 @@ async def test_health_answers_while_models_load(tmp_path: Path) -> None:
         release.set()
         with pytest.raises(CheckpointError, match="enough seen"):
             await serving
+
+
+async def test_a_client_that_never_reads_is_cut_in_one_line_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("crosspool.server.run.LAST_WORDS_S", 0.2)
+    engine = ClosableFake()
+    engine.scripts["tiny"] = Script(words=("word " * MANY_WORDS, " end"))
+    asked = asyncio.Event()
+
+    async def load() -> None:
+        await asked.wait()
+        while engine.running or not engine.requests:
+            await asyncio.sleep(0.01)
+        raise CheckpointError("the engine has ended")
+
+    config = ServerConfig(port=0)
+    with listen(config) as bound, socket.socket() as unread:
+        serving = asyncio.create_task(serve(fake_app(engine, tmp_path), engine, load, bound, config))
+        unread.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(unread, bound.getsockname())
+        body = b'{"model": "tiny", "prompt": "x", "max_tokens": 2, "stream": true}'
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        await loop.sock_sendall(unread, head.encode() + body)
+        asked.set()
+        with pytest.raises(CheckpointError, match="the engine has ended"):
+            await serving
+    said = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.getMessage() for record in said] == ["1 connection(s) that did not read their answers are cut"]
+    assert not any(record.exc_info for record in said)
 
 
 def test_the_loop_gives_back_what_its_coroutine_returns_or_raises() -> None:

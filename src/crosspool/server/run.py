@@ -31,7 +31,9 @@ T = TypeVar("T")
 BACKLOG = 2048
 DRAIN_POLL_S = 0.05
 LAST_WORDS_S = 5
-"""How long connections may take to send what is left once the engine has ended every request."""
+"""How long connections may take to send what is left once the engine has ended every request; then they are cut."""
+CUT_S = 5
+"""How long requests may take to end once their connections are cut; then uvicorn cancels them."""
 
 
 class SignalledServer(uvicorn.Server):
@@ -51,6 +53,20 @@ class SignalledServer(uvicorn.Server):
         if self.stop_asked.is_set():
             self.hurry.set()
         self.stop_asked.set()
+
+    async def end(self, serving: asyncio.Task[None]) -> None:
+        """Take no more connections, and end those there are: `serving` has ended then.
+
+        NOTE: uvicorn would cancel the requests of clients that do not read, each with a traceback in the log.
+        """
+        self.should_exit = True
+        await asyncio.wait({serving}, timeout=LAST_WORDS_S)
+        unread = [connection.transport for connection in self.server_state.connections]
+        if unread:
+            logger.warning("%d connection(s) that did not read their answers are cut", len(unread))
+        for transport in unread:
+            transport.abort()
+        await serving
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -128,8 +144,7 @@ async def serve(
         stopping.cancel()
         await asyncio.gather(loading, stopping, return_exceptions=True)
         await engine.close()
-        server.should_exit = True
-        await serving
+        await server.end(serving)
 
 
 async def _drain(engine: EngineClient, hurry: asyncio.Event, timeout_s: float) -> None:
@@ -155,7 +170,7 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         app,
         root_path=config.root_path.rstrip("/"),
         log_level="warning",
-        timeout_graceful_shutdown=LAST_WORDS_S,
+        timeout_graceful_shutdown=LAST_WORDS_S + CUT_S,
         server_header=False,
         ssl_certfile=config.ssl_certfile,
         ssl_keyfile=config.ssl_keyfile,
