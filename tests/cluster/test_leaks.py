@@ -101,12 +101,12 @@ def test_ranks_die_with_their_parent_even_stopped_ones(tmp_path, how):
 
 
 def test_ranks_ignore_the_signals_of_their_process_group(tmp_path):
-    """Ctrl-C and SIGTERM to the group are the parent's business: running requests may end first."""
+    """Ctrl-C, SIGTERM and SIGHUP to the group are the parent's business: running requests may end first."""
     with running(make_config("processes", 1)) as cluster:
         add_models(cluster, {"m": FakeModel()}, tmp_path, ("w0",))
         for pid in pids(cluster).values():
-            os.kill(pid, signal.SIGINT)
-            os.kill(pid, signal.SIGTERM)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.kill(pid, number)
         lane = LaneDriver(0, "m", [Sequence_((1, 2), 3)])
         run = Run(cluster, [lane])
         run.to_end()

@@ -13,7 +13,7 @@ import pytest
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell
 from crosspool.cluster.messages import AbortStep, Forget, Step
-from crosspool.cluster.processes import ProcessHost, Spawner
+from crosspool.cluster.processes import GROUP_SIGNALS, ProcessHost, Spawner
 from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.start import start_cluster
 from crosspool.scheduler.step import StepHeader
@@ -36,7 +36,7 @@ def host():
 
 def test_a_child_that_has_not_begun_to_ignore_signals_lives_through_them():
     spawner = Spawner()
-    program = "import os, signal; [os.kill(os.getpid(), number) for number in (signal.SIGINT, signal.SIGTERM)]"
+    program = f"import os; [os.kill(os.getpid(), number) for number in {[int(number) for number in GROUP_SIGNALS]}]"
     try:
         child = spawner.start([sys.executable, "-c", program], (), {})
         assert child.wait(timeout=30) == 0

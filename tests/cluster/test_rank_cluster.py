@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from crosspool.cluster.base import RankLost, StepFailed
+from crosspool.cluster.base import ModelFailed, RankLost, StepFailed
 from tests.support.fake_backend import FakeModel
 from tests.support.lane_driver import LaneDriver, Sequence_
 from tests.support.stepped_cluster import SteppedCluster
@@ -73,6 +73,29 @@ def test_an_exception_in_either_half_ends_that_step_only(tmp_path):
     assert failed[1].error in ("w0: ValueError: 13 tokens are poison", "w1: ValueError: 13 tokens are poison")
     run_lanes(stepped, [good])
     check_tokens([good], {"a": model}, 2)
+    stepped.cluster.close()
+
+
+def test_a_model_whose_channels_find_no_memory_fails_alone_and_comes_once_they_do(tmp_path, monkeypatch):
+    models = {"a": FakeModel(), "wider": FakeModel(num_layers=3, salt=5, hidden_size=12)}
+    stepped = SteppedCluster(make_config(2), 4)
+    add(stepped, "a", models["a"], tmp_path, ("w0", "w1"))
+    open_region, asked = stepped.cluster._open_region, []
+
+    def refuse_the_second(num_bytes):
+        asked.append(num_bytes)
+        if len(asked) == 2:
+            raise OSError("Too many open files")
+        return open_region(num_bytes)
+
+    monkeypatch.setattr(stepped.cluster, "_open_region", refuse_the_second)
+    stepped.cluster.add_model(models["wider"].placement("wider", tmp_path / "wider", ("w0", "w1")))
+    (failed,) = [event for event in until(stepped, ModelFailed) if isinstance(event, ModelFailed)]
+    assert (failed.name, failed.error) == ("wider", "no memory for its channels: Too many open files")
+    add(stepped, "wider", models["wider"], tmp_path, ("w0", "w1"))
+    lanes = [LaneDriver(lane, name, [Sequence_(tuple(range(60)), 2)]) for lane, name in enumerate(models)]
+    run_lanes(stepped, lanes)
+    check_tokens(lanes, models, 2)
     stepped.cluster.close()
 
 

@@ -39,6 +39,14 @@ def placement(name="m", hidden_size=8, kv_rank="kv0", weights_ranks=("w0",), **c
     )
 
 
+def open_missing(book, models, is_up):
+    """What is missing, which is open then."""
+    links = book.missing(models, is_up)
+    for link in links:
+        book.opened(link)
+    return links
+
+
 def header(lane=0, step_seq=1, kv_rank="kv0"):
     return StepHeader(lane=lane, model="m", step_seq=step_seq, phase="decode", num_tokens=1, kv_rank=kv_rank)
 
@@ -83,6 +91,18 @@ class TestSupervisor:
         assert waits[1] - waits[0] > waits[0] > 0
         assert supervisor.state("kv0") is RankState.FAILED
         assert supervisor.due(1e9) == [1]
+
+    def test_a_host_that_served_is_tried_for_ever_while_the_machine_has_nothing_to_start_it_with(self):
+        supervisor = make_supervisor()
+        bring_up(supervisor, 0, ("kv0",), 0.0)
+        assert supervisor.has_ended(0, 1.0)
+        for now_s in range(2, 20):
+            supervisor.launched(0, now_s)
+            assert supervisor.has_ended(0, now_s, was_launched=False)
+        supervisor.launched(0, 20.0)
+        assert not supervisor.has_ended(0, 20.0)  # it was started and died: that is its own fault again
+        new = make_supervisor()
+        assert [new.has_ended(0, 0.0, was_launched=False) for _ in range(3)] == [True, True, False]
 
     def test_a_success_in_between_starts_the_count_anew(self):
         supervisor = make_supervisor(max_failed_starts=2)
@@ -199,24 +219,24 @@ class TestChannelBook:
     def test_links_follow_models_lanes_and_ranks_that_are_up(self):
         book = ChannelBook(num_lanes=2, max_tokens_per_step=10)
         models = [placement(weights_ranks=("w0", "w1"))]
-        assert book.missing(models, lambda rank: rank != "w1") == [
+        assert open_missing(book, models, lambda rank: rank != "w1") == [
             Link(0, "kv0", "w0", 80),
             Link(1, "kv0", "w0", 80),
         ]
-        assert book.missing(models, lambda rank: True) == [Link(0, "kv0", "w1", 80), Link(1, "kv0", "w1", 80)]
-        assert book.missing(models, lambda rank: True) == []
+        assert open_missing(book, models, lambda rank: True) == [Link(0, "kv0", "w1", 80), Link(1, "kv0", "w1", 80)]
+        assert open_missing(book, models, lambda rank: True) == []
         models.append(placement("wide", hidden_size=20))
-        assert book.missing(models, lambda rank: True) == [Link(0, "kv0", "w0", 200), Link(1, "kv0", "w0", 200)]
+        assert open_missing(book, models, lambda rank: True) == [Link(0, "kv0", "w0", 200), Link(1, "kv0", "w0", 200)]
         assert not book.needs_lane(1)
         assert book.needs_lane(2)
-        assert book.missing(models, lambda rank: True) == [Link(2, "kv0", "w0", 200), Link(2, "kv0", "w1", 80)]
+        assert open_missing(book, models, lambda rank: True) == [Link(2, "kv0", "w0", 200), Link(2, "kv0", "w1", 80)]
 
     def test_a_link_with_a_prefill_rank_holds_a_whole_contexts_kv_of_a_layer(self):
         book = ChannelBook(num_lanes=1, max_tokens_per_step=10)
         narrow = placement("a", prefill_ranks=("p0",), kv_row_width=6, context_tokens=100)
-        assert book.missing([narrow], lambda rank: rank != "w0") == [Link(0, "kv0", "p0", 600)]
+        assert open_missing(book, [narrow], lambda rank: rank != "w0") == [Link(0, "kv0", "p0", 600)]
         wide = placement("b", prefill_ranks=("p0",), kv_row_width=200, context_tokens=5)
-        assert book.missing([narrow, wide], lambda rank: rank != "w0") == [Link(0, "kv0", "p0", 2000)]
+        assert open_missing(book, [narrow, wide], lambda rank: rank != "w0") == [Link(0, "kv0", "p0", 2000)]
 
     def test_links_with_a_prefill_rank_are_those_of_its_own_lane(self):
         config = ClusterConfig(
@@ -229,10 +249,10 @@ class TestChannelBook:
         )
         book = ChannelBook(config.num_lanes, 10, may_use=config.may_use)
         model = placement("a", prefill_ranks=("p0", "p1"), kv_row_width=6, context_tokens=100)
-        links = {(link.lane, link.peer) for link in book.missing([model], lambda rank: True)}
+        links = {(link.lane, link.peer) for link in open_missing(book, [model], lambda rank: True)}
         assert links == {(0, "w0"), (1, "w0"), (2, "w0"), (3, "w0"), (2, "p0"), (3, "p1")}
         book.rank_lost("p1")
-        assert [(link.lane, link.peer) for link in book.missing([model], lambda rank: True)] == [(3, "p1")]
+        assert [(link.lane, link.peer) for link in open_missing(book, [model], lambda rank: True)] == [(3, "p1")]
         with pytest.raises(
             ValueError, match=r"^prefill_lanes gives lane 4 rank 'p0'; lanes are 0 to 3, prefill ranks p0, p1"
         ):
@@ -240,15 +260,15 @@ class TestChannelBook:
 
     def test_a_lost_rank_needs_its_links_anew_and_an_unused_pair_is_closed(self):
         parts = ChannelBook(num_lanes=1, max_tokens_per_step=10, hands_in_parts=True)
-        links = parts.missing(
-            [placement("c", prefill_ranks=("p0",), kv_row_width=20, context_tokens=100)], lambda _: True
+        links = open_missing(
+            parts, [placement("c", prefill_ranks=("p0",), kv_row_width=20, context_tokens=100)], lambda _: True
         )
         assert {link.capacity for link in links if link.peer == "p0"} == {200}, "a chunk's own KV"
         book = ChannelBook(num_lanes=1, max_tokens_per_step=1)
         models = [placement("a"), placement("b", weights_ranks=("w1",))]
-        assert len(book.missing(models, lambda rank: True)) == 2
+        assert len(open_missing(book, models, lambda rank: True)) == 2
         book.rank_lost("w1")
-        assert book.missing(models, lambda rank: True) == [Link(0, "kv0", "w1", 8)]
+        assert open_missing(book, models, lambda rank: True) == [Link(0, "kv0", "w1", 8)]
         assert book.unused(models[:1]) == [("kv0", "w1")]
         assert book.unused(models[:1]) == []
 

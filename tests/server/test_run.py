@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from crosspool.config import ServerConfig
 from crosspool.errors import CheckpointError, CrossPoolError
-from crosspool.server.run import _uvicorn_config, listen, run_loop, serve
+from crosspool.server.run import SignalledServer, _uvicorn_config, listen, run_loop, serve
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.server_fixtures import fake_app
 
@@ -118,6 +119,22 @@ async def test_a_client_that_never_reads_is_cut_in_one_line_at_the_end(
     said = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [record.getMessage() for record in said] == ["1 connection(s) that did not read their answers are cut"]
     assert not any(record.exc_info for record in said)
+
+
+@pytest.mark.parametrize(("before", "stops"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
+async def test_the_terminals_end_stops_the_server_unless_it_was_told_to_ignore_it(
+    tmp_path: Path, before: signal.Handlers, stops: bool
+) -> None:
+    found = signal.signal(signal.SIGHUP, before)
+    try:
+        server = SignalledServer(_uvicorn_config(fake_app(ClosableFake(), tmp_path), ServerConfig()))
+        with server.capture_signals():
+            signal.raise_signal(signal.SIGHUP)
+            await asyncio.sleep(0)
+            assert server.stop_asked.is_set() == stops
+        assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, found)
 
 
 def test_the_loop_gives_back_what_its_coroutine_returns_or_raises() -> None:

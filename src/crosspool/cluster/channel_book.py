@@ -47,7 +47,7 @@ class ChannelBook:
 
     def missing(self, placements: Iterable[ModelPlacement], is_up: Callable[[str], bool]) -> list[Link]:
         """Links to open so that every pair of ranks that shares a model, and is up, has them wide enough in every lane
-        that may use them; now open."""
+        that may use them; `opened` takes note of each."""
         links = []
         for (rank, peer), capacity in self._capacities(placements).items():
             if not (is_up(rank) and is_up(peer)):
@@ -55,9 +55,12 @@ class ChannelBook:
             for lane in range(self._num_lanes):
                 key = (lane, rank, peer)
                 if self._may_use(lane, peer) and self._open.get(key, 0) < capacity:
-                    self._open[key] = capacity
                     links.append(Link(*key, capacity))
         return links
+
+    def opened(self, link: Link) -> None:
+        """Its two ranks have it now."""
+        self._open[link.lane, link.rank, link.peer] = link.capacity
 
     def rank_lost(self, rank: str) -> None:
         """Its links are gone."""

@@ -25,6 +25,9 @@ KILL_TIMEOUT_S = 10.0
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a host's process write the stacks of its threads to its standard error."""
 
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a supervisor's SIGTERM and the terminal's end reach the whole process group: the parent decides then."""
+
 STACKS_S = 0.05
 """What a process that hangs gets to do so."""
 
@@ -57,7 +60,7 @@ class Spawner:
 
 def _hold_signals() -> None:
     """Children begin with what this thread holds back: Ctrl-C must not end one before it can say that it ignores it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
 
 
 class ProcessHost:

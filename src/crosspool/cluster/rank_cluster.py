@@ -109,7 +109,11 @@ class RankCluster:
             if self._supervisor.state(rank) is RankState.FAILED:
                 self._drop_model(placement.name, f"{rank} could not be brought back; restart the server")
                 return
-        self._open_missing()
+        try:
+            self._open_missing()
+        except OSError as failure:
+            self._drop_model(placement.name, f"no memory for its channels: {failure}")
+            return
         for rank in self._roster.ranks(placement.name):
             if self._supervisor.is_up(rank):
                 self._send(rank, self._roster.load(placement.name, rank))
@@ -311,8 +315,8 @@ class RankCluster:
         look_s = self._supervisor.next_look_s(now_s, owing)
         self._watch_s = NEVER_S if look_s is None else look_s
 
-    def _lose(self, number: int, reason: str | None) -> None:
-        """A host has ended, or hangs for the given reason and is ended here."""
+    def _lose(self, number: int, reason: str | None, *, was_launched: bool = True) -> None:
+        """A host has ended, or hangs for the given reason and is ended here, or could not be launched."""
         host = self._hosts[number]
         self._watch_s = 0.0
         if reason is not None:
@@ -321,7 +325,7 @@ class RankCluster:
         if reason is not None and not can_restart:
             return  # a thread that hangs: its steps end by their deadlines
         reason = self._endings.pop(number, None) or reason or host.last_words()
-        will_restart = self._supervisor.has_ended(number, self._clock()) and can_restart
+        will_restart = self._supervisor.has_ended(number, self._clock(), was_launched=was_launched) and can_restart
         if not will_restart:
             self._supervisor.give_up(number)
         blamed = []
@@ -344,10 +348,10 @@ class RankCluster:
             self._supervisor.launched(number, now_s)
             try:
                 host.launch()
-            except OSError as failure:  # no memory or no descriptors for a process: as if it had died at once
-                self._lose(number, f"cannot be started: {failure}")
+                self._open_missing()
+            except OSError as failure:  # no memory or no descriptors: as if it had died at once
+                self._lose(number, f"cannot be started: {failure}", was_launched=False)
                 continue
-            self._open_missing()
             for rank in host.ranks:
                 for model in self._roster.on_rank(rank):
                     self._send(rank, self._roster.load(model, rank))
@@ -358,3 +362,4 @@ class RankCluster:
             self._send(link.rank, messages.OpenChannels(link.lane, link.peer, link.capacity, region))
             self._send(link.peer, messages.OpenChannels(link.lane, link.rank, link.capacity, region, is_far=True))
             region.close()
+            self._channels.opened(link)

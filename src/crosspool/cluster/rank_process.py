@@ -17,7 +17,7 @@ from crosspool.cluster.doorbell import Board, ringer
 from crosspool.cluster.host import make_host_loop
 from crosspool.cluster.loading import LoadThreads, Start, one_line
 from crosspool.cluster.messages import Boot, Ending, FromRank, ToRank
-from crosspool.cluster.processes import STACKS_SIGNAL
+from crosspool.cluster.processes import GROUP_SIGNALS, STACKS_SIGNAL
 from crosspool.cluster.rank_log import set_up_rank_log
 
 logger = logging.getLogger(__name__)
@@ -93,9 +93,8 @@ class SettledLoads:
 
 def main(control_fd: int) -> int:
     """Boot, then run the host's loop until the parent says stop, or is gone; gives the exit code."""
-    # Ctrl-C and a supervisor's SIGTERM reach the whole process group: the parent decides when its ranks end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL)
     _die_with_parent()
     try:

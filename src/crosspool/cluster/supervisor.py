@@ -34,6 +34,7 @@ class _Host:
     lost_s: float | None = None  # since when it is, or was last, away
     restart_s: float = 0.0
     num_failed_starts: int = 0
+    has_served: bool = False
     beat: int = -1
     beat_s: float = 0.0  # when the beat was last seen to move, or nothing was owed
     looked_s: float = 0.0
@@ -75,16 +76,19 @@ class Supervisor:
         self._states[rank] = RankState.READY
         host = self._hosts[self._host_of[rank]]
         if all(self._states[other] is RankState.READY for other in host.ranks):
-            host.num_failed_starts = 0
+            host.num_failed_starts, host.has_served = 0, True
         return now_s - (host.launched_s if host.lost_s is None else host.lost_s)
 
-    def has_ended(self, host: int, now_s: float) -> bool:
-        """The host's thread or process is gone. True if it will be started again, False if it is given up."""
+    def has_ended(self, host: int, now_s: float, *, was_launched: bool = True) -> bool:
+        """The host's thread or process is gone. True if it will be started again, False if it is given up.
+
+        Without `was_launched` this machine had nothing left to start it with: one that has served is tried for ever.
+        """
         entry = self._hosts[host]
         was_ready = all(self._states[rank] is RankState.READY for rank in entry.ranks)
         entry.num_failed_starts = 0 if was_ready else entry.num_failed_starts + 1
         entry.lost_s = now_s
-        if entry.num_failed_starts >= self._max_failed_starts:
+        if entry.num_failed_starts >= self._max_failed_starts and (was_launched or not entry.has_served):
             self._set(host, RankState.FAILED)
             return False
         entry.restart_s = now_s + backoff_s(entry.num_failed_starts)

@@ -45,10 +45,18 @@ def _print(readable: int, console: Console) -> None:
 
 
 def teller(console: Console, log_format: LogFormat = "auto") -> Tell:
-    """Prints a line on `console`; with `json` it is a log record, so that nothing else stands between the objects."""
+    """Prints a line on `console`; with `json` it is a log record, so that nothing else stands between the objects.
+
+    A console that takes no more (its disk is full, its reader gone) ends nothing: log records are lost there too.
+    """
     if log_format == "json":
         return logger.info
-    return lambda line: console.print(line, highlight=False, soft_wrap=True)
+
+    def tell(line: str) -> None:
+        with contextlib.suppress(OSError):
+            console.print(line, highlight=False, soft_wrap=True)
+
+    return tell
 
 
 @contextlib.contextmanager

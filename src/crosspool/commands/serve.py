@@ -20,6 +20,7 @@ from crosspool.errors import CrossPoolError
 from crosspool.log_lines import text_formatter
 from crosspool.server.app import create_app
 from crosspool.server.context import json_formatter
+from crosspool.server.open_files import raise_limit
 from crosspool.server.run import check_tls, listen, run_loop, serve
 
 
@@ -111,6 +112,7 @@ def model_entries(sources: Sequence[str], served_names: Sequence[str]) -> list[d
 
 async def _serve(config: DeploymentConfig, console: Console) -> None:
     check_tls(config.server)
+    raise_limit()
     tell = teller(console, config.server.log_format)
     listener = listen(config.server)  # before anything is loaded: a taken port is told at once
     with listener, above_bars(console) as lines:

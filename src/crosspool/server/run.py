@@ -1,15 +1,18 @@
 """Serving until a signal: listen, load, drain, end.
 
-The first SIGTERM or Ctrl-C turns readiness to 503 and refuses new requests; running ones may finish within
+The first SIGTERM, Ctrl-C or SIGHUP turns readiness to 503 and refuses new requests; running ones may finish within
 shutdown_timeout; what is left ends with an error event and `[DONE]`, and the process exits with 0. A second signal
 skips the wait.
 """
 
 import asyncio
 import logging
+import signal
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from ipaddress import ip_address
 from types import FrameType
 from typing import Any, TypeVar
@@ -23,6 +26,7 @@ from crosspool.engine.stats import EngineStats
 from crosspool.errors import CrossPoolError
 from crosspool.server.engine_client import EngineClient
 from crosspool.server.garbage import rare_collections, settle_memory
+from crosspool.server.open_files import ShortageLines
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,20 @@ class SignalledServer(uvicorn.Server):
         self.stop_asked = asyncio.Event()
         self.hurry = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Those that uvicorn knows, and the terminal's end, unless whoever started this process had it ignored."""
+        with super().capture_signals():
+            hears = threading.current_thread() is threading.main_thread()
+            if not hears or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+                yield
+                return
+            before = signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._loop.call_soon_threadsafe(self.ask_to_stop)
@@ -123,6 +141,7 @@ async def serve(
 
     Raises what `load` raises. The engine is closed however this ends.
     """
+    asyncio.get_running_loop().set_exception_handler(ShortageLines())
     server = SignalledServer(_uvicorn_config(app, config))
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http server")
     loading = asyncio.ensure_future(load())
