@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from crosspool.pools_config import Backend, KVSplit, PoolsConfig
+from crosspool.pools_config import Backend, KVSplitChoice, PoolsConfig
 from crosspool.units import KiB, MiB
 
 Pipeline = Literal["on", "off"]
@@ -46,7 +46,7 @@ class ModelConfig:
     page_tokens: int | None = None  # None: chosen so that frames are filled
     kv_floor_bytes: int = 0  # of each KV rank's memory, kept for this model
     kv_ceiling_bytes: int | None = None  # the most it may hold of each KV rank's memory; None: what there is
-    kv_split: KVSplit | None = None  # how its KV lies over several KV ranks; None: as the deployment says
+    kv_split: KVSplitChoice | None = None  # how its KV lies over several KV ranks; None: as the deployment says
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None and self.max_model_len < 2:

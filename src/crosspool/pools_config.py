@@ -18,7 +18,7 @@ Route = Literal["ffn", "kv"]
 Order = Literal["none", "ticket", "priority"]
 WeightsSource = Literal["checkpoint", "random"]
 KVBacking = Literal["arena", "vmm"]
-KVSplit = Literal["auto", "heads", "tokens", "one"]
+KVSplitChoice = Literal["auto", "heads", "tokens", "one"]
 
 CONTROLS: dict[Backend, tuple[Control, ...]] = {"numpy": ("host",), "cuda": ("graphs", "host", "resident")}
 """What may drive the layers of a decode step, the default first. NumPy ranks are driven by their hosts."""
@@ -43,7 +43,7 @@ class PoolsConfig:
     host_pool_bytes: int = 0  # of each KV rank: host memory for cached KV that has to go; 0: it is dropped
     num_kv_ranks: int = 1
     kv_backing: KVBacking = "arena"  # vmm: frames are mapped into a range of addresses for each model
-    kv_split: KVSplit = "auto"  # of models that say nothing else
+    kv_split: KVSplitChoice = "auto"  # of models that say nothing else
     frame_bytes: int = 2 * MiB
     num_weights_ranks: int = 1
     weights_shares: tuple[float, ...] = ()  # relative width of each weights rank's slices; none: equal ones

@@ -25,7 +25,7 @@ from crosspool.pools_config import (
     Baseline,
     Control,
     KVBacking,
-    KVSplit,
+    KVSplitChoice,
     Layout,
     Order,
     Prefill,
@@ -56,7 +56,9 @@ class ModelSettings(BaseModel):
     max_model_len: int | None = Field(None, description="tokens of prompt + output; default: the model's own limit")
     chat_template: str | None = Field(None, description="a file with a Jinja chat template instead of the model's own")
     page_tokens: int | None = Field(None, description="tokens of one KV page; default: chosen to fill frames")
-    kv_split: KVSplit | None = Field(None, description="over KV ranks: heads, tokens, one or auto; default: kv_split")
+    kv_split: KVSplitChoice | None = Field(
+        None, description="over KV ranks: heads, tokens, one or auto; default: kv_split"
+    )
     kv_floor: Size = Field(0, description="part of the KV pool that is kept for this model")
     kv_ceiling: Size | None = Field(None, description="the most it may hold of the KV pool; default: what there is")
 
@@ -130,7 +132,9 @@ class Settings(BaseSettings):
     frame_bytes: Size = Field("2MiB", description="granularity of KV memory")
     kv_ranks: int = Field(1, description="ranks that hold KV, with kv_pool_bytes each")
     kv_backing: KVBacking = Field("arena", description="one allocation, or vmm: frames mapped into a range a model")
-    kv_split: KVSplit = Field("auto", description="how a model's KV lies over KV ranks: heads, tokens, one or auto")
+    kv_split: KVSplitChoice = Field(
+        "auto", description="how a model's KV lies over KV ranks: heads, tokens, one or auto"
+    )
     weights_ranks: int = Field(1, description="ranks that every FFN is sliced over")
     weights_shares: Numbers = Field(
         [], description="relative width of each weights rank's slices, such as 3,1; default: equal ones"

@@ -13,7 +13,6 @@ def record(*token_times_s, outcome="served"):
         index=0,
         model="m",
         prompt_tokens=1,
-        asked_tokens=len(token_times_s),
         due_s=0.0,
         started_s=1.0,
         token_times_s=list(token_times_s),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from crosspool.kv_pool.backing.mapped_page import FreeRange, MapPage, Operation, PageState, UnmapPage
+from crosspool.kv_pool.backing.mapped_page import PageState
 from crosspool.kv_pool.backing.mapper import MAX_FAILURES, Mapper
+from crosspool.kv_pool.backing.operations import FreeRange, MapPage, Operation, UnmapPage
 
 
 def a_mapper() -> Mapper:

@@ -18,8 +18,8 @@ from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
 from crosspool.engine.serve_directory import served_model
 from crosspool.engine.served_model import ServedModel
-from crosspool.kv_pool.split import KVSplitChoice
 from crosspool.models.directory import read_model_dir
+from crosspool.pools_config import KVSplitChoice
 from crosspool.units import KiB
 from tests.support.monolithic import MonolithicModel
 from tests.support.tiny_models import write_tiny_model

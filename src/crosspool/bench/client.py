@@ -112,7 +112,6 @@ async def _send(
                 index=planned.index,
                 model=planned.model,
                 prompt_tokens=planned.prompt_tokens,
-                asked_tokens=planned.output_tokens,
                 due_s=planned.due_s,
             )
             run.records.append(record)

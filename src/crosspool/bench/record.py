@@ -24,7 +24,6 @@ class RequestRecord:
     index: int
     model: str
     prompt_tokens: int
-    asked_tokens: int
     due_s: float
     started_s: float = 0.0
     sent_s: float = 0.0

@@ -16,7 +16,7 @@ from crosspool.engine.served_model import ServedModel
 from crosspool.errors import CheckpointError, UnsupportedModelError
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import ModelSpec
-from crosspool.pools_config import BACKEND_DTYPES, KVSplit
+from crosspool.pools_config import BACKEND_DTYPES, KVSplitChoice
 from crosspool.server.catalogue import Catalogue, ModelFrontend, SamplingDefaults
 from crosspool.server.chat import load_chat_template
 from crosspool.server.tokenizer import TextTokenizer
@@ -89,7 +89,7 @@ def _served(model: ModelConfig, config: DeploymentConfig, directory: Path) -> Se
     )
 
 
-def _placed(model: ModelConfig, config: DeploymentConfig, directory: Path, split: KVSplit) -> ServedModel:
+def _placed(model: ModelConfig, config: DeploymentConfig, directory: Path, split: KVSplitChoice) -> ServedModel:
     return served_model(
         directory,
         kv_ranks=kv_ranks_of(model, config),

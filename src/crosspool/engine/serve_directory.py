@@ -8,9 +8,10 @@ from tokenizers import Tokenizer
 from crosspool.engine.served_model import ServedModel
 from crosspool.errors import CheckpointError
 from crosspool.kv_pool.geometry import choose_page_tokens, page_geometry
-from crosspool.kv_pool.split import KVSplitChoice, cached_spec, choose_kv_split
+from crosspool.kv_pool.split import cached_spec, choose_kv_split
 from crosspool.models.directory import read_model_dir
 from crosspool.models.spec import DType
+from crosspool.pools_config import KVSplitChoice
 
 
 def served_model(

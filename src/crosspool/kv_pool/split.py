@@ -10,9 +10,9 @@ from itertools import pairwise
 from typing import Literal
 
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
+from crosspool.pools_config import KVSplitChoice
 
 KVSplit = Literal["one", "tokens", "heads"]
-KVSplitChoice = Literal["auto", "one", "tokens", "heads"]
 
 
 def choose_kv_split(spec: ModelSpec, num_ranks: int, wanted: KVSplitChoice, model: str) -> KVSplit:

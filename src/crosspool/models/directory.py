@@ -26,7 +26,6 @@ TOKENIZER_FILES = (
 class GenerationDefaults:
     """Sampling values the model's authors recommend (`generation_config.json`); None where they say nothing."""
 
-    do_sample: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -80,7 +79,6 @@ def _generation_defaults(config: HFConfig) -> GenerationDefaults:
         return None if config.get(name) is None else config.number(name)
 
     return GenerationDefaults(
-        do_sample=None if config.get("do_sample") is None else config.flag("do_sample", default=False),
         temperature=number("temperature"),
         top_p=number("top_p"),
         top_k=None if config.get("top_k") is None else config.integer("top_k", minimum=0),

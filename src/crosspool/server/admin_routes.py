@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from crosspool.config import ModelConfig
 from crosspool.engine.served_model import ServedModel
 from crosspool.errors import CheckpointError, CrossPoolError, UnknownModelError, UnsupportedModelError
-from crosspool.pools_config import KVSplit
+from crosspool.pools_config import KVSplitChoice
 from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.errors import APIError, ErrorBody, bad_request
 from crosspool.server.health import judge_model
@@ -46,7 +46,7 @@ class LoadBody(BaseModel):
     max_model_len: int | None = Field(None, ge=2, description="tokens of prompt + output")
     chat_template: str | None = Field(None, description="a file with a Jinja chat template")
     page_tokens: int | None = Field(None, ge=1, description="tokens of one KV page")
-    kv_split: KVSplit | None = Field(None, description="over KV ranks: heads, tokens, one or auto")
+    kv_split: KVSplitChoice | None = Field(None, description="over KV ranks: heads, tokens, one or auto")
     wait: bool = Field(True, description="answer when the model is ready, not when its load has begun")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 from itertools import islice
 
-from crosspool.kv_pool.backing.mapped_page import CreateFrame, ReleaseFrame
+from crosspool.kv_pool.backing.operations import CreateFrame, ReleaseFrame
 
 NUM_LOOKED_AT = 32
 """Frames whose memory is to go that are looked at for one operation."""

@@ -1,7 +1,4 @@
-"""MappedPage and ModelRange: what the mapper knows of one page's spot, and of one model's addresses.
-
-Operations are what a driver does for them, one at a time: the mapper gives these out, `vmm.py` carries them out.
-"""
+"""MappedPage and ModelRange: what the mapper knows of one page's spot, and of one model's addresses."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -64,31 +61,3 @@ class MappedPage:
         """Frames of the model's range, in the order of the page's own."""
         first = self.model_range.first_frame(self.spot)
         return tuple(range(first, first + self.model_range.frames_per_page))
-
-
-@dataclass(frozen=True, slots=True)
-class MapPage:
-    page: MappedPage
-
-
-@dataclass(frozen=True, slots=True)
-class UnmapPage:
-    page: MappedPage
-
-
-@dataclass(frozen=True, slots=True)
-class FreeRange:
-    model_range: ModelRange
-
-
-@dataclass(frozen=True, slots=True)
-class CreateFrame:
-    frame: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReleaseFrame:
-    frame: int
-
-
-Operation = MapPage | UnmapPage | FreeRange | CreateFrame | ReleaseFrame

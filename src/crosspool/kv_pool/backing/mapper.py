@@ -7,17 +7,8 @@ time. Pages that a step waits for come first, then those that are expected, then
 from collections.abc import Collection, Hashable, Iterable
 
 from crosspool.kv_pool.backing.frame_memory import FrameMemory
-from crosspool.kv_pool.backing.mapped_page import (
-    CreateFrame,
-    FreeRange,
-    MapPage,
-    MappedPage,
-    ModelRange,
-    Operation,
-    PageState,
-    ReleaseFrame,
-    UnmapPage,
-)
+from crosspool.kv_pool.backing.mapped_page import MappedPage, ModelRange, PageState
+from crosspool.kv_pool.backing.operations import CreateFrame, FreeRange, MapPage, Operation, ReleaseFrame, UnmapPage
 from crosspool.kv_pool.backing.page_queues import PageQueues
 from crosspool.kv_pool.backing.page_spots import PageSpots
 from crosspool.kv_pool.backing.running_steps import RunningSteps

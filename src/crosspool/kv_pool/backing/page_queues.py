@@ -3,7 +3,8 @@
 from collections import deque
 
 from crosspool.kv_pool.backing.frame_memory import FrameMemory
-from crosspool.kv_pool.backing.mapped_page import MapPage, MappedPage, Operation, PageState, UnmapPage
+from crosspool.kv_pool.backing.mapped_page import MappedPage, PageState
+from crosspool.kv_pool.backing.operations import MapPage, Operation, UnmapPage
 from crosspool.kv_pool.backing.page_spots import PageSpots
 from crosspool.kv_pool.backing.running_steps import RunningSteps
 

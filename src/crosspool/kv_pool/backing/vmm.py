@@ -14,16 +14,9 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from crosspool.kv_pool.backing.base import BackingCounts, FrameRange
 from crosspool.kv_pool.backing.driver import DriverError, VmmDriver
 from crosspool.kv_pool.backing.driver_memory import DriverMemory
-from crosspool.kv_pool.backing.mapped_page import (
-    CreateFrame,
-    FreeRange,
-    MapPage,
-    MappedPage,
-    Operation,
-    ReleaseFrame,
-    UnmapPage,
-)
+from crosspool.kv_pool.backing.mapped_page import MappedPage
 from crosspool.kv_pool.backing.mapper import Mapper
+from crosspool.kv_pool.backing.operations import CreateFrame, FreeRange, MapPage, Operation, ReleaseFrame, UnmapPage
 from crosspool.kv_pool.pool import Page
 
 logger = logging.getLogger(__name__)
