@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from crosspool.engine.output import RequestOutput
 from crosspool.server.answer_formats import THINK_OPEN, AnswerFormat, Types
 from crosspool.server.call_readers import Call, CallReader
 
@@ -139,6 +140,14 @@ class AnswerParser:
         elif len(call.arguments) > self._sent[index]:
             piece.calls.append(CallPiece(index, call.arguments[self._sent[index] :]))
         self._sent[index] = len(call.arguments)
+
+
+def pieces_of(output: RequestOutput, parser: AnswerParser | None) -> list[AnswerPiece]:
+    """What one output gains an answer, with its last output the rest too. parser: None: all is content."""
+    if parser is None:
+        return [AnswerPiece(output.text)]
+    found = [parser.feed(output.text)]
+    return found if output.finish_reason is None else [*found, parser.finish()]
 
 
 @dataclass(slots=True)

@@ -1,18 +1,18 @@
 """The engine's own numbers, read from its snapshot at the moment Prometheus asks."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from crosspool.engine.stats import EngineStats, ModelInfo, ModelStats
+from crosspool.engine.stats import EngineStats, ModelInfo, ModelState, ModelStats
 from crosspool.server.engine_client import EngineClient
 
 Family = GaugeMetricFamily | CounterMetricFamily | SummaryMetricFamily
 Rows = Iterable[tuple[str | float, ...]]
 """Each the labels' values and, last, the number."""
 
-STATES = ("loading", "ready", "draining", "failed")
 MODEL = ("model_name",)
 RANK = ("rank",)
 
@@ -176,7 +176,7 @@ def _backings(stats: EngineStats) -> Iterator[Family]:
 
 
 def _models(models: Sequence[ModelInfo]) -> Iterator[Family]:
-    states = ((info.name, state, float(info.state == state)) for info in models for state in STATES)
+    states = ((info.name, state, float(info.state == state)) for info in models for state in get_args(ModelState))
     yield _gauge("model_state", "1 for the state a model is in", (*MODEL, "state"), states)
     loads = ((info.name, info.load_s) for info in models if info.load_s is not None)
     yield _gauge("model_load_seconds", "time the model took to load", MODEL, loads)

@@ -5,7 +5,7 @@ from typing import Any
 
 from crosspool.core import FinishReason
 from crosspool.engine.output import RequestOutput
-from crosspool.server.answer_parser import AnswerParser, AnswerPiece
+from crosspool.server.answer_parser import AnswerParser, pieces_of
 from crosspool.server.choices import Json
 
 DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
@@ -27,7 +27,7 @@ class MessageBlocks:
         """Take in one output; the events it makes."""
         self.last = output
         events: list[Json] = []
-        for piece in self._pieces(output):
+        for piece in pieces_of(output, self._parser):
             if piece.reasoning:
                 self._write("thinking", piece.reasoning, events, {"thinking": "", "signature": ""})
             if piece.content:
@@ -54,12 +54,6 @@ class MessageBlocks:
         if isinstance(self.last.stop_reason, str):
             return "stop_sequence", self.last.stop_reason
         return ("tool_use" if self._parser is not None and self._parser.has_whole_calls else "end_turn"), None
-
-    def _pieces(self, output: RequestOutput) -> list[AnswerPiece]:
-        if self._parser is None:
-            return [AnswerPiece(output.text)]
-        found = [self._parser.feed(output.text)]
-        return found if output.finish_reason is None else [*found, self._parser.finish()]
 
     def _write(self, kind: str, text: str, events: list[Json], empty: Json) -> None:
         if not self._is_open or self.blocks[-1]["type"] != kind:
@@ -94,11 +88,6 @@ def usage(output: RequestOutput | None, prompt_tokens: int) -> Json:
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
     }
-
-
-def event(body: Json) -> bytes:
-    written = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {body['type']}\ndata: {written}\n\n".encode()
 
 
 def _object(written: str) -> Any:

@@ -4,32 +4,25 @@ import json
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from crosspool.server.errors import APIError, bad_request, from_validation, shorten
-from crosspool.server.protocol import CacheSalt, ChatBody, Count, Flag, Number, Stop, prepared
+from crosspool.server.protocol import CacheSalt, ChatBody, Count, Flag, Number, RequestBody, Stop
 from crosspool.server.refusals import refuse_extra
 
 IGNORED_BLOCKS = ("redacted_thinking",)
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class CountBody(BaseModel):
+class CountBody(RequestBody):
     """POST /v1/messages/count_tokens: what makes the prompt."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = Field([])
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _prepare(cls, data: Any) -> Any:
-        return prepared(data)
 
     def chat(self) -> ChatBody:
         """The same as a chat body. Raises APIError (400) that names the message and block."""
@@ -64,7 +57,7 @@ class MessagesBody(CountBody):
     temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(strict=True, ge=0)] | None = None
-    stop_sequences: Stop = []
+    stop_sequences: Stop = Field([])
     stream: Flag = False
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

@@ -11,12 +11,12 @@ from starlette.responses import JSONResponse, Response
 from crosspool.server.choices import Json
 from crosspool.server.errors import MESSAGES_PATH, APIError
 from crosspool.server.generation_routes import ERRORS
-from crosspool.server.messages_answer import MessageBlocks, event, usage
+from crosspool.server.messages_answer import MessageBlocks, usage
 from crosspool.server.messages_body import CountBody, MessagesBody
 from crosspool.server.outputs import OutputGroup
 from crosspool.server.preparation import chat_answer
 from crosspool.server.prompts import chat_prompt
-from crosspool.server.stream import EventStream, unless_left
+from crosspool.server.stream import EventStream, event, unless_left
 from crosspool.server.tools import tool_use
 
 router = APIRouter(tags=["messages"])

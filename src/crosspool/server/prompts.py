@@ -12,6 +12,7 @@ from crosspool.server.chat import TemplateError
 from crosspool.server.errors import APIError, bad_request, shorten
 from crosspool.server.messages import Message
 from crosspool.server.protocol import ChatBody, CompletionBody
+from crosspool.server.sampling import check_ids
 from crosspool.server.tokenizer import LONG_TEXT, TooLongError
 from crosspool.server.tools import ToolUse
 
@@ -76,12 +77,7 @@ async def _completion_prompt(
     if isinstance(prompt, str):
         ids = await text_ids(prompt, model, limit, add_special_tokens=body.add_special_tokens)
         return _not_empty(ids, model, "prompt")
-    for token_id in (min(prompt, default=0), max(prompt, default=0)):
-        if not 0 <= token_id < model.vocab_size:
-            raise bad_request(
-                f"prompt holds the token id {token_id}; ids of {model.name} lie between 0 and {model.vocab_size - 1}",
-                param="prompt",
-            )
+    check_ids((min(prompt, default=0), max(prompt, default=0)), "prompt", model)
     return _not_empty(list(prompt), model, "prompt")
 
 

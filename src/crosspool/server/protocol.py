@@ -132,10 +132,29 @@ class StreamOptions(BaseModel):
         return _without_nulls(data)
 
 
-class GenerationBody(BaseModel):
-    """What both endpoints share: which model, how to sample, when to stop, how to answer."""
+class RequestBody(BaseModel):
+    """Every body: fields nobody declares are kept for `refusals.py`; null is as good as absent, as SDKs send it.
+
+    No string anywhere may hold half of a surrogate pair.
+    """
 
     model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepare(cls, data: Any) -> Any:
+        for key, value in data.items() if isinstance(data, dict) else ():
+            if has_lone_surrogate([key, value]):
+                raise PydanticCustomError(
+                    "lone_surrogate",
+                    "holds half of a surrogate pair; send whole characters",
+                    {"field": key.encode("utf-8", "replace").decode()},
+                )
+        return _without_nulls(data)
+
+
+class GenerationBody(RequestBody):
+    """What both endpoints share: which model, how to sample, when to stop, how to answer."""
 
     model: str | None = Field(None, description="a served name or alias; may be left out where one model is served")
     max_tokens: Count | None = Field(None, description="tokens to generate at most; default: what the context leaves")
@@ -171,11 +190,6 @@ class GenerationBody(BaseModel):
     timeout: Annotated[Number, Field(gt=0, le=MAX_TIMEOUT_S)] | None = Field(
         None, description="longest time in the queue in seconds, as the header X-Request-Timeout; then 408"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _prepare(cls, data: Any) -> Any:
-        return prepared(data)
 
     @property
     def prompt_field(self) -> str:
@@ -247,18 +261,6 @@ class ChatBody(GenerationBody):
     @property
     def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
-
-
-def prepared(data: Any) -> Any:
-    """SDKs send null for "not set". No string anywhere may hold half of a surrogate pair."""
-    for key, value in data.items() if isinstance(data, dict) else ():
-        if has_lone_surrogate([key, value]):
-            raise PydanticCustomError(
-                "lone_surrogate",
-                "holds half of a surrogate pair; send whole characters",
-                {"field": key.encode("utf-8", "replace").decode()},
-            )
-    return _without_nulls(data)
 
 
 def _without_nulls(data: Any) -> Any:

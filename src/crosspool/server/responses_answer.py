@@ -1,12 +1,11 @@
 """Answers of OpenAI's Responses API: output items, whole or as events with running numbers."""
 
-import json
 import uuid
 from typing import Any
 
 from crosspool.core import FinishReason
 from crosspool.engine.output import RequestOutput
-from crosspool.server.answer_parser import AnswerParser, AnswerPiece
+from crosspool.server.answer_parser import AnswerParser, pieces_of
 from crosspool.server.choices import Json
 
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
@@ -30,7 +29,7 @@ class ResponseItems:
         """Take in one output; the events it makes."""
         self.last = output
         events: list[Json] = []
-        for piece in self._pieces(output):
+        for piece in pieces_of(output, self._parser):
             for kind, text in (("reasoning", piece.reasoning), ("message", piece.content)):
                 if text:
                     self._write(kind, text, events)
@@ -45,12 +44,6 @@ class ResponseItems:
         if output.finish_reason is not None:
             self._close(events)
         return events
-
-    def _pieces(self, output: RequestOutput) -> list[AnswerPiece]:
-        if self._parser is None:
-            return [AnswerPiece(output.text)]
-        found = [self._parser.feed(output.text)]
-        return found if output.finish_reason is None else [*found, self._parser.finish()]
 
     def _write(self, kind: str, text: str, events: list[Json]) -> None:
         if not self._is_open or self.items[-1]["type"] != kind:
@@ -108,11 +101,6 @@ def usage(output: RequestOutput | None) -> Json | None:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": given.prompt_tokens + given.completion_tokens,
     }
-
-
-def event(body: Json) -> bytes:
-    written = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {body['type']}\ndata: {written}\n\n".encode()
 
 
 def _part(kind: str, text: str) -> Json:

@@ -5,20 +5,18 @@ The server keeps no conversation: each request brings its own, and what refers t
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from crosspool.server.errors import bad_request, from_validation, shorten
-from crosspool.server.protocol import CacheSalt, ChatBody, Count, Flag, Number, prepared
+from crosspool.server.protocol import CacheSalt, ChatBody, Count, Flag, Number, RequestBody
 from crosspool.server.refusals import refuse_extra
 
 NOT_KEPT = ("previous_response_id", "conversation", "prompt", "background", "context_management")
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
-class ResponsesBody(BaseModel):
+class ResponsesBody(RequestBody):
     """POST /v1/responses."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -26,7 +24,7 @@ class ResponsesBody(BaseModel):
     max_output_tokens: Count | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    tools: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = Field([])
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: Flag | None = None
     text: dict[str, Any] | None = None
@@ -38,11 +36,6 @@ class ResponsesBody(BaseModel):
     top_logprobs: int | None = None
     include: list[Any] | None = Field(None, description="nothing can be added to an answer")
     truncation: Literal["auto", "disabled"] | None = Field(None, description="an input that is too long is refused")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _prepare(cls, data: Any) -> Any:
-        return prepared(data)
 
     def chat(self) -> ChatBody:
         """The same as a chat body. Raises APIError (400) that names the item."""

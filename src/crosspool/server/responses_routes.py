@@ -12,9 +12,9 @@ from crosspool.server.errors import APIError
 from crosspool.server.generation_routes import ERRORS
 from crosspool.server.outputs import OutputGroup
 from crosspool.server.preparation import chat_answer
-from crosspool.server.responses_answer import ResponseItems, event, usage
+from crosspool.server.responses_answer import ResponseItems, usage
 from crosspool.server.responses_body import ResponsesBody
-from crosspool.server.stream import KEEP_ALIVE, EventStream, unless_left
+from crosspool.server.stream import KEEP_ALIVE, EventStream, event, unless_left
 
 router = APIRouter(tags=["responses"])
 

@@ -16,7 +16,7 @@ def generation_request(
     *,
     request_id: str,
     context_limit: int,
-    constraint: TokenConstraint | None = None,
+    constraint: TokenConstraint | None,
 ) -> GenerationRequest:
     """The engine's request for one prompt.
 
@@ -62,8 +62,9 @@ def generation_request(
 
 
 def check_ids(ids: Iterable[int], param: str, model: ModelFrontend) -> None:
+    """Raises APIError (400) for the first id that the model has not."""
     for token_id in ids:
-        if token_id >= model.vocab_size:
+        if not 0 <= token_id < model.vocab_size:
             raise bad_request(
                 f"{param} holds the token id {token_id}; ids of {model.name} lie between 0 and {model.vocab_size - 1}",
                 param=param,

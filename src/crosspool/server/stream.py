@@ -159,6 +159,11 @@ async def left(receive: Receive) -> None:
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
+def event(body: Json) -> bytes:
+    """An event that has the name of its body's `type`."""
+    return f"event: {body['type']}\n".encode() + _data(body)
+
+
 def _encode(value: Json) -> bytes:
     return _ENCODER.encode(value).encode()
 

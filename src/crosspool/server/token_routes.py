@@ -3,14 +3,14 @@
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field
 from starlette.responses import JSONResponse, Response
 
 from crosspool.server.engine_client import info_of
 from crosspool.server.errors import APIError, ErrorBody, bad_request
 from crosspool.server.messages import Messages
 from crosspool.server.prompts import chat_prompt, off_loop, text_ids
-from crosspool.server.protocol import ChatBody, Flag, prepared
+from crosspool.server.protocol import ChatBody, Flag, RequestBody
 from crosspool.server.sampling import check_ids
 from crosspool.server.stream import unless_left
 from crosspool.server.tools import tool_use
@@ -26,38 +26,24 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 MAX_TOKENS = 1_000_000
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(RequestBody):
     """Either `prompt` or `messages`; `tools` and the template's fields go with messages."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: Flag = Field(True, description="let the tokenizer add its begin token to a prompt")
     add_generation_prompt: Flag = True
-    chat_template_kwargs: dict[str, Any] = {}
-    tools: list[Any] = []
+    chat_template_kwargs: dict[str, Any] = Field({})
+    tools: list[Any] = Field([])
     return_token_strs: Flag = Field(False, description="send the text of every token too")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _prepare(cls, data: Any) -> Any:
-        return prepared(data)
 
-
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(RequestBody):
     """Token ids of one model."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(strict=True, ge=0)]], Field(max_length=MAX_TOKENS)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _prepare(cls, data: Any) -> Any:
-        return prepared(data)
 
 
 class Tokens(BaseModel):
