@@ -24,6 +24,7 @@ from crosspool.demo.view import final_view, live_view
 from crosspool.errors import CrossPoolError
 
 START_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 10.0
 SAMPLE_INTERVAL_S = 0.05
 
 
@@ -95,7 +96,7 @@ async def _ask(base_url: str, server: subprocess.Popen[bytes], console: Console,
             watching = asyncio.create_task(_watch(http, samples, running, live, pool["frames_budget"]))
             try:
                 answers = await _send_all(http, running, seed)
-                await asyncio.sleep(2 * SAMPLE_INTERVAL_S)  # see the last pages come back
+                await _until_free(samples, watching)
             finally:
                 watching.cancel()
                 with suppress(asyncio.CancelledError):
@@ -118,6 +119,15 @@ async def _send_all(http: httpx2.AsyncClient, running: dict[int, Answer], seed: 
             for ended in islice(asyncio.as_completed(started), len(started) * 2 // 3):
                 await ended
     return [task.result() for task in tasks]
+
+
+async def _until_free(samples: list[PoolSample], watching: asyncio.Task[None]) -> None:
+    """Return once a later sample shows every page back, a step behind the last answer; after END_TIMEOUT_S anyway."""
+    num_seen, deadline = len(samples), time.monotonic() + END_TIMEOUT_S
+    while (len(samples) == num_seen or any(samples[-1].frames_used.values())) and time.monotonic() < deadline:
+        await asyncio.wait([watching], timeout=SAMPLE_INTERVAL_S)
+        if watching.done():
+            return  # it failed, which its caller hears of
 
 
 async def _watch(
