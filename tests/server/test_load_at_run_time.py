@@ -12,6 +12,7 @@ import pytest
 from crosspool.config import DeploymentConfig, ModelConfig, ServerConfig
 from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
+from tests.support.awaited import soon
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.tiny_models import write_tiny_model
 
@@ -38,6 +39,11 @@ def live(directories: dict[str, Path]) -> Iterator[LiveDeployment]:
         yield found
 
 
+def num_accepted(live: LiveDeployment, model: str) -> int:
+    """Since it was loaded."""
+    return sum(load.num_accepted for load in live.stats().models if load.name == model)
+
+
 async def test_a48_memory_comes_back_round_after_round_while_another_model_serves(
     live: LiveDeployment, directories: dict[str, Path]
 ) -> None:
@@ -57,14 +63,12 @@ async def test_a48_memory_comes_back_round_after_round_while_another_model_serve
             assert loaded.status_code == 200, loaded.text
             answers.add((await ask("P")).json()["choices"][0]["text"])
             running = asyncio.create_task(ask("P", max_tokens=60))
-            await asyncio.sleep(0.02)
+            await soon(lambda: num_accepted(live, "P") == 2)
             assert (await http.post("/admin/models/P/unload")).status_code == 200
             assert (await running).json()["usage"]["completion_tokens"] == 60  # it was let end
             assert (await ask("P")).status_code == 404
             assert {(await answer).json()["choices"][0]["text"] for answer in beside} == {alone}
-            async with asyncio.timeout(2):
-                while live.engine.memory_bytes() != baseline:
-                    await asyncio.sleep(0.01)
+            await soon(lambda: live.engine.memory_bytes() == baseline, live.engine.memory_bytes)
         assert len(answers) == 1
 
 
@@ -74,9 +78,7 @@ async def test_a_model_can_be_ended_without_draining(live: LiveDeployment, direc
         await http.post("/admin/models/P/load", json={"path": str(directories["P"]), "page_tokens": 16})
         body = {"model": "P", "prompt": "the sea", "max_tokens": 500, "ignore_eos": True}
         running = asyncio.create_task(http.post("/v1/completions", json=body))
-        async with asyncio.timeout(5):
-            while not any(load.num_decoding for load in live.stats().models):
-                await asyncio.sleep(0.005)
+        await soon(lambda: num_accepted(live, "P") == 1)
         assert (await http.post("/admin/models/P/unload", json={"drain": False})).status_code == 200
         ended = await running
         assert (ended.status_code, ended.json()["error"]["code"]) == (503, "shutting_down")

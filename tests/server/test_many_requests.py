@@ -13,7 +13,8 @@ import psutil
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
-from tests.support.live_deployment import live_deployment
+from tests.support.awaited import soon
+from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.server_fixtures import events
 from tests.support.tiny_models import write_tiny_model
 from tests.support.user_case_client import until_idle
@@ -46,16 +47,19 @@ async def test_200_requests_at_once_end_rightly_and_leave_nothing(tmp_path: Path
         loads = live.stats().models
         assert sum(load.num_queued + load.num_prefilling + load.num_decoding + load.num_parked for load in loads) == 0
         assert sum(sum(load.num_finished.values()) for load in loads) == sum(load.num_accepted for load in loads)
-        await asyncio.sleep(0.1)
-        port = int(live.url.rsplit(":", 1)[1])
-        open_sockets = [
-            found
-            for found in psutil.Process().net_connections("tcp")
-            if found.laddr.port == port and found.status == psutil.CONN_ESTABLISHED
-        ]
-        assert open_sockets == []
+        await soon(lambda: not _open_sockets(live), lambda: _open_sockets(live))
     assert outcomes.count(LEFT) >= 20
     assert len([outcome for outcome in outcomes if outcome != LEFT]) >= 100
+
+
+def _open_sockets(live: LiveDeployment) -> list[Any]:
+    """The server's ends of connections."""
+    port = int(live.url.rsplit(":", 1)[1])
+    return [
+        found
+        for found in psutil.Process().net_connections("tcp")
+        if found.laddr.port == port and found.status == psutil.CONN_ESTABLISHED
+    ]
 
 
 def _request(draw: random.Random) -> tuple[dict[str, Any], float | None]:

@@ -21,6 +21,7 @@ from crosspool.engine.served_model import ServedModel
 from crosspool.models.directory import read_model_dir
 from crosspool.pools_config import KVSplitChoice
 from crosspool.units import KiB
+from tests.support.awaited import soon
 from tests.support.monolithic import MonolithicModel
 from tests.support.tiny_models import write_tiny_model
 
@@ -92,12 +93,11 @@ class Deployment:
         os.kill(host.pid, with_signal)
 
     async def until_free(self) -> None:
-        for _ in range(200):
+        def is_free() -> bool:
             pools = self.engine.stats().pools
-            if all(pool.frames_free + pool.frames_reusable == pool.frames_budget for pool in pools):
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"pages did not return: {pools}")
+            return all(pool.frames_free + pool.frames_reusable == pool.frames_budget for pool in pools)
+
+        await soon(is_free, lambda: f"pages did not return: {self.engine.stats().pools}")
 
 
 def turned(ranks: tuple[str, ...], index: int) -> tuple[str, ...]:

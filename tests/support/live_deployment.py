@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from crosspool.deployment.prepared_model import PreparedModel, catalogue, prepar
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.stats import EngineStats
 from crosspool.server.app import create_app
+from tests.support.awaited import until
 from tests.support.live_server import live_server
 
 
@@ -33,12 +33,9 @@ class LiveDeployment:
             sum(pool.frames_used + pool.frames_reserved for pool in pools),
         )
 
-    def until_idle(self, seconds: float = 2.0) -> None:
+    def until_idle(self) -> None:
         """Nothing queued or running, and every page back: a sequence that a stop token ended may have a step ahead."""
-        deadline = time.monotonic() + seconds
-        while self.left() != (0, 0):
-            assert time.monotonic() < deadline, f"sequences and frames left after {seconds} s: {self.left()}"
-            time.sleep(0.005)
+        until(lambda: self.left() == (0, 0), lambda: f"sequences and frames left: {self.left()}")
 
 
 @contextmanager

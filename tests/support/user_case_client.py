@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import httpx2
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
+from tests.support.awaited import soon
 from tests.support.live_deployment import LiveDeployment
 from tests.support.server_fixtures import events
 
@@ -41,12 +40,9 @@ async def good_answers(http: httpx2.AsyncClient) -> list[str]:
     return [answer.json()["choices"][0]["message"]["content"] for answer in answers]
 
 
-async def until_idle(live: LiveDeployment, seconds: float = 2.0) -> None:
+async def until_idle(live: LiveDeployment) -> None:
     """`LiveDeployment.until_idle` while clients of this loop go on, say to hang up."""
-    deadline = time.monotonic() + seconds
-    while live.left() != (0, 0):
-        assert time.monotonic() < deadline, f"sequences and frames left after {seconds} s: {live.left()}"
-        await asyncio.sleep(0.01)
+    await soon(lambda: live.left() == (0, 0), lambda: f"sequences and frames left: {live.left()}")
 
 
 async def complete(http: httpx2.AsyncClient, **body: Any) -> dict[str, Any]:

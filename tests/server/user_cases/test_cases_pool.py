@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
+from typing import Any
 
 import httpx2
 
 from crosspool.units import KiB
+from tests.support.awaited import soon
 from tests.support.live_deployment import live_deployment
 from tests.support.user_case_client import CONTEXT, complete, connect, deployment, until_idle
 
@@ -39,16 +40,14 @@ async def test_a18_the_waiting_line_has_an_end(directories: dict[str, Path]) -> 
     with live_deployment(deployment(directories, max_queue=8, max_num_seqs=4)) as live:
         body = {"prompt": [5] * 8, "max_tokens": 30, "ignore_eos": True, "temperature": 0}
 
-        async def timed(model: str) -> tuple[httpx2.Response, float]:
-            started = time.monotonic()
-            response = await http.post("/v1/completions", json={**body, "model": model})
-            return response, time.monotonic() - started
+        async def ask(model: str, **changes: Any) -> httpx2.Response:
+            return await http.post("/v1/completions", json={**body, "model": model, **changes})
 
         async with connect(live) as http:
-            crowd = [asyncio.create_task(timed("P")) for _ in range(120)]
-            others = [asyncio.create_task(timed("Q")) for _ in range(5)]
-            answers = [(await task)[0] for task in crowd]
-            assert [(await task)[0].status_code for task in others] == [200] * 5
+            crowd = [asyncio.create_task(ask("P")) for _ in range(120)]
+            others = [asyncio.create_task(ask("Q")) for _ in range(5)]
+            answers = [await task for task in crowd]
+            assert [(await task).status_code for task in others] == [200] * 5
             accepted = [answer for answer in answers if answer.status_code == 200]
             rejected = [answer for answer in answers if answer.status_code == 429]
             assert len(accepted) + len(rejected) == 120
@@ -60,13 +59,15 @@ async def test_a18_the_waiting_line_has_an_end(directories: dict[str, Path]) -> 
                 assert answer.json()["error"]["code"] == "queue_full"
             await until_idle(live)
             for n, status in ((12, 200), (13, 400)):  # 4 run and 8 wait: more can never be accepted, so nobody retries
-                answer = await http.post("/v1/completions", json={**body, "model": "P", "n": n, "max_tokens": 2})
+                answer = await ask("P", n=n, max_tokens=2)
                 assert answer.status_code == status, answer.text
-            blocked = [asyncio.create_task(timed("P")) for _ in range(12)]
-            await asyncio.sleep(0.02)
-            _, seconds = await timed("P")
-            assert seconds < 0.1 or not any(load.num_queued for load in live.stats().models)
-            await asyncio.gather(*blocked)
+            blocked = [asyncio.create_task(ask("P", max_tokens=900)) for _ in range(12)]
+            await soon(lambda: live.stats().models[0].num_queued == 8)
+            assert (await ask("P")).status_code == 429
+            assert not any(task.done() for task in blocked), "it was not refused at once"
+            for task in blocked:
+                task.cancel()
+            await asyncio.gather(*blocked, return_exceptions=True)
             await until_idle(live)
 
 
@@ -75,7 +76,7 @@ async def test_a18_a_request_past_its_deadline_costs_no_prefill(directories: dic
         async with connect(live) as http:
             long = {"prompt": [5] * 8, "max_tokens": 900, "ignore_eos": True}
             running = asyncio.create_task(complete(http, **long))
-            await asyncio.sleep(0.05)
+            await soon(lambda: live.stats().models[0].num_decoding == 1)
             late = await http.post("/v1/completions", json={"model": "P", "prompt": [6] * 333, "max_tokens": 2})
             assert (late.status_code, late.json()["error"]["code"]) == (408, "deadline_exceeded")
             assert not running.done()
