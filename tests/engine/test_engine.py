@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -28,6 +27,7 @@ from crosspool.errors import (
     WorkerLostError,
 )
 from crosspool.models.whole_size import whole_bytes
+from tests.support.awaited import soon
 from tests.support.clocked_cluster import ClockedCluster
 from tests.support.core_drive import a_config, a_model
 from tests.support.scripted_tokens import VOCAB_SIZE, expected_tokens
@@ -61,11 +61,8 @@ class Rig:
         stats = self.engine.stats()
         return all(pool.frames_used == 0 for pool in stats.pools) and not self.engine._callers
 
-    async def until_empty(self, within_s: float = 2.0) -> None:
-        deadline = time.monotonic() + within_s
-        while not self.is_empty():
-            assert time.monotonic() < deadline, self.engine.stats()
-            await asyncio.sleep(0.005)
+    async def until_empty(self) -> None:
+        await soon(self.is_empty, self.engine.stats)
 
 
 def a_request(request_id: str = "r", model: str = "p", prompt: int = 4, max_tokens: int = 6, **more: object):
@@ -245,7 +242,7 @@ async def test_streams_go_on_after_ranks_are_lost_with_the_very_same_tokens():
             rig.cluster.lose(rank, back_in_s=0.03)
         for request, outputs in zip(requests, await asyncio.gather(*tasks), strict=True):
             assert [t for o in outputs for t in o.token_ids] == expected_tokens(request.seed, 4, 100, ())
-        assert rig.engine.stats().num_ranks_lost == 3
+        await soon(lambda: rig.engine.stats().num_ranks_lost == 3, rig.engine.stats)
         await rig.until_empty()
 
 
@@ -272,11 +269,13 @@ async def test_models_come_and_go_while_others_serve():
             await rig.face.add_model(MODELS[0])
         busy = asyncio.create_task(collect(rig.face.generate(a_request("busy", "p", max_tokens=300))))
         other = asyncio.create_task(collect(rig.face.generate(a_request("other", "q", max_tokens=300))))
-        await asyncio.sleep(0.02)
-        removal = asyncio.create_task(rig.face.remove_model("p"))
-        await asyncio.sleep(0.01)
-        with pytest.raises(ShuttingDownError):
-            rig.face.generate(a_request("late", "p"))
+        with rig.cluster.held():
+            await asyncio.sleep(0)  # both are accepted
+            removal = asyncio.create_task(rig.face.remove_model("p"))
+            await asyncio.sleep(0.01)
+            assert not removal.done()
+            with pytest.raises(ShuttingDownError):
+                rig.face.generate(a_request("late", "p"))
         await removal
         assert (await busy)[-1].usage.completion_tokens == 300
         assert rig.cluster.removed == ["p"]
@@ -318,17 +317,25 @@ async def test_a_model_that_does_not_load_says_so_and_can_be_tried_again():
 
 
 async def test_close_drains_within_its_bound_and_ends_the_rest_with_an_error():
-    rig = await Rig(step_s=0.01).__aenter__()
-    short = asyncio.create_task(collect(rig.face.generate(a_request("short", max_tokens=3))))
-    long = asyncio.create_task(collect(rig.face.generate(a_request("long", max_tokens=1500))))
-    await asyncio.sleep(0)
-    closing = asyncio.create_task(rig.face.close(drain_s=0.3))
-    await asyncio.sleep(0.05)
-    with pytest.raises(ShuttingDownError):
-        rig.face.generate(a_request("late"))
+    rig = await Rig().__aenter__()
+    running = asyncio.create_task(collect(rig.face.generate(a_request("running", max_tokens=3))))
+    with rig.cluster.held():
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(rig.face.close(drain_s=60.0))
+        await soon(lambda: rig.engine._closing)
+        with pytest.raises(ShuttingDownError):
+            rig.face.generate(a_request("late"))
+        await asyncio.sleep(0.05)
+        assert not closing.done()
     await closing
-    assert (await short)[-1].finish_reason is FinishReason.LENGTH
-    assert isinstance((await long)[-1].error, ShuttingDownError)
+    assert (await running)[-1].finish_reason is FinishReason.LENGTH
+
+    rig = await Rig().__aenter__()
+    running = asyncio.create_task(collect(rig.face.generate(a_request("running", max_tokens=3))))
+    with rig.cluster.held():
+        await asyncio.sleep(0)
+        await rig.face.close(drain_s=0.05)
+        assert isinstance((await running)[-1].error, ShuttingDownError)
     await rig.face.close()
 
 
@@ -365,13 +372,14 @@ async def test_outputs_of_the_step_in_which_the_engine_fails_are_still_told():
 async def test_a_tokenizer_that_raises_ends_only_its_own_request():
     async with Rig(step_s=0.001) as rig:
         good = asyncio.create_task(collect(rig.face.generate(a_request("good", max_tokens=40))))
-        bad = rig.face.generate(a_request("bad", max_tokens=40))
 
         def broken(token_id: int):
             raise ValueError("Invalid prefix encountered")
 
-        [running] = [running for running in rig.engine._callers._by_sequence.values() if running.request_id == "bad"]
-        running.builder._detokenizer.feed = broken
+        with rig.cluster.held():
+            bad = rig.face.generate(a_request("bad", max_tokens=40))
+            [number] = rig.engine._callers.sequences_of("bad")
+            rig.engine._callers._by_sequence[number].builder._detokenizer.feed = broken
         outputs = await collect(bad)
         assert outputs[-1].finish_reason is FinishReason.ERROR
         assert "Invalid prefix" in str(outputs[-1].error)
@@ -404,6 +412,7 @@ async def test_a_stop_string_and_a_lost_rank_at_the_same_moment_are_one_end():
 async def test_an_idle_engine_sleeps():
     async with Rig() as rig:
         await collect(rig.face.generate(a_request()))
+        await rig.until_empty()
         await asyncio.sleep(0.05)
         before = rig.cluster.num_polls
         await asyncio.sleep(0.3)

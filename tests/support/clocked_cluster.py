@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from crosspool.cluster.base import Event, LoadProgress, ModelFailed, ModelPlacement, ModelReady
 from crosspool.engine.served_model import ServedModel
@@ -25,6 +26,7 @@ class ClockedCluster:
         self.num_polls = 0
         self._changed = threading.Condition()
         self._woken = False
+        self._is_held = False
         self._events: list[Event] = []
 
     def add_model(self, placement: ModelPlacement) -> None:
@@ -53,18 +55,27 @@ class ClockedCluster:
         with self._changed:
             while True:
                 now = time.monotonic()
-                events = self._events + self.sim.due(now)
+                events = self._events + ([] if self._is_held else self.sim.due(now))
                 self._events = []
                 if events or self._woken or now >= deadline:
                     self._woken = False
                     return events
-                next_s = self.sim.next_event_s()
+                next_s = None if self._is_held else self.sim.next_event_s()
                 self._changed.wait((deadline if next_s is None else min(deadline, next_s)) - now)
 
     def wake(self) -> None:
         with self._changed:
             self._woken = True
             self._changed.notify_all()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """No step ends meanwhile, so that what runs goes on running."""
+        self._hold(True)
+        try:
+            yield
+        finally:
+            self._hold(False)
 
     def lose(self, rank: str, back_in_s: float | None) -> None:
         with self._changed:
@@ -76,6 +87,11 @@ class ClockedCluster:
 
     def close(self) -> None:
         self.closed = True
+
+    def _hold(self, is_held: bool) -> None:
+        with self._changed:
+            self._is_held = is_held
+            self._changed.notify_all()
 
     def _emit(self, event: Event) -> None:
         with self._changed:
