@@ -158,7 +158,8 @@ def test_a_lane_on_other_ranks_runs_on_undisturbed(tmp_path):
         run.to_end()
         assert lane.num_replays == 0
         assert lane.sequences[0].outputs == expected_tokens(models["b"], (1, 2), 60, 1)
-        assert [event for event in run.events if isinstance(event, RankLost)]
+        if not [event for event in run.events if isinstance(event, RankLost)]:
+            wait_for(cluster, RankLost)  # a busy machine may take longer to end a process than all steps take
 
 
 def test_a_model_whose_load_ends_its_process_is_dropped_and_the_rest_serves_on(tmp_path):

@@ -35,7 +35,7 @@ def test_a_caller_is_heard_in_the_middle_of_a_step(tmp_path):
         threading.Timer(0.1, cluster.wake).start()
         begin = time.monotonic()
         assert cluster.poll(30.0) == []
-        assert time.monotonic() - begin < 0.5
+        assert time.monotonic() - begin < 10.0, "it returned at the end of its own limit"
         assert wait_for(cluster, StepDone)
 
 

@@ -34,6 +34,7 @@ class FakeModel:
     salt: int = 1
     max_delay_s: float = 0.0  # before each segment, drawn anew for each layer of each step
     load_s: float = 0.0
+    gate: str = ""  # a path: their load stays half-way until a file is there
     failing_ranks: tuple[str, ...] = ()  # their load raises
     crashing_ranks: tuple[str, ...] = ()  # their process ends while it loads
     poison_token: int = -1  # the KV half of a step that runs it raises
@@ -216,6 +217,9 @@ def load(placement: ModelPlacement, rank: str, progress: Progress) -> FakeModel:
     for part in range(num_parts):
         time.sleep(model.load_s / num_parts)
         progress(part + 1, num_parts)
+        while part == num_parts // 2 and model.gate and not Path(model.gate).exists():
+            time.sleep(0.01)
+            progress(part + 1, num_parts)  # which ends a load that is given up
         if part == num_parts // 2 and rank in model.failing_ranks:
             raise ValueError(f"{placement.directory}/fake.json is cut short on {rank}")
         if part == num_parts // 2 and rank in model.crashing_ranks:
