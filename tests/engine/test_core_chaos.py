@@ -72,7 +72,11 @@ def chaos(
             num_losses -= 1
             rank = rng.choice([rank for rank in RANKS if rank not in drive.cluster.down] or [None])
             if rank is not None:
-                drive.cluster.lose(rank, drive.now, rng.uniform(0.0, 0.5))
+                back_in_s = rng.uniform(0.0, 0.5)
+                here = [model.name for model in MODELS if rank in model.placement.ranks]
+                early = rules.sample(here, rules.randint(0, max(0, len(here) - 1)))
+                models_in_s = {name: rules.uniform(0.0, back_in_s) for name in early}
+                drive.cluster.lose(rank, drive.now, back_in_s, models_in_s)
         drive.run(until_s=drive.now + rng.uniform(0.0, 0.1))
     drive.run()
     return drive

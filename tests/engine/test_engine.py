@@ -259,6 +259,20 @@ async def test_a_rank_that_does_not_come_back_ends_its_requests_with_an_error():
         await rig.until_empty()
 
 
+async def test_while_a_rank_is_down_the_cluster_is_told_which_models_are_wanted_most():
+    async with Rig(step_s=0.002) as rig:
+        rig.cluster.lose("w0", back_in_s=None)
+        streams = [rig.face.generate(a_request(f"r{index}", name)) for index, name in enumerate("pqq")]
+        async with asyncio.timeout(60):
+            while rig.cluster.first != ["q", "p"]:
+                await asyncio.sleep(0.005)
+        for index in range(3):
+            rig.face.abort(f"r{index}")
+        for stream in streams:
+            await collect(stream)
+        await rig.until_empty()
+
+
 async def test_models_come_and_go_while_others_serve():
     async with Rig() as rig:
         assert [(info.name, info.state, info.loaded_bytes) for info in rig.face.models()] == [

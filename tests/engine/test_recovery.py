@@ -155,7 +155,7 @@ def test_a_rank_that_the_cluster_gives_up_ends_its_requests_at_once():
     drive.run()
     assert drive.ends[q].finish_reason is FinishReason.LENGTH
     drive._take(drive.core.on_event(RankReady(rank="w0", seconds=1.0), drive.now))
-    drive.cluster.down.discard("w0")
+    del drive.cluster.down["w0"]
     drive.add("p", 4, 4)
     drive.run()
     drive.check_all_ended()
@@ -253,11 +253,75 @@ def test_requests_that_come_while_a_rank_is_down_wait_for_it():
     drive = Drive(a_config(), [a_model("p")])
     drive.turn()
     drive._take(drive.core.on_event(RankLost(rank="w0", reason="killed"), 0.0))
-    drive.cluster.down.add("w0")
+    drive.cluster.down["w0"] = set()
     [sequence_id] = drive.add("p", 4, 4)
     drive.run(until_s=1.0)
     assert not drive.cluster.steps
-    drive.cluster.down.discard("w0")
+    del drive.cluster.down["w0"]
     drive._take(drive.core.on_event(RankReady(rank="w0", seconds=1.0), drive.now))
     drive.run()
     assert len(drive.tokens[sequence_id]) == 4
+
+
+def test_a_model_that_a_lost_weights_rank_holds_again_goes_on_before_the_others():
+    drive = Drive(a_config(256), three_models())
+    [first, _, last] = started(drive, "p", "q", "r")
+    drive.cluster.lose("w0", drive.now, back_in_s=3.0, models_in_s={"r": 1.0})
+    drive.run(until_s=drive.now + 1.1)
+    count, got = len(drive.cluster.steps), {name: len(drive.tokens[name]) for name in (first, last)}
+    drive.run(until_s=drive.now + 1.0)
+    assert steps_since(drive, count) == {"q", "r"}
+    assert len(drive.tokens[first]) == got[first]
+    assert len(drive.tokens[last]) > got[last]
+    drive.run()
+    drive.check_all_ended()
+
+
+def test_a_kv_rank_that_holds_one_model_again_takes_its_sequences_and_no_others():
+    drive = Drive(a_config(256), three_models())
+    ids = started(drive, "p", "q", "r", max_tokens=60)
+    drive.cluster.lose("kv0", drive.now, back_in_s=2.0, models_in_s={"q": 0.5})
+    drive.run(until_s=drive.now + 0.4)
+    count = len(drive.cluster.steps)
+    drive.run(until_s=drive.now + 1.5)
+    assert steps_since(drive, count) == {"q"}
+    assert ids[1] in drive.ends
+    drive.run()
+    assert {end.finish_reason for end in drive.ends.values()} == {FinishReason.LENGTH}
+    drive.check_all_ended()
+
+
+def test_a_rank_that_is_lost_again_holds_nothing_of_what_it_had_again():
+    drive = Drive(a_config(256), three_models())
+    [sequence_id] = started(drive, "p", max_tokens=60)
+    drive.cluster.lose("w0", drive.now, back_in_s=3.0, models_in_s={"p": 0.2})
+    drive.run(until_s=drive.now + 0.3)
+    drive.cluster.lose("w0", drive.now, back_in_s=1.0)
+    drive.run(until_s=drive.now + 0.2)
+    count = len(drive.cluster.steps)
+    drive.run(until_s=drive.now + 0.5)
+    assert len(drive.cluster.steps) == count
+    drive.run()
+    assert drive.ends[sequence_id].finish_reason is FinishReason.LENGTH
+    drive.check_all_ended()
+
+
+def test_a_request_to_a_model_that_is_back_waits_for_nothing_past_the_bound():
+    drive = Drive(a_config(256, recovery_timeout_s=1.0), three_models())
+    started(drive, "p", "r")
+    drive.cluster.lose("w0", drive.now, back_in_s=None, models_in_s={"p": 0.5})
+    drive.run(until_s=drive.now + 1.5)
+    [late] = drive.add("p", 4, 3)
+    with pytest.raises(WorkerLostError, match="rank w0 has been down for 1"):
+        drive.add("r", 4, 3)
+    drive.run(until_s=drive.now + 1.0)
+    assert drive.ends[late].finish_reason is FinishReason.LENGTH
+
+
+def test_models_with_more_requests_to_end_are_wanted_more():
+    drive = Drive(a_config(256, max_num_seqs=1), three_models())
+    started(drive, "q")
+    assert drive.core.most_wanted()[0] == "q"
+    for _ in range(3):  # one of them runs at a time: queued ones count
+        drive.add("r", 4, 50)
+    assert drive.core.most_wanted() == ["r", "q", "p"]

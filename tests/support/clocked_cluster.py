@@ -22,6 +22,7 @@ class ClockedCluster:
         self.broken: dict[str, str] = {}
         self.removed: list[str] = []
         self.let_go: list[int | str] = []  # sequences that were forgotten and models that were removed, in order
+        self.first: list[str] = []  # models that ranks should load before others
         self.closed = False
         self.num_polls = 0
         self._changed = threading.Condition()
@@ -39,6 +40,9 @@ class ClockedCluster:
     def remove_model(self, name: str) -> None:
         self.removed.append(name)
         self.let_go.append(name)
+
+    def load_first(self, models: Sequence[str]) -> None:
+        self.first = list(models)
 
     def submit(self, step: StepDescriptor) -> None:
         with self._changed:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from crosspool.cluster.base import Event, RankLost, RankReady, StepDone, StepFailed, StepTokens
+from crosspool.cluster.base import Event, ModelBack, RankLost, RankReady, StepDone, StepFailed, StepTokens
 from crosspool.engine.served_model import ServedModel
 from crosspool.kv_pool.host_tier import FrameCopy
 from crosspool.scheduler.step import StepDescriptor
@@ -36,7 +36,7 @@ class SimulatedCluster:
         self.models = {model.name: model for model in models}
         self.fail_rate = fail_rate
         self.rng = random.Random(seed)
-        self.down: set[str] = set()
+        self.down: dict[str, set[str]] = {}  # ranks that are away, with the models that they hold again
         self.running: dict[int, StepDescriptor] = {}
         self.told: dict[int, int] = {}  # by lane: steps of the running one's run that have been told
         self.behind: dict[int, StepDescriptor] = {}  # handed out behind the running one of the lane
@@ -75,17 +75,20 @@ class SimulatedCluster:
         assert running.header.kv_rank == header.kv_rank, "steps of two KV ranks have no order in one lane"
         assert header.lane not in self.dead, "a step behind one that nobody waits for"
         self.behind[header.lane] = step
-        if any(rank in self.down for rank in self._needs(step)):  # as if it were handed out alone
+        if any(self._is_away(rank, header.model) for rank in self._needs(step)):  # as if it were handed out alone
             self._after(0.0, now, _failed(step, (), "a rank is away"))
 
     def _needs(self, step: StepDescriptor) -> tuple[str, ...]:
         header = step.header
         return self.models[header.model].placement.step_ranks(header.kv_rank, header.prefill_rank)
 
+    def _is_away(self, rank: str, model: str) -> bool:
+        return rank in self.down and model not in self.down[rank]
+
     def _begin(self, step: StepDescriptor, now: float) -> None:
         """Decide how the step will end, and when."""
         header, needs = step.header, self._needs(step)
-        down = tuple(rank for rank in needs if rank in self.down)
+        down = tuple(rank for rank in needs if self._is_away(rank, header.model))
         duration_s = self.durations.get(header.model) or self.rng.uniform(0.001, 0.02)
         culprit = next((r.sequence_id for r in step.rows if self.poison.get(r.sequence_id) == header.phase), None)
         if culprit is not None:
@@ -121,14 +124,17 @@ class SimulatedCluster:
 
     def copy_frames(self, kv_rank: str, copies: Sequence[FrameCopy]) -> None:
         """At once, whatever runs. A rank that is away copies nothing."""
-        if kv_rank in self.down:
+        if kv_rank in self.down and not self.down[kv_rank]:
             return
         self.sequences.copy_frames(kv_rank, copies)
         self.num_copies += len(copies)
 
-    def lose(self, rank: str, now: float, back_in_s: float | None) -> None:
-        """A rank dies; steps that need it fail, and it comes back after `back_in_s`."""
-        self.down.add(rank)
+    def lose(
+        self, rank: str, now: float, back_in_s: float | None, models_in_s: Mapping[str, float] | None = None
+    ) -> None:
+        """A rank dies; steps that need it fail, and it comes back after `back_in_s`. models_in_s: with these before."""
+        self.down[rank] = set()
+        self._events = [entry for entry in self._events if not _tells_return(entry[2], rank)]
         self.sequences.lose(rank)
         self._after(0.0, now, RankLost(rank=rank, reason="killed"))
         for lane, step in self.running.items():
@@ -143,6 +149,8 @@ class SimulatedCluster:
                     self.dead_behind.add(lane)
                 self._after(self.rng.uniform(0.0, 0.01), now, _failed(self.behind[lane], (rank,), f"{rank} is silent"))
         heapq.heapify(self._events)
+        for model, moment_s in (models_in_s or {}).items():
+            self._after(moment_s, now, ModelBack(rank=rank, model=model))
         if back_in_s is not None:
             self._after(back_in_s, now, RankReady(rank=rank, seconds=back_in_s))
 
@@ -160,7 +168,9 @@ class SimulatedCluster:
         while self._events and self._events[0][0] <= now:
             event = heapq.heappop(self._events)[2]
             if isinstance(event, RankReady):
-                self.down.discard(event.rank)
+                del self.down[event.rank]
+            if isinstance(event, ModelBack):
+                self.down[event.rank].add(event.model)
             if isinstance(event, StepTokens):
                 self.sequences.commit(self.running[event.lane].part(self.told.get(event.lane, 0)))
                 self.told[event.lane] = self.told.get(event.lane, 0) + 1
@@ -213,6 +223,10 @@ class SimulatedCluster:
 def _failed(step: StepDescriptor, waiting_on: tuple[str, ...], error: str) -> StepFailed:
     header = step.header
     return StepFailed(lane=header.lane, step_seq=header.step_seq, waiting_on=waiting_on, error=error)
+
+
+def _tells_return(event: Event, rank: str) -> bool:
+    return isinstance(event, ModelBack | RankReady) and event.rank == rank
 
 
 def _ends(event: Event, lane: int) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell
+from crosspool.cluster.loading import Start
 from crosspool.cluster.make_worker import make_worker
 from crosspool.cluster.messages import FromRank, ToRank
 from crosspool.cluster.rank_cluster import RankCluster
@@ -29,6 +30,7 @@ class SteppedHost:
         self.num_launches = 0
         self.num_shown = 0
         self.dies_at_launch = False
+        self.start: Start = start_now  # runs loads
         self._config = config
         self._host = host
         self._board = board
@@ -58,7 +60,7 @@ class SteppedHost:
             clock=self._clock,
             order=ORDER_POLICIES[config.order],
             step_deadline_s=config.step_deadline_s,
-            start=start_now,
+            start=lambda run, name: self.start(run, name),
         )
         return RankLoop(rank, worker, around)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from crosspool.cluster.base import (
     Cluster,
     Event,
+    ModelBack,
     ModelFailed,
     ModelPlacement,
     RankFailed,
@@ -73,6 +74,9 @@ class ApartCluster:
         self._inner.remove_model(name)
         self._forget_model(name)
 
+    def load_first(self, models: Sequence[str]) -> None:
+        self._inner.load_first(models)
+
     def submit(self, step: StepDescriptor) -> None:
         header = step.header
         own = own_rank(header.kv_rank, self._slots[header.model])
@@ -110,7 +114,7 @@ class ApartCluster:
             case ModelFailed(name=name):
                 self._forget_model(name)
                 return event
-            case RankLost(rank=rank) | RankReady(rank=rank) | RankFailed(rank=rank):
+            case RankLost(rank=rank) | ModelBack(rank=rank) | RankReady(rank=rank) | RankFailed(rank=rank):
                 return replace(event, rank=told_rank(rank))
             case StepFailed(waiting_on=ranks):
                 return replace(event, waiting_on=tuple(map(told_rank, ranks)))

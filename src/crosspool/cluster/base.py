@@ -159,6 +159,14 @@ class RankReady:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModelBack:
+    """A rank that was lost holds this model again and still loads others: steps of this one may run there."""
+
+    rank: str
+    model: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailed:
     """A lost rank could not be brought back. Steps that need it fail at once; other models are served on."""
 
@@ -166,7 +174,18 @@ class RankFailed:
     error: str
 
 
-Event = ModelReady | ModelFailed | LoadProgress | StepTokens | StepDone | StepFailed | RankLost | RankReady | RankFailed
+Event = (
+    ModelReady
+    | ModelFailed
+    | LoadProgress
+    | StepTokens
+    | StepDone
+    | StepFailed
+    | RankLost
+    | ModelBack
+    | RankReady
+    | RankFailed
+)
 
 
 class Cluster(Protocol):
@@ -176,6 +195,10 @@ class Cluster(Protocol):
 
     def remove_model(self, name: str) -> None:
         """Free the model's share on every rank. The engine has ended its sequences before."""
+        ...
+
+    def load_first(self, models: Sequence[str]) -> None:
+        """In which order ranks that come back load their models again, from now on: these first."""
         ...
 
     def submit(self, step: StepDescriptor) -> None:

@@ -13,6 +13,7 @@ from crosspool.cluster import messages
 from crosspool.cluster.base import (
     Event,
     LoadProgress,
+    ModelBack,
     ModelFailed,
     ModelPlacement,
     RankFailed,
@@ -51,8 +52,9 @@ class RankCluster:
     """The cluster (`base.Cluster`) over hosts of either layout. `start.py` builds it.
 
     A rank that is lost takes down the steps that need it, and only those. A weights rank's steps fail by the KV rank's
-    word (see `InFlight`); a KV rank's fail at once. The rank comes back alone: its models are loaded again, and the
-    channels with its peers are made anew, while every other lane goes on.
+    word (see `InFlight`); a KV rank's fail at once. The rank comes back alone: its models are loaded again, one after
+    another, each of use as soon as it is there, and the channels with its peers are made anew, while every other lane
+    goes on.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class RankCluster:
         self._endings: dict[int, str] = {}  # why a host ends, as it told itself
         self._events: list[Event] = []
         self._steps = ClusterSteps(self._send, self._events.append)
+        self._load_first: Sequence[str] = ()
         self._is_woken = False
         self._is_closed = False
         self._watch_s = 0.0  # when to look after the hosts again; 0: at once
@@ -115,8 +118,9 @@ class RankCluster:
             self._drop_model(placement.name, f"no memory for its channels: {failure}")
             return
         for rank in self._roster.ranks(placement.name):
-            if self._supervisor.is_up(rank):
+            if self._supervisor.state(rank) is RankState.READY:
                 self._send(rank, self._roster.load(placement.name, rank))
+        self._settle_loads(self._roster.ranks(placement.name))
 
     def remove_model(self, name: str) -> None:
         """Free the model's share on every rank. Raises ValueError if there is none of the name."""
@@ -129,6 +133,10 @@ class RankCluster:
             self._send(peer, messages.CloseChannels(rank))
         self._settle_loads(ranks)
 
+    def load_first(self, models: Sequence[str]) -> None:
+        """In which order ranks that come back load their models again, from now on: these first."""
+        self._load_first = tuple(models)
+
     def submit(self, step: StepDescriptor) -> None:
         """Hand one step to its lane's ranks; a StepFailed follows at once if one of them is away.
 
@@ -140,7 +148,7 @@ class RankCluster:
             raise ValueError(f"model {header.model} is not loaded yet; submit after its ModelReady")
         check_step(header, placement, self._config.max_tokens_per_step)
         ranks = placement.step_ranks(header.kv_rank, header.prefill_rank)
-        away = tuple(rank for rank in ranks if self._supervisor.state(rank) is not RankState.READY)
+        away = tuple(rank for rank in ranks if not self._roster.holds(rank, header.model))
         if away:
             is_final = any(self._supervisor.state(rank) is RankState.FAILED for rank in away)
             error = f"{', '.join(away)} {'could not be brought back' if is_final else 'is away'}"
@@ -268,20 +276,29 @@ class RankCluster:
                 if self._roster.is_current(model, rank, load_id):
                     progress = LoadProgress(name=model, rank=rank, loaded_bytes=loaded, total_bytes=total)
                     self._events.append(progress)
+                    if loaded >= total:
+                        self._roster.has_read(model, rank)
+                        self._settle_loads((rank,))
             case messages.Loaded(model, load_id, num_bytes):
                 if self._roster.is_current(model, rank, load_id):
                     ready = self._roster.has_loaded(model, rank, num_bytes, self._clock())
                     self._settle_loads((rank,))
                     if ready is not None:
                         self._events.append(ready)
+                    elif self._supervisor.state(rank) is RankState.LOADING and self._roster.is_announced(model):
+                        self._events.append(ModelBack(rank=rank, model=model))
             case messages.LoadFailed(model, load_id, error):
                 if self._roster.is_current(model, rank, load_id):
                     self._drop_model(model, f"{rank}: {error}")
 
     def _settle_loads(self, ranks: Sequence[str]) -> None:
-        """A rank that came (back) up is ready once none of its models is left to load."""
+        """A rank that came (back) up loads its models one after another, and is ready once none is left."""
         for rank in ranks:
-            if self._supervisor.state(rank) is RankState.LOADING and not self._roster.is_loading(rank):
+            if self._supervisor.state(rank) is not RankState.LOADING:
+                continue
+            if (load := self._roster.next_load(rank, self._load_first)) is not None:
+                self._send(rank, load)
+            elif not self._roster.is_loading(rank):
                 seconds = self._supervisor.has_loaded(rank, self._clock())
                 logger.info("%s is ready after %.2f s", rank, seconds)
                 self._events.append(RankReady(rank=rank, seconds=seconds))
@@ -351,10 +368,6 @@ class RankCluster:
                 self._open_missing()
             except OSError as failure:  # no memory or no descriptors: as if it had died at once
                 self._lose(number, f"cannot be started: {failure}", was_launched=False)
-                continue
-            for rank in host.ranks:
-                for model in self._roster.on_rank(rank):
-                    self._send(rank, self._roster.load(model, rank))
 
     def _open_missing(self) -> None:
         for link in self._channels.missing(self._roster.placements(), self._supervisor.is_up):

@@ -1,5 +1,6 @@
 """Roster: the models of a cluster, and how far each is on every rank of its placement. Pure: time is an argument."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from crosspool.cluster.base import ModelPlacement, ModelReady
@@ -13,7 +14,8 @@ MAX_LOAD_LOSSES = 2
 class _Entry:
     placement: ModelPlacement
     since_s: float
-    pending: dict[str, int] = field(default_factory=dict)  # rank -> load_id, or -1 while the rank is away
+    pending: dict[str, int] = field(default_factory=dict)  # rank -> load_id, or -1 until its load is asked for
+    has_bytes: set[str] = field(default_factory=set)  # of pending ranks: those that have all to read
     bytes_by_rank: dict[str, int] = field(default_factory=dict)
     num_losses: int = 0
     is_announced: bool = False
@@ -47,8 +49,27 @@ class Roster:
         """The message that makes `rank` load its share."""
         entry = self._entries[name]
         entry.pending[rank] = self._next_load_id
+        entry.has_bytes.discard(rank)
         self._next_load_id += 1
         return AddModel(entry.placement, entry.pending[rank])
+
+    def next_load(self, rank: str, first: Sequence[str]) -> AddModel | None:
+        """The next load of a rank that comes up, which reads one model at a time; None while one is read, or after all.
+
+        first: models that go before others, in this order.
+        """
+        here = {name: entry for name, entry in self._entries.items() if rank in entry.pending}
+        if any(entry.pending[rank] >= 0 and rank not in entry.has_bytes for entry in here.values()):
+            return None
+        waiting = [name for name, entry in here.items() if entry.pending[rank] < 0]
+        if not waiting:
+            return None
+        turns = {name: turn for turn, name in enumerate(first)}
+        return self.load(min(waiting, key=lambda name: turns.get(name, len(turns))), rank)
+
+    def has_read(self, name: str, rank: str) -> None:
+        """All bytes of the load that is under way are there; what is left of it needs no file."""
+        self._entries[name].has_bytes.add(rank)
 
     def is_current(self, name: str, rank: str, load_id: int) -> bool:
         """Whether a rank's report is about the load that we wait for."""
@@ -92,6 +113,10 @@ class Roster:
     def is_loading(self, rank: str) -> bool:
         """Whether the rank still has to load any model."""
         return any(rank in entry.pending for entry in self._entries.values())
+
+    def holds(self, rank: str, name: str) -> bool:
+        """Whether the rank, which is one of the model's, has loaded it."""
+        return rank not in self._entries[name].pending
 
     def is_announced(self, name: str) -> bool:
         return name in self._entries and self._entries[name].is_announced

@@ -121,7 +121,7 @@ class Deadlines:
                 updates.append(self._endings.fail(sequence, late, now))
             expires_s = load.expires_s(self._ranks) if any_down else None
             if expires_s is not None and expires_s <= now:
-                lost = WorkerLostError(self._ranks.describe(load.ranks, now))
+                lost = WorkerLostError(self._ranks.describe(load.ranks, load.model.name, now))
                 updates += [self._endings.fail(sequence, lost, now) for sequence in load.unended()]
         timeout_s = self._ranks.recovery_timeout_s
         for parked in list(self._parked.steps):
@@ -142,6 +142,6 @@ class Deadlines:
         moments += [pages.ahead.next_moment() for pages in self._pages.values() if pages.ahead is not None]
         for parked in self._parked.steps:
             moments.append(parked.trouble.first_failed_s + self._ranks.recovery_timeout_s)
-            if self._ranks.are_up(parked.ranks) and parked.not_before_s > now:
+            if self._ranks.are_up(parked.ranks, parked.step.header.model) and parked.not_before_s > now:
                 moments.append(parked.not_before_s)
         return min((moment for moment in moments if moment is not None), default=None)

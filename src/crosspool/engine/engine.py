@@ -237,6 +237,8 @@ class Engine:
         return updates + self._core.on_time(now)
 
     def _hand_out(self, now: float) -> None:
+        if self._core.ranks.any_down:
+            self._cluster.load_first(self._core.most_wanted())
         for kv_rank, sequence_ids in self._core.take_forgotten().items():
             self._cluster.forget(kv_rank, sequence_ids)
         self._models.remove_drained()  # after its last sequences: pages that have users wait for every running step

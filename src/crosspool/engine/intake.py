@@ -91,7 +91,7 @@ class Intake:
             raise ShuttingDownError(f"model {load.model.name} is being removed and takes no new requests")
         expires_s = load.expires_s(self._ranks)
         if expires_s is not None and expires_s <= now:
-            raise WorkerLostError(self._ranks.describe(load.ranks, now))
+            raise WorkerLostError(self._ranks.describe(load.ranks, load.model.name, now))
         num_frames = self._models.reach(load.model)
         for request in requests:
             check_length(load.model, num_frames, len(request.prompt_token_ids), request.sampling.max_tokens)

@@ -4,7 +4,6 @@ A failed step leaves its lane, so that models whose ranks are well can use it; i
 in any free lane of its phase as the same step under a new number.
 """
 
-from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -174,9 +173,6 @@ class ParkedStep:
     ranks: frozenset[str]
     trouble: Trouble
     not_before_s: float
-
-    def is_ready(self, down: Collection[str], now: float) -> bool:
-        return now >= self.not_before_s and not any(rank in down for rank in self.ranks)
 
     def drop(self, sequence: Sequence) -> None:
         """Leave one sequence's row out of the replay."""

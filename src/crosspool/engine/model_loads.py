@@ -46,7 +46,9 @@ class ModelLoad:
     def homes_up(self, ranks: RankHealth) -> list[str]:
         """Homes whose steps can run: every rank that they need is up."""
         return (
-            [home for home, needs in self.needs.items() if ranks.are_up(needs)] if ranks.any_down else list(self.needs)
+            [home for home, needs in self.needs.items() if ranks.are_up(needs, self.model.name)]
+            if ranks.any_down
+            else list(self.needs)
         )
 
     def homes_of(self, sequences: Iterable[Sequence], ranks: RankHealth) -> list[str]:
@@ -59,7 +61,7 @@ class ModelLoad:
         """When requests stop waiting for a home whose steps can run; None while there is one."""
         if not ranks.any_down:
             return None
-        moments = [ranks.expires_s(needs) for needs in self.needs.values()]
+        moments = [ranks.expires_s(needs, self.model.name) for needs in self.needs.values()]
         ends = [moment for moment in moments if moment is not None]
         return max(ends) if len(ends) == len(moments) else None
 
@@ -69,13 +71,18 @@ class ModelLoad:
         return len(self.prefilling) + len(self.decoding)
 
     @property
+    def num_unended(self) -> int:
+        """Sequences that owe their callers an end: live and queued ones."""
+        return self.num_live + len(self.queue)
+
+    @property
     def is_idle(self) -> bool:
         return not (self.prefilling or self.decoding or self.lingering or len(self.queue))
 
     @property
     def owes(self) -> bool:
         """Whether some sequence still owes its caller an end."""
-        return bool(self.prefilling or self.decoding or len(self.queue))
+        return self.num_unended > 0
 
     def enter(self, sequence: Sequence, state: SequenceState) -> None:
         """Move a live sequence to `state`, which may be ENDED (it lingers)."""

@@ -27,7 +27,7 @@ class ParkedSteps:
     def park(self, step: StepDescriptor, sequences: tuple[Sequence, ...], trouble: Trouble, now: float) -> None:
         """Keep a failed step, without the rows of sequences that have ended, until it can be replayed."""
         alive = [sequence for sequence in sequences if sequence.state is not SequenceState.ENDED]
-        not_before_s = now + trouble.backoff_s() if self._ranks.are_up(self._ranks_of(step)) else now
+        not_before_s = now + trouble.backoff_s() if self._ranks.are_up(self._ranks_of(step), step.header.model) else now
         self._keep(step, sequences, alive, trouble, not_before_s)
 
     def isolate(self, step: StepDescriptor, sequences: tuple[Sequence, ...], trouble: Trouble, now: float) -> None:
@@ -70,9 +70,9 @@ class ParkedSteps:
         return frozenset(self._loads[step.header.model].needs[step.header.kv_rank])
 
     def _replay(self, parked: ParkedStep, now: float) -> StepDescriptor | None:
-        phase = parked.step.header.phase
+        phase, model = parked.step.header.phase, parked.step.header.model
         idle = [lane for lane in self._lanes if lane.phase == phase and lane.step is None]
-        if not idle or not parked.is_ready(self._ranks.down_since_s, now):
+        if not idle or now < parked.not_before_s or not self._ranks.are_up(parked.ranks, model):
             return None
         own = [lane for lane in idle if lane.index == parked.step.header.lane]
         self.steps.remove(parked)

@@ -23,13 +23,14 @@ class PrefillRanks:
         self._sizes: dict[str, int] = {}  # by model: what it takes there
 
     def of_lane(self, lane: int) -> str | None:
-        """The rank of a prefill lane, if it is up."""
-        name = self._rank_of.get(lane)
-        return name if name is not None and self._ranks.are_up((name,)) else None
+        """The rank of a prefill lane, up or not."""
+        return self._rank_of.get(lane)
 
-    def computes(self, rank: str | None, load: ModelLoad) -> bool:
-        """Whether the rank can hand over the model's KV: a page lies whole on the home."""
-        return rank in load.model.prefill_ranks and load.model.kv_split == "one"
+    def computes(self, rank: str, load: ModelLoad) -> bool:
+        """Whether the rank is up for the model and can hand over its KV: a page lies whole on the home."""
+        if rank not in load.model.prefill_ranks or load.model.kv_split != "one":
+            return False
+        return self._ranks.are_up((rank,), load.model.name)
 
     def order(self, rank: str, loads: Iterable[ModelLoad], now_s: float) -> list[str]:
         """Models with prompts to run, in the order in which they should get the rank."""

@@ -82,7 +82,7 @@ class PrefillSteps:
         homes_up = load.homes_of(waiting, self._ranks)
         homes = homes_up
         if prefill_rank is not None:  # no weights rank has a part in it
-            homes = [home for home in load.needs if self._ranks.are_up((home,))]
+            homes = [home for home in load.needs if self._ranks.are_up((home,), load.model.name)]
         for home in homes:
             chunks = self._chunks(load, home, [sequence for sequence in waiting if sequence.kv_rank == home])
             rank = prefill_rank

@@ -23,9 +23,11 @@ class RankLosses:
         self._dispatcher = dispatcher
         self._admitter = admitter
         self._endings = endings
+        self._away: set[str] = set()  # lost ranks that hold no model again
 
     def lost(self, rank: str, reason: str, now: float) -> list[SequenceUpdate]:
         self._ranks.lost(rank, reason, now)
+        self._away.add(rank)
         updates = []
         if rank in self._pages:
             updates += self._kv_lost(rank, reason, now)
@@ -36,11 +38,21 @@ class RankLosses:
                     updates += self._endings.fail_all(list(load.unended()), error, now)
         return updates
 
+    def back(self, rank: str, model: str) -> None:
+        """The rank is back with this model, and loads others still."""
+        self._ranks.back(rank, model)
+        self._started_anew(rank)
+
     def ready(self, rank: str) -> None:
         """The rank is back, with all its models."""
         self._ranks.ready(rank)
-        if rank in self._pages:
+        self._started_anew(rank)
+
+    def _started_anew(self, rank: str) -> None:
+        """The rank has its first model again, or one more."""
+        if rank in self._away and rank in self._pages:
             self._pages[rank].nothing_is_mapped()  # what was released since its loss is not either
+        self._away.discard(rank)
         self._admitter.is_due = True
 
     def _kv_lost(self, rank: str, reason: str, now: float) -> list[SequenceUpdate]:

@@ -13,7 +13,7 @@ Time is an argument. The engine thread and the simulator drive it the same way:
 
 from collections.abc import Sequence as Items
 
-from crosspool.cluster.base import Event, RankFailed, RankLost, RankReady, StepDone, StepFailed, StepTokens
+from crosspool.cluster.base import Event, ModelBack, RankFailed, RankLost, RankReady, StepDone, StepFailed, StepTokens
 from crosspool.core import FinishReason, Request
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.dispatcher import Dispatcher
@@ -126,6 +126,9 @@ class EngineCore:
             case RankLost(rank=rank, reason=reason):
                 self.dispatcher.prefill_ranks.lost(rank)
                 return self._losses.lost(rank, reason, now)
+            case ModelBack(rank=rank, model=model):
+                self._losses.back(rank, model)
+                return []
             case RankReady(rank=rank):
                 self._losses.ready(rank)
                 return []
@@ -151,6 +154,10 @@ class EngineCore:
     def schedule_ahead(self, now: float) -> list[StepDescriptor]:
         """Steps to hand to the cluster behind running ones, after those of `schedule`. Optional."""
         return self.dispatcher.ahead.fill(now)
+
+    def most_wanted(self) -> list[str]:
+        """Models by the number of their sequences that wait for an end, most first."""
+        return sorted(self.loads, key=lambda name: -self.loads[name].num_unended)
 
     def mapping_hints(self, now: float) -> dict[str, list[Hint]]:
         """By KV rank whose frames are mapped: pages its models will need, and pages that nobody needs."""

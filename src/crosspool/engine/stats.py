@@ -153,7 +153,8 @@ class EngineStats:
 
     last_step_s: when a step last ended; busy_since_s: since when work has been in flight without a step ending,
     None when nothing is in flight (an idle engine is healthy for ever). ranks_down: rank to the moment it was lost;
-    ranks_given_up: those of them that are not started again, with the reason.
+    ranks_given_up: those of them that are not started again, with the reason; held_again:
+    the models that a rank which is down serves already, while it loads others.
     """
 
     now_s: float
@@ -168,6 +169,7 @@ class EngineStats:
     busy_since_s: float | None
     ranks_down: dict[str, float]
     ranks_given_up: dict[str, str] = field(default_factory=dict)
+    held_again: dict[str, frozenset[str]] = field(default_factory=dict)
     backings: dict[str, BackingCounts] = field(default_factory=dict)  # by KV rank with mapped frames
     prefill_switches: dict[str, int] = field(default_factory=dict)  # by prefill rank: models brought in
     recovery_timeout_s: float = 60.0  # how long requests wait for a lost rank

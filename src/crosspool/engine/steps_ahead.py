@@ -50,7 +50,9 @@ class StepsAhead:
         known = self.decode
         name, home = lane.step.header.model, lane.step.header.kv_rank
         load = known.loads.get(name)
-        if load is None or not known.ranks.are_up(load.needs[home]) or known.under_way().count((name, home)) != 1:
+        if load is None or not known.ranks.are_up(load.needs[home], name):
+            return None
+        if known.under_way().count((name, home)) != 1:
             return None
         batch = []
         for sequence in load.decoding.values():

@@ -72,7 +72,11 @@ def judge_model(info: ModelInfo, stats: EngineStats) -> Health:
     """The state of one model: of its ranks, then of its own steps. A model whose requests only queue is busy."""
     if info.state != "ready":
         return Health(info.state, detail=info.error)
-    down = {rank: since for rank, since in stats.ranks_down.items() if rank in info.ranks}
+    down = {
+        rank: since
+        for rank, since in stats.ranks_down.items()
+        if rank in info.ranks and info.name not in stats.held_again.get(rank, ())
+    }
     if down:
         return judge(replace(stats, ranks_down=down))
     load = next((load for load in stats.models if load.name == info.name), None)

@@ -45,8 +45,8 @@ NUM_MOVERS = 4
 """Threads that copy where the device is the host: a copy engine is none of them."""
 
 STREAMING = threading.Lock()
-"""Held by the one share of a process that streams. A rank that comes back loads all its models at once: they would
-halve each other's bus, and their buffers push each other out of the processor's caches."""
+"""Held by the one share of a process that streams. Loads that were asked for at once would halve each other's bus, and
+their buffers push each other out of the processor's caches."""
 
 TURN_LOOK_S = 0.05
 
