@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import io
 import os
+import sys
 
+import pytest
 from rich.console import Console
 
-from crosspool.commands.loading import teller
+from crosspool.commands.loading import Notices, teller
 
 
 class FullDisk(io.StringIO):
@@ -27,3 +29,18 @@ def test_a_console_whose_disk_is_full_ends_nothing() -> None:
     tell("loaded")
     tell("serving")
     assert full.asked >= 2
+
+
+def test_a_reader_that_has_gone_ends_nothing_and_leaves_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    readable, writable = os.pipe()
+    os.close(readable)
+    with os.fdopen(writable, "wb", buffering=0) as raw, io.TextIOWrapper(raw, write_through=True) as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        tell = teller(Notices())
+        tell("loaded")
+        tell("serving")
+        monkeypatch.undo()
+    os.write(1, b"still here")
+    assert capfd.readouterr().out == "still here"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from crosspool import cli
 from crosspool.config import DeploymentConfig, ModelConfig, ServerConfig
-from crosspool.errors import CrossPoolError
+from crosspool.errors import CrossPoolError, UnknownModelError
 from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB
 from tests.support.fake_engine import FakeEngine
@@ -175,3 +175,15 @@ async def test_without_an_admin_key_nobody_changes_limits(tmp_path: Path) -> Non
         client.headers.update({"Authorization": "Bearer k"})
         assert (await client.patch("/admin/limits", json={"budget": 1})).status_code == 403
     assert not engine.limit_changes
+
+
+async def test_a_model_that_goes_while_pages_are_given_back_costs_the_others_nothing(tmp_path: Path) -> None:
+    class Going(FakeEngine):
+        def trim(self, model: str) -> int:
+            if model == "gone":
+                raise UnknownModelError("no model 'gone' is served")
+            return super().trim(model)
+
+    async with connect(fake_app(Going(("tiny", "gone")), tmp_path, admin_api_keys=("boss",))) as http:
+        answer = await http.post("/admin/prefix_cache/trim", json={}, headers=ADMIN)
+        assert (answer.status_code, answer.json()["freed_bytes"]) == (200, {"tiny": 6 * 4096})

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rich.console import Console
 
-from crosspool.commands.loading import shown_while_loading, teller
+from crosspool.commands.loading import Notices, shown_while_loading, teller
 from crosspool.commands.serve import deployment
 from crosspool.core import TokenConstraint
 from crosspool.deployment.launch import load_models, start_engine
@@ -98,7 +97,7 @@ async def _generate(
     as_json: bool,
 ) -> None:
     config = deployment(directories, (), None, flags)
-    console = Console(stderr=True)
+    console = Notices()
     models = prepare_models(config)
     engine = start_engine(config, models)
     try:

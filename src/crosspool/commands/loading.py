@@ -16,6 +16,20 @@ from crosspool.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+
+class Notices(Console):
+    """Standard error, for what is said on the way: when its reader goes, the command goes on without a word.
+
+    NOTE: a console of rich itself ends the process then, and closes standard output before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True)
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 JOIN_S = 1.0
 REFRESH_S = 0.1
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from crosspool.cluster.rank_log import RankLog
 from crosspool.commands import check
-from crosspool.commands.loading import above_bars, shown_while_loading, teller
+from crosspool.commands.loading import Notices, above_bars, shown_while_loading, teller
 from crosspool.config import DeploymentConfig, LogFormat
 from crosspool.deployment.launch import load_models, start_engine
 from crosspool.deployment.load import load_deployment
@@ -39,7 +39,7 @@ def run(
     Raises CrossPoolError, in one line, for whatever keeps the server from starting.
     """
     config = deployment(sources, served_names, config_file, flags, plan_file, plan_group)
-    console = Console(stderr=True)
+    console = Notices()
     set_up_logging(config.server.log_level, console, config.server.log_format)
     if only_check:
         check.run(config, console)

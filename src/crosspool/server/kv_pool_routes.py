@@ -1,6 +1,7 @@
 """The KV pool at run time: its limits, and cached pages given back. Guarded by an admin API key."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request
@@ -9,6 +10,7 @@ from starlette.datastructures import State
 
 from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.stats import EngineStats, ModelInfo, PoolStats
+from crosspool.errors import UnknownModelError
 from crosspool.server.admin_routes import ERRORS
 from crosspool.server.errors import ErrorBody, bad_request
 from crosspool.units import parse_size
@@ -134,10 +136,13 @@ class TrimBody(BaseModel):
 async def trim(request: Request, body: Annotated[TrimBody | None, Body()] = None) -> dict[str, Any]:
     """Pages that live requests use stay. New requests never need this: they take cached pages like free ones."""
     state = request.app.state
-    frame_bytes = {pool.kv_rank: pool.frame_bytes for pool in state.engine.stats().pools}
     served = [info for info in state.engine.models() if info.state in ("ready", "draining")]
+    frame_bytes = {pool.kv_rank: pool.frame_bytes for pool in state.engine.stats().pools}
     if body is not None and body.model is not None:
         name = state.catalogue.resolve(body.model).name
         served = [info for info in served if info.name == name]
-    freed = {info.name: state.engine.trim(info.name) * frame_bytes[info.kv_rank] for info in served}
+    freed: dict[str, int] = {}
+    for info in served:
+        with suppress(UnknownModelError):  # it has just gone
+            freed[info.name] = state.engine.trim(info.name) * frame_bytes[info.kv_rank]
     return {"object": "prefix_cache", "freed_bytes": freed}
