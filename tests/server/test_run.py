@@ -56,6 +56,11 @@ def test_a_slash_behind_the_root_path_means_nothing(tmp_path: Path) -> None:
         assert _uvicorn_config(app, ServerConfig(root_path=told)).root_path == meant
 
 
+def test_idle_connections_outlive_those_of_clients_and_proxies(tmp_path: Path) -> None:
+    """Else one sends a request on a connection that is just being closed: 60 s is what most of them wait."""
+    assert _uvicorn_config(fake_app(ClosableFake(), tmp_path), ServerConfig()).timeout_keep_alive > 60
+
+
 async def test_a_failed_load_ends_the_server_and_closes_the_engine(tmp_path: Path) -> None:
     engine = ClosableFake()
 

@@ -12,6 +12,7 @@ import pytest
 
 from crosspool.core import FinishReason
 from crosspool.errors import QueueFullError, ShuttingDownError, WorkerLostError
+from crosspool.server.guards import BodyLimit
 from crosspool.server.stream import EventStream
 from tests.support.awaited import soon
 from tests.support.fake_engine import FakeEngine, Script
@@ -222,3 +223,39 @@ async def test_events_are_closed_at_once_when_the_client_leaves() -> None:
     async with asyncio.timeout(5):
         await EventStream(source)({"type": "http"}, receive, send)
     assert closed_at == ["closed"]
+
+
+async def test_a_stream_whose_request_has_a_body_that_is_too_large_goes_on_until_the_client_leaves() -> None:
+    """Nobody reads the body of a GET: what comes of it is no reason to break the answer off."""
+    is_read, has_left = asyncio.Event(), asyncio.Event()
+    pieces = iter([b"x" * 600] * 3)
+
+    async def receive() -> dict[str, Any]:
+        if (piece := next(pieces, None)) is not None:
+            return {"type": "http.request", "body": piece, "more_body": True}
+        is_read.set()
+        await has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def ticks() -> AsyncGenerator[bytes, None]:
+        while True:
+            yield b"tick"
+            await asyncio.sleep(0.001)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await EventStream(ticks())(scope, receive, send)
+
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/stats/stream", "headers": []}
+    streaming = asyncio.create_task(BodyLimit(app, max_body_bytes=1000)(scope, receive, send))
+    await asyncio.wait_for(is_read.wait(), 10)
+    num_sent = len(sent)
+    while len(sent) < num_sent + 3:
+        assert not streaming.done()
+        await asyncio.sleep(0.001)
+    has_left.set()
+    await asyncio.wait_for(streaming, 10)

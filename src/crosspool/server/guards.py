@@ -115,7 +115,7 @@ class BodyLimit:
             nonlocal received
             message = await receive()
             received += len(message.get("body", b""))
-            if received > self._max_body_bytes:
+            if message["type"] == "http.request" and received > self._max_body_bytes:
                 raise HTTPException(413, self._too_large().message)  # the one exception FastAPI lets through here
             return message
 

@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BACKLOG = 2048
+KEEP_ALIVE_S = 75
+"""How long a connection may be idle: longer than clients and proxies keep theirs (a minute, most), so that none of them
+sends a request on one that is just being closed."""
 DRAIN_POLL_S = 0.05
 LAST_WORDS_S = 5
 """How long connections may take to send what is left once the engine has ended every request; then they are cut."""
@@ -189,6 +192,7 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         app,
         root_path=config.root_path.rstrip("/"),
         log_level="warning",
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=LAST_WORDS_S + CUT_S,
         server_header=False,
         ssl_certfile=config.ssl_certfile,

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -150,10 +151,11 @@ async def race(work: Coroutine[Any, Any, T], make_alarm: Callable[[], Coroutine[
 
 
 async def left(receive: Receive) -> None:
-    """Raise ClientLeft once the client has closed the connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    raise ClientLeft
+    """Raise ClientLeft once the client has closed the connection; a body that is too large is nothing that is read."""
+    while True:
+        with suppress(HTTPException):
+            if (await receive())["type"] == "http.disconnect":
+                raise ClientLeft
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
