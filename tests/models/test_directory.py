@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from crosspool.errors import CheckpointError
+from crosspool.errors import CheckpointError, UnsupportedModelError
 from crosspool.models.directory import GenerationDefaults, read_model_dir
 from tests.support.tiny_models import write_tiny_model
 from tests.support.tiny_tokenizer import END_OF_TURN, write_tiny_tokenizer
@@ -87,11 +87,11 @@ def test_remote_code_is_ignored(model, caplog):
     assert "no remote code" in caplog.text
 
 
-def test_a_nested_text_config_is_the_model(model):
+def test_a_multimodal_wrapper_is_refused_in_one_line(model):
     config = json.loads((model / "config.json").read_text())
-    spec = read_model_dir(model).spec
     write_json(model / "config.json", model_type="some_vision_wrapper", text_config=config, vision_config={"depth": 3})
-    assert read_model_dir(model).spec == spec
+    with pytest.raises(UnsupportedModelError, match=r"'some_vision_wrapper'.*text_config.*language model alone"):
+        read_model_dir(model)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ import pytest
 from crosspool.errors import CheckpointError, UnsupportedModelError
 from crosspool.models.families.registry import FAMILIES, spec_from_config
 from crosspool.models.spec import DenseFFNSpec, GQASpec, MLASpec, MoEFFNSpec, RouterSpec
-from tests.support.tiny_models import tiny_config
+from tests.support.tiny_models import CONFIGS, tiny_config
+
+LLAMA3 = CONFIGS["llama"]["rope_scaling"]
 
 
 def router(family: str, **overrides) -> RouterSpec:
@@ -165,6 +167,8 @@ def test_an_explicit_null_is_not_an_absent_field():
         ("llama", {"num_hidden_layers": 1024}, ("1024", "1023")),
         ("qwen3_moe", {"num_hidden_layers": 10**15}, ("num_hidden_layers", "1023")),  # would not fit as a list
         ("qwen3_moe", {"num_experts": 10**9}, ("1000000000 experts", "16384")),
+        ("deepseek_v2", {"rope_interleave": False}, ("rope_interleave", "False", "True")),
+        ("glm4_moe", {"text_config": {"model_type": "llama"}}, ("'glm4_moe'", "text_config", "multimodal")),
     ],
 )
 def test_what_no_family_implements_is_refused_by_name(family, overrides, words):
@@ -186,14 +190,16 @@ def test_what_no_family_implements_is_refused_by_name(family, overrides, words):
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ("mlp_layer_types", "each layer")),
         ("qwen3_moe", {"mlp_only_layers": 3}, ("mlp_only_layers is 3",)),
         ("deepseek_v2", {"num_experts_per_tok": ...}, ("num_experts_per_tok is missing",)),
-        ("glm4_moe", {"head_dim": 42}, ("21 elements",)),
-        ("glm4_moe", {"partial_rotary_factor": 2.0}, ("64 elements", "at most 32")),
+        ("glm4_moe", {"head_dim": 42}, ("21 of its 42 elements",)),
+        ("glm4_moe", {"partial_rotary_factor": 2.0}, ("partial_rotary_factor is 2.0", "at most 1")),
         ("llama", {"rms_norm_eps": -1.0}, ("rms_norm_eps is -1.0", "above 0")),
         ("llama", {"rms_norm_eps": math.nan}, ("rms_norm_eps is nan", "finite")),
         ("deepseek_v3", {"routed_scaling_factor": math.inf}, ("routed_scaling_factor is inf", "finite")),
-        ("llama", {"rope_scaling": None, "rope_theta": 0}, ("rope_theta is 0", "above 0")),
+        ("llama", {"rope_scaling": None, "rope_theta": 0}, ("rope_theta is 0", "above 1")),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, ("factor is 0", "above 0")),
         ("qwen3_moe", {"rope_scaling": {"type": "yarn", "factor": -2}}, ("factor is -2", "above 0")),
+        ("qwen3_moe", {"rope_scaling": {"type": "yarn", "factor": 2, "beta_slow": -1}}, ("beta_slow is -1", "above 0")),
+        ("llama", {"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, ("high_freq_factor is 1.0", "above 1")),
         ("gpt_oss", {"sliding_window": None}, ("sliding_window",)),
     ],
 )

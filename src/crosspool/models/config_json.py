@@ -9,7 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -43,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class HFConfig:
-    """One `config.json`, its text part if it nests one. `source` names the file in messages.
+    """One `config.json`. `source` names the file in messages; `asked` gathers the fields that somebody has looked for.
 
     Readers take a field's spellings in order of preference. An absent field gives the default; an explicit null gives
     the default too, except in `optional_integer`, where null means "none" (DeepSeek's `q_lora_rank`).
@@ -51,17 +51,11 @@ class HFConfig:
 
     values: Mapping[str, Any]
     source: str = "config.json"
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str = "config.json") -> "HFConfig":
-        """`values` with its `text_config`, if any, laid over it: multimodal wrappers nest the language model there."""
-        text = values.get("text_config")
-        if not isinstance(text, Mapping):
-            return cls(values, source)
-        return cls({**{name: value for name, value in values.items() if name != "text_config"}, **text}, source)
+    asked: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def get(self, *names: str) -> Any:
         """The first of `names` that is present and not null, else None."""
+        self.asked.update(names)
         return next((self.values[name] for name in names if self.values.get(name) is not None), None)
 
     def integer(self, *names: str, default: int | _Required = REQUIRED, minimum: int = 1) -> int:

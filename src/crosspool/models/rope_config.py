@@ -34,17 +34,19 @@ def read_rope(
     rope = HFConfig(parameters, f"{config.source}: rope")
     kind = rope.string("rope_type", "type", default="default")
     config.supported("rope type", kind, SUPPORTED_KINDS)
-    theta = rope.number("rope_theta", default=config.number("rope_theta", default=default_theta), above=0.0)
+    theta = rope.number("rope_theta", default=config.number("rope_theta", default=default_theta), above=1.0)
     fallback = 1.0 if default_partial_factor is None else default_partial_factor
     partial = rope.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=fallback))
+    if not 0.0 < partial <= 1.0:
+        raise CheckpointError(f"{config.source}: partial_rotary_factor is {partial}; it must be above 0 and at most 1")
     if partial != 1.0 and default_partial_factor is None:
         raise UnsupportedModelError(
             f"{config.source}: partial_rotary_factor is {partial}; this model type rotates whole heads only (1.0)"
         )
     dim = int(head_dim * partial)
-    if not 2 <= dim <= head_dim or dim % 2:
+    if not dim or dim % 2:
         raise CheckpointError(
-            f"{config.source}: the rotated part of a head has {dim} elements; it must be even, and at most {head_dim}"
+            f"{config.source}: the rotated part of a head has {dim} of its {head_dim} elements; it must be even"
         )
     scaling = None if kind == "default" else _scaling(config, rope, kind, max_positions)
     return RopeSpec(theta=theta, dim=dim, interleaved=interleaved, scaling=scaling)
@@ -66,8 +68,9 @@ def _parameters(config: HFConfig, default: Mapping[str, Any] | None) -> Mapping[
 
 
 def _scaling(config: HFConfig, rope: HFConfig, kind: str, max_positions: int) -> RopeScaling:
+    all_dim = _optional(rope, "mscale_all_dim")
     if kind == "linear":
-        return RopeScaling(kind="linear", factor=rope.number("factor", above=0.0))
+        return RopeScaling(kind="linear", factor=rope.number("factor", above=0.0), mscale_all_dim=all_dim)
     outer = config.get("original_max_position_embeddings")  # wins over the inner one, as in transformers
     original = (
         config.integer("original_max_position_embeddings")
@@ -75,24 +78,31 @@ def _scaling(config: HFConfig, rope: HFConfig, kind: str, max_positions: int) ->
         else rope.integer("original_max_position_embeddings", default=max_positions)
     )
     if kind == "llama3":
+        low = rope.number("low_freq_factor", above=0.0)
         return RopeScaling(
             kind="llama3",
             factor=rope.number("factor", above=0.0),
             original_max_positions=original,
-            low_freq_factor=rope.number("low_freq_factor", above=0.0),
-            high_freq_factor=rope.number("high_freq_factor", above=0.0),
+            mscale_all_dim=all_dim,
+            low_freq_factor=low,
+            high_freq_factor=rope.number("high_freq_factor", above=low),
         )
     return RopeScaling(
         kind="yarn",
         factor=rope.number("factor", default=max_positions / original, above=0.0),
         original_max_positions=original,
-        beta_fast=rope.number("beta_fast", default=32.0) or 32.0,
-        beta_slow=rope.number("beta_slow", default=1.0) or 1.0,
+        beta_fast=_turns(rope, "beta_fast", 32.0),
+        beta_slow=_turns(rope, "beta_slow", 1.0),
         mscale=_optional(rope, "mscale"),
-        mscale_all_dim=_optional(rope, "mscale_all_dim"),
+        mscale_all_dim=all_dim,
         attention_factor=_optional(rope, "attention_factor"),
         truncate=rope.flag("truncate", default=True),
     )
+
+
+def _turns(rope: HFConfig, name: str, default: float) -> float:
+    """A number above 0; 0 means the default, as in transformers."""
+    return default if rope.get(name) == 0 else rope.number(name, default=default, above=0.0)
 
 
 def _optional(rope: HFConfig, name: str) -> float | None:

@@ -19,7 +19,8 @@ class RopeScaling:
     """How rotary frequencies are stretched beyond the trained length.
 
     `yarn` (arXiv 2309.00071) uses the beta, mscale and attention fields; `llama3` the two frequency factors;
-    `linear` the factor alone. `models/rope.py` turns these fields into frequencies.
+    `linear` the factor alone. `models/rope.py` turns these fields into frequencies. Under every kind latent attention
+    multiplies its scale by what `mscale_all_dim` says.
     """
 
     kind: Literal["yarn", "llama3", "linear"]

@@ -128,7 +128,8 @@ def read_mla(
     rope = read_rope(config, head_dim=rope_head_dim, max_positions=positions, interleaved=interleaved)
     scale = float((nope_dim + rope_head_dim) ** -0.5)
     if rope.scaling is not None and rope.scaling.mscale_all_dim:
-        scale *= yarn_mscale(rope.scaling.factor, rope.scaling.mscale_all_dim) ** 2
+        growth = yarn_mscale(rope.scaling.factor, rope.scaling.mscale_all_dim)
+        scale *= growth * growth
     return MLASpec(
         num_heads=config.integer("num_attention_heads", default=num_heads),
         q_lora_rank=config.optional_integer("q_lora_rank", default=q_lora_rank),
@@ -169,7 +170,8 @@ def window_per_layer(config: HFConfig, window: int | None, slides: Sequence[bool
 
 def qwen_window(config: HFConfig) -> int | None:
     """`sliding_window` where `use_sliding_window` says that it is in use."""
-    return read_window(config, default=4096) if config.flag("use_sliding_window", default=False) else None
+    window = read_window(config, default=4096)
+    return window if config.flag("use_sliding_window", default=False) else None
 
 
 def qwen_sparse_layers(config: HFConfig, num_layers: int, num_experts: int) -> list[bool]:

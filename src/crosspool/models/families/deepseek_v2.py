@@ -9,6 +9,7 @@ from crosspool.models.spec import ModelSpec, MoEFFNSpec, RouterSpec
 def read_spec(config: HFConfig) -> ModelSpec:
     """NOTE: `norm_topk_prob: true` is refused: transformers ignores it, DeepSeek's own code renormalises."""
     config.supported("norm_topk_prob", config.flag("norm_topk_prob", default=False), (False,))
+    config.supported("rope_interleave", config.flag("rope_interleave", default=True), (True,))
     config.supported("mlp_bias", config.flag("mlp_bias", default=False), (False,))
     num_layers = config.integer("num_hidden_layers", default=32)
     attention = read_mla(

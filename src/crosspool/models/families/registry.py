@@ -19,6 +19,7 @@ from crosspool.models.families import (
     qwen3_moe,
 )
 from crosspool.models.families.family import Family
+from crosspool.models.families.unread import refuse_unread
 from crosspool.models.spec import ModelSpec
 
 MAX_LAYERS = 1023
@@ -43,7 +44,15 @@ FAMILIES: dict[str, Family] = {
 
 
 def find_family(config: HFConfig) -> Family:
-    """The family of the config's `model_type`. Raises UnsupportedModelError naming it and what is supported."""
+    """The family of the config's `model_type`.
+
+    Raises UnsupportedModelError naming it and what is supported, or where the config is that of a multimodal wrapper.
+    """
+    if config.get("text_config"):
+        raise UnsupportedModelError(
+            f"{config.source}: model_type {config.get('model_type')!r} nests its language model in text_config; "
+            "multimodal wrappers are not served, take a checkpoint of the language model alone"
+        )
     model_type = config.string("model_type")
     config.supported("model_type", model_type, tuple(FAMILIES))
     return FAMILIES[model_type]
@@ -55,9 +64,11 @@ def spec_from_config(values: Mapping[str, Any], source: str = "config.json") -> 
     Raises UnsupportedModelError for what no family implements, CheckpointError for fields that are missing, of the
     wrong type or at odds with each other.
     """
-    config = HFConfig.from_dict(values, source)
+    config = HFConfig(values, source)
     family = find_family(config)
     num_layers = config.integer("num_hidden_layers", default=1)
     if num_layers > MAX_LAYERS:  # told before a list of that length is made
         raise UnsupportedModelError(f"{source}: num_hidden_layers is {num_layers}; at most {MAX_LAYERS} are supported")
-    return family.read_spec(config)
+    spec = family.read_spec(config)
+    refuse_unread(config)
+    return spec
