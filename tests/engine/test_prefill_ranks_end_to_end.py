@@ -11,6 +11,7 @@ import pytest
 from crosspool.core import SamplingParams
 from crosspool.engine.request import GenerationRequest
 from crosspool.models.directory import read_model_dir
+from tests.support.awaited import soon
 from tests.support.engine_deployment import (
     FAMILIES,
     WEIGHTS_RANKS,
@@ -89,10 +90,7 @@ async def test_a_lost_prefill_rank_costs_no_request_and_is_used_again(directorie
         deployment.kill("p0", kind)
         await running
         await round_of("meanwhile")
-        for _ in range(500):
-            if not deployment.engine.stats().ranks_down:
-                break
-            await asyncio.sleep(0.02)
+        await soon(lambda: not deployment.engine.stats().ranks_down, deployment.engine.stats)
         before = deployment.num_dedicated
         await round_of("after")
         assert deployment.num_dedicated > before, "the prefill rank is back and is not used"
