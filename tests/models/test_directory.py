@@ -63,6 +63,53 @@ def test_an_end_token_outside_the_vocabulary_is_reported(model, caplog):
     assert "<nowhere>" in caplog.text
 
 
+def test_end_tokens_beyond_the_vocabulary_are_left_out_and_told(model, caplog):
+    write_json(model / "generation_config.json", eos_token_id=[7, 512, -1])
+    with caplog.at_level(logging.WARNING, logger="crosspool"):
+        assert read_model_dir(model).spec.eos_token_ids == (7, 0)
+    assert "[512, -1]" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "bound"),
+    [
+        ("temperature", -1, "at least 0"),
+        ("temperature", 2.5, "at most 2"),
+        ("top_p", 0, "above 0"),
+        ("top_p", 1.5, "at most 1"),
+        ("min_p", -0.1, "at least 0"),
+        ("repetition_penalty", 0, "above 0"),
+        ("top_k", -2, "at least -1"),
+    ],
+)
+def test_recommended_sampling_that_no_request_may_ask_for_is_refused(model, name, value, bound):
+    write_json(model / "generation_config.json", **{name: value})
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {name} is {value}; .*{bound}"):
+        read_model_dir(model)
+
+
+def test_the_ends_of_what_may_be_recommended(model):
+    write_json(model / "generation_config.json", temperature=0, top_p=1, top_k=-1, min_p=0, repetition_penalty=10)
+    expected = GenerationDefaults(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=10.0)
+    assert read_model_dir(model).generation == expected
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", {"added_tokens": [{"content": "<eos>"}]}),
+        ("tokenizer.json", {"model": [1]}),
+        ("tokenizer_config.json", {"eos_token": "<eos>", "added_tokens_decoder": [1]}),
+        ("tokenizer_config.json", {"eos_token": "<eos>", "added_tokens_decoder": {"x": {"content": "<eos>"}}}),
+    ],
+)
+def test_tokens_that_are_no_list_are_told_in_one_line(model, file, content):
+    write_json(model / "tokenizer_config.json", eos_token="<eos>")
+    write_json(model / file, **content)
+    with pytest.raises(CheckpointError, match=r"^[^\n]*tokenizer's files[^\n]*$"):
+        read_model_dir(model)
+
+
 def test_no_end_token_at_all_is_allowed(tmp_path):
     path = write_tiny_model(tmp_path, "llama", eos_token_id=None, tokenizer=False)
     assert read_model_dir(path).spec.eos_token_ids == ()
@@ -122,4 +169,7 @@ def test_an_absent_directory_or_config_is_told(tmp_path):
     with pytest.raises(CheckpointError, match="no such directory"):
         read_model_dir(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        read_model_dir(tmp_path)
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read \(Is a directory\)"):
         read_model_dir(tmp_path)

@@ -74,7 +74,8 @@ def test_a_begin_token_is_never_doubled(tmp_path: Path) -> None:
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+    (tmp_path / "tokenizer.model").write_bytes(b"a sentencepiece model alone")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json.*tokenizer\.model.*save_pretrained"):
         TextTokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):

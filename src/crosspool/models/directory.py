@@ -65,9 +65,11 @@ def read_model_dir(path: Path | str) -> ModelDirectory:
     if (path / "generation_config.json").exists():
         generation = HFConfig(read_json(path / "generation_config.json"), str(path / "generation_config.json"))
     eos = dict.fromkeys((*spec.eos_token_ids, *generation.token_ids("eos_token_id"), *_tokenizer_eos(path)))
+    if beyond := [token_id for token_id in eos if not 0 <= token_id < spec.vocab_size]:
+        logger.warning("%s: the end tokens %s lie outside the vocabulary of %d; ignored", path, beyond, spec.vocab_size)
     return ModelDirectory(
         path=path,
-        spec=replace(spec, eos_token_ids=tuple(eos)),
+        spec=replace(spec, eos_token_ids=tuple(token_id for token_id in eos if token_id not in beyond)),
         generation=_generation_defaults(generation),
         served_name=_served_name(path),
         tokenizer_files=tuple(name for name in TOKENIZER_FILES if (path / name).exists()),
@@ -75,17 +77,27 @@ def read_model_dir(path: Path | str) -> ModelDirectory:
 
 
 def _generation_defaults(config: HFConfig) -> GenerationDefaults:
-    def number(name: str) -> float | None:
-        return None if config.get(name) is None else config.number(name)
-
     return GenerationDefaults(
-        temperature=number("temperature"),
-        top_p=number("top_p"),
-        top_k=None if config.get("top_k") is None else config.integer("top_k", minimum=0),
-        min_p=number("min_p"),
-        repetition_penalty=number("repetition_penalty"),
+        temperature=_within(config, "temperature", 0, 2),
+        top_p=_within(config, "top_p", 0, 1, is_above=True),
+        top_k=None if config.get("top_k") is None else max(0, config.integer("top_k", minimum=-1)),  # -1: all, as 0
+        min_p=_within(config, "min_p", 0, 1),
+        repetition_penalty=_within(config, "repetition_penalty", 0, 10, is_above=True),
         max_new_tokens=None if config.get("max_new_tokens") is None else config.integer("max_new_tokens"),
     )
+
+
+def _within(config: HFConfig, name: str, least: float, most: float, *, is_above: bool = False) -> float | None:
+    """A number in the bounds that hold for requests' own; is_above: the least one is outside. None where absent."""
+    if config.get(name) is None:
+        return None
+    value = config.number(name)
+    if not least <= value <= most or (is_above and value == least):
+        bound = "above" if is_above else "at least"
+        raise CheckpointError(
+            f"{config.source}: {name} is {value:g}; it must be {bound} {least:g} and at most {most:g}"
+        )
+    return value
 
 
 def _served_name(path: Path) -> str:
@@ -104,7 +116,10 @@ def _tokenizer_eos(path: Path) -> tuple[int, ...]:
             token = _token_text(read_json(path / name).get("eos_token"))
     if token is None:
         return ()
-    token_id = _token_id(path, token)
+    try:
+        token_id = _token_id(path, token)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: its tokenizer's files list tokens in an unknown form ({error!r})") from error
     if token_id is None:
         logger.warning("%s: the tokenizer's end token %r is not in its vocabulary; it is ignored", path, token)
         return ()

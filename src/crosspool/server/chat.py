@@ -8,6 +8,7 @@ template runs and encoded as ordinary characters. Only the template's own marks 
 """
 
 import json
+import logging
 import re
 import secrets
 from collections.abc import Sequence
@@ -16,11 +17,14 @@ from typing import Any
 
 import jinja2
 
-from crosspool.errors import CheckpointError, unreadable_because
+from crosspool.errors import CheckpointError
 from crosspool.server.answer_formats import answer_format
 from crosspool.server.messages import Message
 from crosspool.server.template_environment import template_environment
+from crosspool.server.template_files import named_templates, read_template
 from crosspool.server.tokenizer import TextTokenizer, special_token, tokenizer_config
+
+logger = logging.getLogger(__name__)
 
 REASONING_MARKS = ("<think>", "</think>")
 """Templates split these off assistant turns themselves, so there they stay what they are."""
@@ -74,15 +78,19 @@ class TemplateError(ValueError):
 
 
 class ChatTemplate:
-    """One model's chat template and the tokenizer that its text is for. format: how its answers are written."""
+    """One model's chat template and the tokenizer that its text is for. format: how its answers are written.
 
-    def __init__(self, source: str, tokenizer: TextTokenizer, variables: dict[str, str]) -> None:
-        try:
-            self._template = template_environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise CheckpointError(f"the chat template does not compile: line {error.lineno}: {error.message}") from None
-        self._knows_developer = "developer" in source
-        self.format = answer_format(source)
+    with_tools: another one, of models that have it, for conversations with tools.
+    """
+
+    def __init__(
+        self, source: str, tokenizer: TextTokenizer, variables: dict[str, str], with_tools: str | None = None
+    ) -> None:
+        self._template = _compiled(source)
+        self._with_tools = self._template if with_tools is None else _compiled(with_tools)
+        sources = source + (with_tools or "")
+        self._knows_developer = "developer" in sources
+        self.format = answer_format(sources)
         self._tokenizer = tokenizer
         self._variables = variables
 
@@ -123,8 +131,9 @@ class ChatTemplate:
             "messages": list(messages),
             "add_generation_prompt": add_generation_prompt,
         }
+        template = self._with_tools if values["tools"] else self._template
         try:
-            return self._template.render(values)
+            return template.render(values)
         except jinja2.TemplateError as error:
             raise TemplateError(f"the model's chat template refuses this conversation: {error.message}") from None
         except (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
@@ -141,29 +150,23 @@ class ChatTemplate:
 def load_chat_template(directory: Path, tokenizer: TextTokenizer, override: Path | None = None) -> ChatTemplate | None:
     """The template of `override`, or of the model directory; None where the model has none."""
     config = tokenizer_config(directory)
-    source = _read(override) if override is not None else _template_source(directory, config)
+    templates = {"default": read_template(override)} if override is not None else named_templates(directory, config)
+    source = templates.get("default")
     if source is None:
+        if templates:
+            names = ", ".join(sorted(templates))
+            logger.warning("%s: its chat templates are %s, and none is the default; none is used", directory, names)
         return None
     tokens = {name: special_token(config, name) for name in SPECIAL_TOKEN_NAMES}
-    return ChatTemplate(source, tokenizer, {name: token for name, token in tokens.items() if token is not None})
+    variables = {name: token for name, token in tokens.items() if token is not None}
+    return ChatTemplate(source, tokenizer, variables, templates.get("tool_use"))
 
 
-def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.exists():
-        return _read(path)
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        named = {item["name"]: item["template"] for item in source}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
-
-
-def _read(path: Path) -> str:
+def _compiled(source: str) -> jinja2.Template:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"cannot read the chat template {path}: {unreadable_because(error)}") from None
+        return template_environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(f"the chat template does not compile: line {error.lineno}: {error.message}") from None
 
 
 def _require_whole(text: str, messages: Sequence[Message]) -> None:

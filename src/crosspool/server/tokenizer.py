@@ -58,7 +58,8 @@ class TextTokenizer:
             serialized = path.read_text(encoding="utf-8")
         except OSError as error:
             raise CheckpointError(
-                f"cannot read {path}: {error.strerror}; CrossPool needs the fast tokenizer's tokenizer.json"
+                f"cannot read {path}: {error.strerror}; of other tokenizers (tokenizer.model, vocab.json) transformers "
+                "makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
             ) from None
         try:
             return cls(serialized, special_token(tokenizer_config(directory), "bos_token"))
