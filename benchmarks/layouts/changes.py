@@ -1,10 +1,12 @@
 """Which change of two pools would gain how much on a load: simulated from measured stage times, one change at a time.
 
     python -m benchmarks.layouts.changes --trace-dir TRACES [--rates 0.8 2.0] [--seconds 20]
+    python -m benchmarks.layouts.changes --trace-dir TRACES --gpus 4 --seconds 100 --times 1
 
-For the two layouts on two GPUs, crosspool-1+1 and crosspool-1+1s (a quarter of every FFN beside attention): P50 and P99
-of the times between tokens, output tokens/s and TTFT, medians of simulations whose arrivals differ by up to 5 ms.
-Beside them, without any change, whole models on the same GPUs. No figure here is a measurement.
+For the layouts on two GPUs, crosspool-1+1 and crosspool-1+1s (a quarter of every FFN beside attention), or for those of
+four GPUs and fewer that were never measured: P50 and P99 of the times between tokens, output tokens/s and TTFT, medians
+of simulations whose arrivals differ by up to 5 ms. Beside them, without any change, whole models on the same GPUs. No
+figure here is a measurement.
 
 simulated_tbt_ms.<layout>.<change>.<model>.<rate>.<p50|p99>, simulated_tokens_per_s.<layout>.<change>.<rate>,
 simulated_ttft_ms.<layout>.<change>.all.<rate>.<p50|p99>.
@@ -25,7 +27,8 @@ from typing import cast
 import numpy as np
 
 from benchmarks.layouts.predicted import SHIFT_S, TIMES, outlook, stage_times
-from benchmarks.layouts.server import beside_share
+from benchmarks.layouts.server import GPU_LAYOUTS, beside_share, num_gpus
+from benchmarks.layouts.targets import TBT_MS
 from benchmarks.report import RESULTS, Report
 from crosspool.planner.catalogue import catalogue_facts
 from crosspool.simulator.group import Layout
@@ -35,6 +38,10 @@ from crosspool.simulator.result import GroupResult
 MODELS = ("glm-4.7-flash", "qwen3-30b-a3b", "deepseek-v2-lite")
 LAYOUTS = ("crosspool-1+1", "crosspool-1+1s")
 BASELINES = ("static-2", "elastic-2")
+THREE_WEIGHTS = "crosspool-1+3"
+UNMEASURED = (THREE_WEIGHTS, "crosspool-1+2", "crosspool-2+2", "crosspool-3+1", "static-4", "elastic-4")
+BY_GPUS = {2: (*LAYOUTS, *BASELINES), 4: UNMEASURED}
+"""The most GPUs of a layout -> what is simulated."""
 NUM_SIMULATIONS = {"0.8": TIMES, "2.0": 1}
 """By rate; where requests wait for each other most, a few milliseconds of their arrivals change little."""
 RATES = tuple(NUM_SIMULATIONS)
@@ -46,14 +53,18 @@ ROUTER_US = 5.0
 class Change:
     """words: what is changed. stages: of each model's stage times. engine: settings that are not as planned.
 
-    is_present: with today's FFNs. at: the rates that it is simulated at.
+    order: of segments at a station. patience: of prompts, over the present one. is_present: with today's FFNs. at: the
+    rates that it is simulated at; of: the layouts.
     """
 
     words: str
     stages: Callable[[MeasuredModel], MeasuredModel] = lambda model: model
     engine: Mapping[str, int] = field(default_factory=dict)
+    order: str = "priority"
+    patience: float = 1.0
     is_present: bool = True
     at: Sequence[str] = ("0.8",)
+    of: Sequence[str] = (*LAYOUTS, THREE_WEIGHTS)
 
 
 def ffn_times(
@@ -84,22 +95,43 @@ def cut_in_two(model: MeasuredModel) -> MeasuredModel:
 
 
 CHANGES: Mapping[str, Change] = {
-    "none": Change(words="as measured stage times have it", at=RATES),
-    "before": Change(words="with the FFNs that the kept runs had", is_present=False, at=RATES),
+    "none": Change(words="as measured stage times have it", at=RATES, of=(*LAYOUTS, *BASELINES, *UNMEASURED)),
+    "before": Change(words="with the FFNs that the kept runs had", is_present=False, at=RATES, of=LAYOUTS),
     "ffn95": Change(words="FFN at 8 to 24 rows x 0.95", stages=lambda model: ffn_times(model, 0.95, rows=range(8, 25))),
     "routekv": Change(words="the KV rank routes (--route kv)", stages=routed_on_kv),
     "both": Change(
-        words="FFN x 0.95 and --route kv", stages=lambda model: routed_on_kv(ffn_times(model, 0.95, rows=range(8, 25)))
+        words="FFN x 0.95 and --route kv",
+        stages=lambda model: routed_on_kv(ffn_times(model, 0.95, rows=range(8, 25))),
+        of=LAYOUTS,
     ),
     "prompts_free": Change(
         words="prompts cost decode nothing (ranks of their own)",
         stages=lambda model: replace(model, beside_prompt_s=0.0),
     ),
     "3lanes": Change(words="three decode lanes (--decode-lanes 3)", engine={"decode_lanes": 3}),
-    "halves": Change(words="each model's batch cut in two, in lanes of their own", stages=cut_in_two),
+    "halves": Change(words="each model's batch cut in two, in lanes of their own", stages=cut_in_two, of=LAYOUTS),
     "64seqs": Change(
-        words="up to 64 sequences of a model at once (--max-num-seqs 64)", engine={"max_num_seqs": 64}, at=("2.0",)
+        words="up to 64 sequences of a model at once (--max-num-seqs 64)",
+        engine={"max_num_seqs": 64},
+        at=("2.0",),
+        of=LAYOUTS,
     ),
+    "prompts_half": Change(
+        words="prompts cost a layer of decode half as much",
+        stages=lambda model: replace(model, beside_prompt_s=(model.beside_prompt_s or 0.0) / 2),
+        of=(THREE_WEIGHTS,),
+    ),
+    "patience": Change(
+        words="a third of the prompts' patience, as a rank's slice is a third (what decode pays taken as before)",
+        patience=1 / 3,
+        of=(THREE_WEIGHTS,),
+    ),
+    "chunk1k": Change(
+        words="prefill steps of 1,024 tokens (--max-num-batched-tokens 1024)",
+        engine={"max_num_batched_tokens": 1024},
+        of=(THREE_WEIGHTS,),
+    ),
+    "ticket": Change(words="segments in order of readiness (--order ticket)", order="ticket", of=(THREE_WEIGHTS,)),
 }
 """By name in metrics."""
 
@@ -130,24 +162,33 @@ def simulate_change(
             found.append(
                 outlook(
                     path,
-                    {"count": 2, "kv": 1},
+                    gpus_of(layout),
                     cast(Layout, layout.partition("-")[0]),
                     changed,
                     MODELS,
-                    beside_share=beside_share(layout),
+                    beside_share=beside_share(layout) if layout in GPU_LAYOUTS else 0.0,
                     engine=change.engine,
+                    order=change.order,
+                    patience=change.patience,
                 )
             )
     return found
 
 
+def gpus_of(layout: str) -> dict[str, int]:
+    """As a plan has them: how many, and how many of them for KV in two pools."""
+    pools = layout.partition("-")[2].partition("+")
+    return {"count": num_gpus(layout), "kv": int(pools[0]) if pools[1] else 1}
+
+
 def add_change(report: Report, layout: str, name: str, rate: str, groups: Sequence[GroupResult]) -> None:
     case = f"{layout}.{name}"
     for model in MODELS:
-        for level, share in (("p50", 0.5), ("p99", 0.99)):
+        bounds = TBT_MS.get((layout, rate), (None, None))
+        for level, share, bound in zip(("p50", "p99"), (0.5, 0.99), bounds, strict=True):
             every_ms = [1e3 * group.models[model].tbt.quantile(share) for group in groups]
             told = f"simulated; {min(every_ms):.1f} to {max(every_ms):.1f}; {CHANGES[name].words}"
-            report.metric(f"simulated_tbt_ms.{case}.{model}.{rate}.{level}", median(every_ms), note=told)
+            report.metric(f"simulated_tbt_ms.{case}.{model}.{rate}.{level}", median(every_ms), limit=bound, note=told)
     for level, share in (("p50", 0.5), ("p99", 0.99)):
         ttft_ms = median(1e3 * group.total.ttft.quantile(share) for group in groups)
         report.metric(f"simulated_ttft_ms.{case}.all.{rate}.{level}", ttft_ms, note="simulated")
@@ -159,12 +200,14 @@ def add_change(report: Report, layout: str, name: str, rate: str, groups: Sequen
         report.metric(f"simulated_busy.{case}.{station}.{rate}", busy, limit=1.0, note=told)
 
 
-def as_list(report: Report, rate: str) -> str:
-    """Markdown: what each change gives, a line for each."""
+def as_list(report: Report, rate: str, layouts: Sequence[str] = BY_GPUS[2]) -> str:
+    """Markdown: what each change gives, a line for each that was simulated."""
     lines = []
-    for layout in (*LAYOUTS, *BASELINES):
+    for layout in layouts:
         for name, change in changes_of(layout, rate).items():
             case = f"{layout}.{name}"
+            if f"simulated_tokens_per_s.{case}.{rate}" not in report.metrics:
+                continue
             figures = []
             for model in MODELS:
                 p50, p99 = (report.metrics[f"simulated_tbt_ms.{case}.{model}.{rate}.{at}"] for at in ("p50", "p99"))
@@ -180,34 +223,47 @@ def as_list(report: Report, rate: str) -> str:
 
 def changes_of(layout: str, rate: str) -> Mapping[str, Change]:
     """What is simulated of a layout at a rate, by name; of baselines nothing is changed."""
-    names = [name for name, change in CHANGES.items() if rate in change.at]
-    return {name: CHANGES[name] for name in names if layout in LAYOUTS or name == "none"}
+    return {name: change for name, change in CHANGES.items() if rate in change.at and layout in change.of}
+
+
+def summary(report: Report, rates: Sequence[str], layouts: Sequence[str], seconds: float, times: int | None) -> str:
+    """Markdown. times: of every case; none: the usual numbers."""
+    counts = f"{times} simulation(s)" if times else f"{TIMES} simulations"
+    lists = [f"At {rate} requests/s of each model:\n\n{as_list(report, rate, layouts)}" for rate in rates]
+    how = (
+        f"SIMULATED, nothing here was measured: the first {seconds:g} s of the trace of three models on as many H200s "
+        f"as a layout's name says, from kept stage times, one change at a time; P50 / P99, medians of {counts} whose "
+        f"arrivals differ by up to {1e3 * SHIFT_S:g} ms{'' if times else ', at 2.0 of one'}."
+    )
+    return "\n\n".join((how, *lists))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trace-dir", type=Path, required=True, help="folder of sharegpt_<rate>.jsonl")
     parser.add_argument("--rates", nargs="+", default=list(RATES), choices=RATES)
+    parser.add_argument("--gpus", type=int, default=2, choices=list(BY_GPUS), help="the most of a layout")
+    parser.add_argument("--layouts", nargs="+", help="these alone, of those of so many GPUs")
+    parser.add_argument("--changes", nargs="+", help="these alone", choices=list(CHANGES))
+    parser.add_argument("--times", type=int, help=f"simulations of a case; usual: {TIMES}, at 2.0 one")
     parser.add_argument("--seconds", type=float, default=20.0, help="of the trace")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     config = {"rates": args.rates, "seconds": args.seconds, "trace_dir": args.trace_dir.name}
-    report = Report("layout_changes", hardware="cpu", config=config)
+    layouts = args.layouts or BY_GPUS[args.gpus]
+    report = Report("layout_changes" if args.gpus == 2 else "layouts_simulated", hardware="cpu", config=config)
     tables = {is_present: stage_times(is_present=is_present) for is_present in (False, True)}
     for rate in args.rates:
         trace = args.trace_dir / f"sharegpt_{rate}.jsonl"
-        for layout in (*LAYOUTS, *BASELINES):
+        for layout in layouts:
             for name, change in changes_of(layout, rate).items():
-                table, times = tables[change.is_present], NUM_SIMULATIONS[rate]
+                if name not in (args.changes or CHANGES):
+                    continue
+                table, times = tables[change.is_present], args.times or NUM_SIMULATIONS[rate]
                 groups = simulate_change(trace, args.seconds, layout, change, table, times)
                 add_change(report, layout, name, rate, groups)
                 print(f"{layout} {rate} {name}", flush=True)
-    report.summary = (
-        f"SIMULATED, nothing here was measured: the first {args.seconds:g} s of the trace of three models on two "
-        "H200s, from kept stage times, one change at a time; P50 / P99, medians of "
-        f"{TIMES} simulations whose arrivals differ by up to {1e3 * SHIFT_S:g} ms, at 2.0 of one.\n\n"
-        + "\n\n".join(f"At {rate} requests/s of each model:\n\n{as_list(report, rate)}" for rate in args.rates)
-    )
+    report.summary = summary(report, args.rates, layouts, args.seconds, args.times)
     for path in report.write(args.out):
         print(path)
     print(report.summary)

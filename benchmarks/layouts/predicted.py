@@ -140,13 +140,21 @@ def outlook(
     *,
     beside_share: float = 0.0,
     engine: Mapping[str, int] | None = None,
+    order: str = "priority",
+    patience: float = 1.0,
 ) -> GroupResult:
-    """What the simulator says of a whole trace that was not measured. engine: settings that are not as planned."""
+    """What the simulator says of a whole trace that was not measured.
+
+    engine: settings that are not as planned. order: of two pools' segments. patience: of prompts, over the present one.
+    """
     recorded = read_trace(trace)
     duration_s = float(recorded.arrival_s[-1]) + 1.0
     plan_input = _plan_input(recorded.models, trace, duration_s, gpus, SOME_SPEED, QUANTILE)
     plan_input = plan_input.model_copy(update={"engine": plan_input.engine.model_copy(update=engine)})
-    return _simulated(plan_deployment(plan_input), plan_input, layout, duration_s, measured, models, beside_share)
+    planned = plan_deployment(plan_input)
+    return _simulated(
+        planned, plan_input, layout, duration_s, measured, models, beside_share, order=order, patience=patience
+    )
 
 
 def _simulated(
@@ -158,6 +166,8 @@ def _simulated(
     models: Sequence[str],
     beside_share: float = 0.0,
     pass_rows: Sequence[int] = BUCKETS,
+    order: str = "priority",
+    patience: float = 1.0,
 ) -> GroupResult:
     """Two pools on two GPUs as the server runs them: steps handed out ahead, prompts behind decode for a while.
 
@@ -170,11 +180,12 @@ def _simulated(
             layout=layout,
             duration_s=duration_s,
             mode="exact",
+            order=order,
             is_ahead=True,
             prompts_wait=PASS_TOKENS,
             prompts_share=True,
-            patience_s=PIECE_S,
-            patience_token_s=TOKEN_S,
+            patience_s=patience * PIECE_S,
+            patience_token_s=patience * TOKEN_S,
             beside_share=beside_share,
             pass_rows=rows,
         )

@@ -22,6 +22,7 @@ POLL_S = 0.2
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "crosspool-1+1": ("--kv-ranks", "1", "--weights-ranks", "1"),
     "crosspool-1+1s": ("--kv-ranks", "1", "--weights-ranks", "2", "--weights-shares", "3,1"),
+    "crosspool-1+2": ("--kv-ranks", "1", "--weights-ranks", "2"),
     "crosspool-1+3": ("--kv-ranks", "1", "--weights-ranks", "3"),
     "static-2": ("--baseline", "static", "--kv-ranks", "1", "--weights-ranks", "1"),
     "static-4": ("--baseline", "static", "--kv-ranks", "1", "--weights-ranks", "3"),
