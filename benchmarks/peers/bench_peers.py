@@ -160,7 +160,11 @@ def is_installed(engine: str) -> bool:
 def write_report(report: Report, peer: str, directory: Path) -> None:
     """Nothing where nothing ran."""
     if report.metrics:
-        report.summary = f"{peer}: dummy weights of the true shapes, spread by the plugin, through crosspool bench."
+        is_spread = PEERS[peer][0] != "sglang"
+        routing = (
+            "spread by the plugin" if is_spread else "NOT spread: its routers may use few experts, which flatters it"
+        )
+        report.summary = f"{peer}: dummy weights of the true shapes, {routing}, through crosspool bench."
         for path in report.write(directory):
             print(path)
 

@@ -17,6 +17,7 @@ from benchmarks.peers.ballast import GIB, ballast_bytes
 from benchmarks.peers.bench_peers import peer_settings
 from benchmarks.peers.instances import GPU_BYTES, PEERS, STATIC, PeerOptions, instances, memory_shares, write_peer_dir
 from benchmarks.peers.spread_weights import MODULE, spread, write_plugin
+from benchmarks.report import Report
 
 
 @pytest.mark.parametrize("peer", PEERS)
@@ -193,3 +194,13 @@ def test_transformers_reads_the_model_directories(model, tmp_path):
     assert config.num_hidden_layers == CONFIGS[model]["num_hidden_layers"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     assert tokenizer.decode([7, 8]) == "w7 w8"
+
+
+@pytest.mark.parametrize(
+    ("peer", "words"), [("vllm-static-2", "spread by the plugin"), ("sglang-static-2", "NOT spread")]
+)
+def test_a_result_says_whether_routing_was_spread(peer, words, tmp_path):
+    report = Report(f"peers-{peer}", hardware="h200-x2")
+    report.metric("served", 1)
+    bench_peers.write_report(report, peer, tmp_path)
+    assert words in report.summary

@@ -1,6 +1,7 @@
 """What is asked of the server around a run: its models, a warm-up, its queue times."""
 
 import asyncio
+import logging
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,8 @@ from crosspool.bench.target import Target
 from crosspool.bench.traffic import PlannedRequest
 from crosspool.errors import CrossPoolError
 from crosspool.server_client import ServerClient
+
+logger = logging.getLogger(__name__)
 
 METRICS_TIMEOUT_S = 10.0
 
@@ -49,7 +52,7 @@ def warm_up_requests(planned: Sequence[PlannedRequest], num: int) -> list[Planne
 
 
 def read_queues(base_urls: Iterable[str], api_key: str | None) -> dict[str, QueueTimes]:
-    """Queue times so far by model; none of servers that show no metrics."""
+    """Queue times so far by model; none of servers that show no metrics, or a page of another kind in their place."""
     return {name: times for url in sorted(set(base_urls)) for name, times in _queues_of(url, api_key).items()}
 
 
@@ -63,4 +66,8 @@ def _queues_of(base_url: str, api_key: str | None) -> dict[str, QueueTimes]:
             text = answer.read().decode("utf-8")
     except (urllib.error.URLError, OSError):
         return {}
-    return read_queue_times(text)
+    try:
+        return read_queue_times(text)
+    except ValueError as error:
+        logger.warning("%s is no page of metrics, so queue times are left out: %s", address, error)
+        return {}
