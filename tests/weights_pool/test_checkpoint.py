@@ -155,9 +155,29 @@ def test_rotary_buffers_are_ignored(single, name):
 def test_a_tied_head_may_be_in_the_file_or_not(single, has_head):
     config = json.loads((single / "config.json").read_text())
     (single / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    if not has_head:
+    if has_head:
+        rewrite(single, lambda tensors: tensors.__setitem__("lm_head.weight", tensors["model.embed_tokens.weight"]))
+    else:
         rewrite(single, lambda tensors: tensors.pop("lm_head.weight"))
     assert set(load_attention_weights(read_model_dir(single)).model) == {"embed", "final_norm"}
+
+
+def test_a_head_of_its_own_is_not_dropped_for_a_config_that_ties_it(single):
+    config = json.loads((single / "config.json").read_text())
+    (single / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    refuse(single, "lm_head.weight", "another matrix than model.embed_tokens.weight", "tie_word_embeddings to false")
+    rewrite(single, lambda tensors: tensors.__setitem__("lm_head.weight", np.zeros(3, np.float32)))
+    refuse(single, "lm_head.weight", "another matrix")
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", ""])
+def test_names_of_a_model_around_or_within_are_told(single, prefix):
+    def rename(tensors):
+        for name in [name for name in tensors if name.startswith("model.")]:
+            tensors[prefix + name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite(single, rename)
+    refuse(single, f"there is {prefix}embed_tokens.weight", "a larger model around this one")
 
 
 def test_an_untied_head_must_be_there(single):
