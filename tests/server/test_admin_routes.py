@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from crosspool.config import ModelConfig, ServerConfig
 from crosspool.errors import CheckpointError
 from crosspool.server.app import create_app
 from crosspool.server.catalogue import Catalogue, ModelFrontend
+from tests.support.awaited import soon
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.server_fixtures import connect, tiny_frontend
 
@@ -70,6 +72,30 @@ async def test_a_model_comes_answers_and_goes(admin: httpx2.AsyncClient, engine:
     assert (await ask(admin, "new")).status_code == 404
     assert (await ask(admin, "tiny")).status_code == 200
     assert [row["name"] for row in (await admin.get("/admin/models")).json()["data"]] == ["tiny", "other"]
+
+
+async def test_a_load_that_still_prepares_its_model_holds_up_no_end(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crosspool.server.admin_routes.LOOK_S", 0.01)
+    app, begun, release = app_of(engine, tmp_path), threading.Event(), threading.Event()
+
+    def download(config: ModelConfig) -> PreparedFake:
+        begun.set()
+        release.wait(30)
+        raise CheckpointError("nobody waits for this any more")
+
+    app.state.prepare = download
+    async with connect(app) as http:
+        loading = asyncio.create_task(http.post("/admin/models/new/load", json={"path": "far/away"}, headers=ADMIN))
+        await soon(begun.is_set)
+        app.state.draining = True
+        answer = await asyncio.wait_for(loading, 10)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "prepare-new"]
+    assert thread.daemon, "the process would wait for it"
+    release.set()
+    thread.join(10)
 
 
 async def test_other_models_answer_and_a_second_load_is_refused_while_one_loads(

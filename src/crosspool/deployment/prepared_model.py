@@ -54,7 +54,7 @@ def prepare_model(model: ModelConfig, config: DeploymentConfig) -> PreparedModel
         return PreparedModel(served, _frontend(model, served, directory))
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"model {name}: {error}") from None
-    except (CheckpointError, ValueError) as error:
+    except (CheckpointError, ValueError, OSError, RecursionError) as error:  # a file that is none, or not to be read
         raise CheckpointError(f"model {name}: {error}") from None
 
 

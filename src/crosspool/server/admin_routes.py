@@ -1,7 +1,10 @@
 """Models at run time: GET /admin/models, POST /admin/models/{name}/load and /unload. Guarded by an admin API key."""
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from threading import Thread
 from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Body, Request
@@ -33,6 +36,9 @@ class Prepared(Protocol):
 Prepare = Callable[[ModelConfig], Prepared]
 """Finds (or downloads) a model and reads its small files; runs in a thread. Raises CheckpointError or
 UnsupportedModelError."""
+
+LOOK_S = 0.25
+"""How soon a load that still prepares its model notices that the server shuts down."""
 
 
 class LoadBody(BaseModel):
@@ -84,8 +90,7 @@ async def list_models(request: Request) -> dict[str, Any]:
 async def load(name: str, body: LoadBody, request: Request) -> JSONResponse:
     """The other models go on while it loads. 202 without `wait`."""
     state = request.app.state
-    if state.draining:
-        raise APIError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+    _check_open(state)
     if state.prepare is None:
         raise APIError(400, "this server cannot load models at run time", code="unsupported")
     _check_names([name, *body.aliases])
@@ -94,7 +99,7 @@ async def load(name: str, body: LoadBody, request: Request) -> JSONResponse:
         source=body.path, name=name, **body.model_dump(exclude={"path", "aliases", "wait"}), aliases=tuple(body.aliases)
     )
     try:
-        prepared: Prepared = await asyncio.to_thread(state.prepare, config)
+        prepared = await _prepared(state, config)
     except (CheckpointError, UnsupportedModelError) as error:
         raise bad_request(str(error), param="path", code="cannot_load") from None
     _check_free([name, *body.aliases], state)  # someone may have taken one meanwhile
@@ -111,6 +116,29 @@ async def unload(
     known = {info.name for info in state.engine.models()}
     own = name if name in known else state.catalogue.resolve(name).name
     return await _done(state, _unload(state, own, drain=body.drain), own, wait=body.wait)
+
+
+async def _prepared(state: State, config: ModelConfig) -> Prepared:
+    """The model as `state.prepare` finds it, in a thread that the process's end does not wait for.
+
+    Raises what it raises, and APIError once the server shuts down.
+    """
+    found: Future[Prepared] = Future()
+
+    def prepare() -> None:
+        try:
+            found.set_result(state.prepare(config))
+        except Exception as error:  # the caller's to judge
+            found.set_exception(error)
+
+    run = contextvars.copy_context().run  # log lines name the request
+    Thread(target=run, args=(prepare,), name=f"prepare-{config.served_name}", daemon=True).start()
+    waiting = asyncio.wrap_future(found)
+    waiting.add_done_callback(_seen)
+    while not waiting.done():
+        _check_open(state)
+        await asyncio.wait({waiting}, timeout=LOOK_S)
+    return waiting.result()
 
 
 async def _load(state: State, prepared: Prepared) -> None:
@@ -156,10 +184,15 @@ async def _done(state: State, work: Coroutine[Any, Any, None], name: str, *, wai
     return JSONResponse({"name": name, "models": _rows(state)})
 
 
-def _seen(task: "asyncio.Task[None]") -> None:
-    """Nobody waits for the task: its failure is in the model's state and in the engine's log."""
-    if not task.cancelled():
-        task.exception()
+def _seen(work: "asyncio.Future[Any]") -> None:
+    """Somebody may have stopped waiting: then its failure is in the model's state and in the engine's log."""
+    if not work.cancelled():
+        work.exception()
+
+
+def _check_open(state: State) -> None:
+    if state.draining:
+        raise APIError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
 
 
 def _check_names(names: list[str]) -> None:
