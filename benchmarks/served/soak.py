@@ -1,8 +1,8 @@
 """Minutes of mixed traffic on a server of the demo models, in processes of their own, and what is left afterwards.
 
 Traffic: answers read whole, streams left in the middle, whole answers not waited for, several choices, chats in three
-APIs, answers in a grammar, bad bodies, prompts far too long, metrics, health and the page's stream. Memory is read
-every few seconds for every process of the server.
+APIs, answers in a grammar, bad bodies, prompts far too long, metrics, health and the page's stream; and what
+`soak_edges` has. Memory is read every few seconds for every process of the server.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
 import psutil
 
+from benchmarks.served.soak_edges import EDGES
 from benchmarks.served.soak_requests import ACTIONS, LEFT
 from crosspool.units import MiB
 
@@ -37,6 +38,7 @@ WINDOW = 0.3  # of what follows: the first and the last of it are compared
 START_TIMEOUT_S = 120
 FILL_TIMEOUT_S = 900  # beside other work of the machine
 SETTLE_S = 15
+WEIGHTS = {**dict(zip(ACTIONS, (6, 6, 4, 2, 2, 2, 4), strict=True)), **dict.fromkeys(EDGES, 1)}
 WORDS = ("morning", "ship", "letter", "king")
 MODELS = ("austen", "holmes", "shakespeare")
 KV_POOL = "64MiB"  # small enough to be used to the last frame
@@ -54,6 +56,8 @@ class SoakResult:
     frames_left: int = 0
     sequences_left: int = 0
     tasks_left: int = 0
+    threads_grown: int = 0
+    unaccounted: int = 0  # sequences that were accepted and neither run nor have ended in a way that is counted
     exit_code: int | None = None
     log: str = ""
 
@@ -73,13 +77,16 @@ class SoakResult:
             "num_left": self.num_left,
         }
 
-    def growth_percent(self) -> dict[str, float]:
-        """By process: median memory of the last window over that of the first after the warm-up."""
+    def growth_percent(self, level: Callable[[Sequence[int]], float] = statistics.median) -> dict[str, float]:
+        """By process: memory of the last window over that of the first after the warm-up, each as its `level`.
+
+        The lowest of a window is what counts where models come and go: what is kept for good lifts it too.
+        """
         found = {}
         for name, samples in self.rss.items():
             kept = [size for at, size in samples if at >= WARM_UP * self.seconds]
             count = max(1, int(len(kept) * WINDOW))
-            found[name] = 100 * (statistics.median(kept[-count:]) / statistics.median(kept[:count]) - 1)
+            found[name] = 100 * (level(kept[-count:]) / level(kept[:count]) - 1)
         return found
 
 
@@ -129,11 +136,12 @@ async def _soak(process: subprocess.Popen[bytes], url: str, seconds: float, seed
     async with httpx2.AsyncClient(base_url=url, timeout=FILL_TIMEOUT_S) as http:
         await _fill(http)
         tasks = await num_tasks(http)
-        files = sum(child.num_fds() for child in processes(root))
+        files, threads = (sum(map(count, processes(root))) for count in (psutil.Process.num_fds, num_threads))
     deadline = time.monotonic() + seconds
     clients = [asyncio.create_task(_client(url, random.Random(seed + n), deadline, result)) for n in range(NUM_CLIENTS)]
     await watch_memory(root, clients, result)
     await settle(root, url, files, tasks, result)
+    result.threads_grown = sum(map(num_threads, processes(root))) - threads
     return result
 
 
@@ -175,15 +183,22 @@ async def settle(root: psutil.Process, url: str, files: int, tasks: int, result:
             result.tasks_left = await num_tasks(http) - tasks
         result.frames_left = sum(pool["frames_used"] + pool["frames_reserved"] for pool in stats["pools"])
         counts = ("num_queued", "num_prefilling", "num_decoding", "num_parked")
+        result.unaccounted = sum(
+            abs(model["num_accepted"] - sum(model["num_finished"].values())) for model in stats["models"]
+        )
         result.sequences_left = sum(model[count] for model in stats["models"] for count in counts)
         await asyncio.sleep(0.5)
         connections = [c for child in processes(root) for c in child.net_connections("tcp")]
         result.sockets_left = sum(connection.status == "ESTABLISHED" for connection in connections)
         result.files_grown = sum(child.num_fds() for child in processes(root)) - files
         left = result.frames_left or result.sequences_left or result.sockets_left or result.files_grown > 0
-        left = left or result.tasks_left > 0
+        left = left or result.tasks_left > 0 or result.unaccounted
         if not left or time.monotonic() > until:
             return
+
+
+def num_threads(process: psutil.Process) -> int:
+    return int(process.num_threads())
 
 
 def processes(root: psutil.Process) -> list[psutil.Process]:
@@ -200,7 +215,7 @@ async def _client(url: str, draw: random.Random, deadline: float, result: SoakRe
                 "temperature": draw.choice((0, 0.8)),
                 "ignore_eos": True,
             }
-            action = draw.choices(ACTIONS, (3, 3, 2, 1, 1, 1, 2))[0]
+            action = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
             try:
                 status = await action(http, body, draw)
             except httpx2.TimeoutException:

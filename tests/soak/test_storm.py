@@ -21,12 +21,12 @@ kept from each request would be three times this."""
 @pytest.mark.parametrize("flags", ["", "--kv-backing vmm --kv-pool-bytes 4MiB", "--prefill dedicated --decode-steps 4"])
 def test_models_come_and_go_under_their_requests_and_nothing_is_lost_or_left(flags: str) -> None:
     result = run_storm(MINUTES, SEED, flags.split())
-    growth = result.growth_percent()
+    growth = result.growth_percent(min)  # the guest alone is 14 % of a weights rank
     print(f"\n{flags or 'as it is'}, {MINUTES:g} minutes: {dict(result.statuses)}; growth in percent: {growth}")
     assert set(result.statuses) <= {200, 202, 400, 404, 409, 429, 503, LEFT}
     assert all(result.statuses[status] for status in (400, 404, 409, 429, 503, LEFT)), "the storm was none"
     assert result.statuses[200] > 60 * MINUTES
-    assert (result.frames_left, result.sequences_left) == (0, 0)
+    assert (result.frames_left, result.sequences_left, result.unaccounted) == (0, 0, 0)
     assert result.sockets_left == 0
     assert result.tasks_left <= 0
     assert result.files_grown <= 0
@@ -44,7 +44,7 @@ def test_ranks_that_are_killed_in_a_storm_cost_no_answer(flags: str) -> None:
     assert set(result.statuses) <= {200, 202, 400, 404, 409, 429, 503, LEFT, KILLED}
     assert result.statuses[KILLED] > MINUTES
     assert result.statuses[200] > 60 * MINUTES
-    assert (result.frames_left, result.sequences_left, result.sockets_left) == (0, 0, 0)
+    assert (result.frames_left, result.sequences_left, result.sockets_left, result.unaccounted) == (0, 0, 0, 0)
     assert result.exit_code == 0, result.log[-3000:]
     assert "Traceback" not in result.log, _from(result.log, "Traceback")
 
