@@ -21,6 +21,7 @@ from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.loading.weights import AttentionWeights
 from crosspool.backends.cuda.steps.lane import enter, on_device
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule
+from crosspool.backends.cuda.weights_rank.ffn_passes import FFNWay
 from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker
 from crosspool.cluster import messages
 from crosspool.cluster.base import ModelPlacement
@@ -63,7 +64,8 @@ class ReadyFFN(CudaFFNWorker):
         self.add_weights(placement.name, *self.ready)
         if self._resident is not None:  # later the server would have to leave for that, and may wait for this thread
             for number, lane, links in self._lanes.open_to([placement.kv_rank]):
-                self._resident.prepare(placement.name, self.ready[1], number, lane, links, (1,))
+                way = FFNWay(placement.name, self._models[placement.name], number, lane, links)
+                self._resident.prepare(way, (1,))
 
 
 @dataclass

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from benchmarks.crossings.most_of_a_gpu import MostOfAGpu
 from benchmarks.full_models import full_spec
+from benchmarks.ranks.driven import ReadyFFN
 from benchmarks.ranks.hosted import RanksOfALane
 from benchmarks.ranks.placed import FRAME_BYTES, PAGE_TOKENS, placed
 from crosspool.backends.base import Progress
@@ -19,11 +19,9 @@ from crosspool.backends.cuda.device.queues import ask_for_queues
 from crosspool.backends.cuda.kv_frames.frames import ArenaFrames
 from crosspool.backends.cuda.kv_rank.kv_passes import KVPassKind, KVWay
 from crosspool.backends.cuda.kv_rank.kv_worker import CudaAttentionWorker
-from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.loading.weights import AttentionWeights, random_attention_weights, random_ffn_weights
 from crosspool.backends.cuda.steps.lane import enter
 from crosspool.backends.cuda.steps.lane_memory import WaitRule
-from crosspool.backends.cuda.weights_rank.ffn_worker import CudaFFNWorker
 from crosspool.cluster.base import ModelPlacement
 from crosspool.cluster.channel import link_bytes
 from crosspool.cluster.region import FileRegion
@@ -51,17 +49,12 @@ class PreparedKV(CudaAttentionWorker):
             lane.prepare_loop(placement.name, links, kind)
 
 
-class PreparedFFN(CudaFFNWorker):
-    """Has weights, and gives the server its passes of one row."""
-
-    ready: tuple[ModelSpec, Sequence[FFNLayerWeights]]
+class PreparedFFN(ReadyFFN):
+    """As that one, in a thread of its own."""
 
     def add_model(self, placement: ModelPlacement, progress: Progress) -> None:
         enter(self._site.device)
-        self.add_weights(placement.name, *self.ready)
-        assert self._resident is not None
-        for number, lane, links in self._lanes.open_to([placement.kv_rank]):
-            self._resident.prepare(placement.name, self.ready[1], number, lane, links, (1,))
+        super().add_model(placement, progress)
 
 
 def ranks_on_one_gpu(model: str, server_sms: int, num_tokens: int, *, is_ahead: bool) -> RanksOfALane:

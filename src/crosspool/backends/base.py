@@ -17,6 +17,7 @@ from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepHeader
 
 FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
 R = TypeVar("R")
 
 

@@ -86,7 +86,7 @@ def cluster_config(config: DeploymentConfig) -> ClusterConfig:
         num_frames=engine.num_frames,
         num_host_frames=engine.num_host_frames,
         frame_bytes=engine.frame_bytes,
-        max_tokens_per_step=max(engine.max_num_batched_tokens, engine.max_num_seqs),
+        max_tokens_per_step=engine.max_tokens_per_step,
         num_lanes=engine.num_lanes,
     )
     if pools.backend == "cuda":

@@ -31,8 +31,8 @@ class Rank:
         assert kind in self.passes, "the pass comes before its loop"
         self.loops.append(kind)
 
-    def prepare(self, name, layers, number, lane, links, rows, *, takes_choices):
-        self.served += [(name, number, links, count, takes_choices) for count in rows]
+    def prepare(self, way, rows):
+        self.served += [(way.name, way.number, way.links, count, way.model.takes_choices) for count in rows]
 
     def tell(self):
         self.num_told += 1

@@ -2,10 +2,7 @@
 
 from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
-
-from crosspool.backends.base import FloatArray
+from crosspool.backends.base import FloatArray, IntArray
 from crosspool.backends.numpy.attention_gqa import GQAAttention
 from crosspool.backends.numpy.attention_mla import MLAAttention
 from crosspool.backends.numpy.kv_cache import Arena, StepSlots, layer_caches
@@ -14,9 +11,6 @@ from crosspool.backends.numpy.norms import RMSNorm
 from crosspool.backends.numpy.rotary import ComplexArray, RotaryTable
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, ModelSpec, RopeSpec
-
-IntArray = npt.NDArray[np.int64]
-
 
 FEW_TOKENS = 32
 """Tokens up to which the rotations of a step are copied for every head."""

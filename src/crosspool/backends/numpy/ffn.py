@@ -6,12 +6,11 @@ P = T x k pairs of token and expert, I the slice's width. A step of one token ru
 
 import numpy as np
 
-from crosspool.backends.base import FloatArray
+from crosspool.backends.base import FloatArray, IntArray
 from crosspool.backends.numpy.activation import activate, halve_gates
 from crosspool.backends.numpy.experts import Experts, Group
 from crosspool.backends.numpy.layer_router import Choices, LayerRouter
 from crosspool.backends.numpy.matrices import panels, product, transposed
-from crosspool.backends.numpy.router import IntArray
 from crosspool.models.spec import Activation, DenseFFNSpec, MoEFFNSpec
 
 

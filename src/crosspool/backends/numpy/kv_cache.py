@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from crosspool.backends.base import FloatArray
+from crosspool.backends.base import FloatArray, IntArray
 from crosspool.backends.numpy.spans import Block, Span, blocks
 from crosspool.backends.sequences.row_slots import RowSlots
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 
 Arena = npt.NDArray[np.uint8]
-IntArray = npt.NDArray[np.int64]
 
 
 def new_arena(num_frames: int, frame_bytes: int) -> Arena:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crosspool.backends.base import FloatArray
+from crosspool.backends.base import FloatArray, IntArray
 from crosspool.backends.numpy.matrices import transposed
-from crosspool.backends.numpy.router import IntArray, route, sigmoid
+from crosspool.backends.numpy.router import route, sigmoid
 from crosspool.models.spec import ModelSpec, MoEFFNSpec
 
 

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from crosspool.backends.base import FloatArray
+from crosspool.backends.base import FloatArray, IntArray
 from crosspool.backends.numpy.attention import MAX_SCORES
 from crosspool.backends.numpy.kv_cache import LayerCache
 from crosspool.backends.sequences.row_slots import RowSlots
 
-IntArray = npt.NDArray[np.int64]
 Partial = tuple[FloatArray, FloatArray]
 """Attended values (T, K, G, V) and log-sum-exp (T, K, G): -inf, and values of 0, where a query sees no slot."""
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
-from crosspool.backends.base import HalfStep, LaneLinks, Progress, Wait
+from crosspool.backends.base import HalfStep, IntArray, LaneLinks, Progress, Wait
 from crosspool.backends.numpy.attention_half import AttentionHalf
 from crosspool.backends.numpy.ffn_worker import FFNHalf
 from crosspool.backends.numpy.kv_cache import LayerCache, StepSlots, new_arena
@@ -23,8 +22,6 @@ from crosspool.models.tensors import weight_bytes
 from crosspool.scheduler.step import StepDescriptor, epoch
 from crosspool.units import ceil_div
 from crosspool.weights_pool.loader import load_attention_weights, load_ffn_weights
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass

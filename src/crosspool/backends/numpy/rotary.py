@@ -9,12 +9,11 @@ cache holds keys in it.
 import numpy as np
 import numpy.typing as npt
 
-from crosspool.backends.base import FloatArray
+from crosspool.backends.base import FloatArray, IntArray
 from crosspool.models.rope import attention_factor, inv_freq
 from crosspool.models.spec import RopeSpec
 
 ComplexArray = npt.NDArray[np.complex64]
-IntArray = npt.NDArray[np.int64]
 
 FIRST_POSITIONS = 1024
 

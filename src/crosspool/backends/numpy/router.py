@@ -6,12 +6,9 @@ Everything here works over the last axis: on (num_tokens, num_experts) as on one
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 
-from crosspool.backends.base import FloatArray
+from crosspool.backends.base import FloatArray, IntArray
 from crosspool.models.spec import RouterSpec
-
-IntArray = npt.NDArray[np.int64]
 
 
 def route(

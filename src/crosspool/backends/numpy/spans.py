@@ -4,12 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from crosspool.backends.base import FloatArray
+from crosspool.backends.base import FloatArray, IntArray
 from crosspool.backends.sequences.row_slots import RowSlots
-
-IntArray = npt.NDArray[np.int64]
 
 MAX_PADDING = 1.5
 """Rows are padded to the longest one's slots, unless that makes them so many times as many."""

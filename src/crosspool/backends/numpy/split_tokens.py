@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from crosspool.backends.base import FloatArray, HalfStep, Inlet, LaneLinks, Outlet, Wait
+from crosspool.backends.base import FloatArray, HalfStep, Inlet, IntArray, LaneLinks, Outlet, Wait
 from crosspool.backends.numpy.attention_step import AttentionStep
 from crosspool.backends.numpy.kv_cache import Arena, LayerCache, StepSlots, layer_caches
 from crosspool.backends.numpy.partial_attention import Partial, PartOfRow, attend_part, merge, pack, unpack
 from crosspool.backends.numpy.step_rows import StepRows
-from crosspool.backends.sequences.page_reader import IntArray
 from crosspool.backends.sequences.row_slots import RowSlots
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.kv_pool.split import partial_width, query_and_row

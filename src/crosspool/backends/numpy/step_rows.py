@@ -3,15 +3,13 @@
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
+from crosspool.backends.base import IntArray
 from crosspool.backends.numpy.kv_cache import StepSlots
 from crosspool.backends.sequences.row_slots import row_slots
 from crosspool.backends.sequences.sequence import Sequence, sequence_of
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepRow
-
-IntArray = npt.NDArray[np.int64]
 
 
 class StepRows:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from crosspool.backends.base import IntArray
 
 NO_FRAME = 0
 """Stands for the frames of a page that lies on another rank; what is written there is written to no page."""

@@ -2,12 +2,8 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from crosspool.backends.base import IntArray
 from crosspool.scheduler.step import StepRow
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

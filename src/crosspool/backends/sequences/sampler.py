@@ -14,12 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from crosspool.backends.base import FloatArray
+from crosspool.backends.base import FloatArray, IntArray
 from crosspool.backends.sequences.philox import UniformStream
 from crosspool.core import SampledToken, SamplingParams, TokenLogprob
 
 Float64Array = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 LOGPROB_FLOOR = -9999.0
 

@@ -3,15 +3,13 @@
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
+from crosspool.backends.base import IntArray
 from crosspool.backends.sequences.page_reader import PageReader
 from crosspool.backends.sequences.philox import UniformStream
 from crosspool.backends.sequences.sampler import SamplingRow
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import NewSequence, StepRow
-
-IntArray = npt.NDArray[np.int64]
 
 
 class Sequence:

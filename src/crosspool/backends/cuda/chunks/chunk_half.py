@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from crosspool.backends.cuda.channels.channel_map import Rows
@@ -43,8 +42,6 @@ from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 from crosspool.units import ceil_div
 
 _WARPS = 4
-
-IntArray = npt.NDArray[np.int64]
 
 
 def head_logits(kernels: Launcher, head: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:

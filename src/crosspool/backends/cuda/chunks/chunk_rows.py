@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from crosspool.backends.base import IntArray
 from crosspool.backends.cuda.chunks.chunk_plan import ChunkPlan
 from crosspool.backends.cuda.chunks.prefill_blocks import (
     NO_SPANS,
@@ -24,8 +25,6 @@ from crosspool.backends.cuda.kernels.prefill_shapes import EXPANDED_KEYS, span_s
 from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from crosspool.backends.cuda.device.uploads import Int32Array
 from crosspool.units import ceil_div
-
-IntArray = npt.NDArray[np.int32]
 
 FIELDS = 8
 """Words of a block as `prefill_kernel` reads them."""
@@ -82,9 +81,9 @@ class Keys:
 class Round:
     """One launch: blocks (count, FIELDS), the longest first; the keys it expands, (count) each; none: in frames."""
 
-    blocks: IntArray
-    key_table_rows: IntArray
-    key_positions: IntArray
+    blocks: Int32Array
+    key_table_rows: Int32Array
+    key_positions: Int32Array
 
 
 def stretches(row_of_token: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], sizes: SpanSizes) -> list[Stretch]:
@@ -110,7 +109,7 @@ def spans(part: Stretch, sizes: SpanSizes) -> list[Span]:
     return found
 
 
-def span_keys(span: Span) -> tuple[IntArray, IntArray]:
+def span_keys(span: Span) -> tuple[Int32Array, Int32Array]:
     """(row of the frame table, position) of each key of a span."""
     return _keys_of(span.stretch, span.first, span.first + span.count)
 
@@ -156,7 +155,7 @@ def padded_keys(count: int) -> int:
     return next((size for size in KEY_SIZES if size >= count), ceil_div(count, KEY_SIZES[-1]) * KEY_SIZES[-1])
 
 
-def _keys_of(part: Stretch, first: int, stop: int) -> tuple[IntArray, IntArray]:
+def _keys_of(part: Stretch, first: int, stop: int) -> tuple[Int32Array, Int32Array]:
     return np.full(stop - first, part.table_row, dtype=np.int32), np.arange(first, stop, dtype=np.int32)
 
 
@@ -171,6 +170,6 @@ def _blocks(part: Stretch, block_rows: int, key_row: int, first: int, stop: int)
     return found
 
 
-def _packed(blocks: list[tuple[int, ...]]) -> IntArray:
+def _packed(blocks: list[tuple[int, ...]]) -> Int32Array:
     ordered = sorted(blocks, key=lambda block: min(block[6], block[2] + block[1]) - block[5], reverse=True)
     return np.array(ordered, dtype=np.int32).reshape(-1, FIELDS)

@@ -13,7 +13,7 @@ import torch
 
 from crosspool.units import align_up
 
-IntArray = npt.NDArray[np.int32]
+Int32Array = npt.NDArray[np.int32]
 
 _ALIGNED = 32
 """Elements at whose multiples an array begins: 128 bytes."""
@@ -28,7 +28,7 @@ def pin_ahead() -> None:
     del held
 
 
-def upload_all(arrays: Sequence[IntArray], device: torch.device) -> list[torch.Tensor]:
+def upload_all(arrays: Sequence[Int32Array], device: torch.device) -> list[torch.Tensor]:
     """Each array (int32, any shape) on the device, enqueued on torch's current stream."""
     starts, size = [], 0
     for array in arrays:

@@ -1,10 +1,9 @@
 """Frame tables of a pass's rows on the device, uploaded only where they changed."""
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-IntArray = npt.NDArray[np.int64]
+from crosspool.backends.base import IntArray
 
 
 class FrameTables:

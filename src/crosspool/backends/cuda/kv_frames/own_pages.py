@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from crosspool.backends.base import IntArray
 from crosspool.backends.cuda.kv_frames.frame_tables import FrameTables
 from crosspool.kv_pool.geometry import PageGeometry
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from crosspool.backends.base import IntArray
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.kernels.attention import AttentionScratch
 from crosspool.backends.cuda.kv_frames.cache import PagedCache
@@ -19,8 +19,6 @@ from crosspool.backends.cuda.loading.weights import AttentionWeights
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import ModelSpec
-
-IntArray = npt.NDArray[np.int64]
 
 
 class KVRows:

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from crosspool.backends.base import HalfStep, Wait
+from crosspool.backends.base import HalfStep, IntArray, Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.channels.transport import begin_pass, end_pass
 from crosspool.backends.cuda.device.launch import Launcher
@@ -33,8 +32,6 @@ from crosspool.backends.sequences.sequence import Sequence, sequence_of
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import ModelSpec
 from crosspool.scheduler.step import StepDescriptor
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from crosspool.backends.base import HalfStep, Wait
+from crosspool.backends.base import HalfStep, IntArray, Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet
 from crosspool.backends.cuda.device.streams import on_stream
 from crosspool.backends.cuda.kernels.sampling import fill_sampling, sampling_records
 from crosspool.backends.cuda.kv_rank.kv_pass import KVPass
 from crosspool.backends.cuda.kv_rank.kv_passes import KVPasses, KVPassKind, KVWay
-from crosspool.backends.cuda.steps.batch import Batch, IntArray, SampledRow
+from crosspool.backends.cuda.steps.batch import Batch, SampledRow
 from crosspool.backends.cuda.steps.lane import WorkerLane
 from crosspool.backends.cuda.steps.outcome import Outcome
 from crosspool.backends.cuda.steps.passes import Pass, passes

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from crosspool.backends.cuda.channels.channel_map import LinkMap
@@ -12,12 +11,11 @@ from crosspool.backends.cuda.channels.transport_params import Flags, Slots
 from crosspool.backends.cuda.chunks.chunk_crossing import cross
 from crosspool.backends.cuda.chunks.row_launch import launch_rows
 from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.device.uploads import Int32Array
 from crosspool.backends.cuda.kernels.chunk_params import GatherSlotsParams, ScatterSlotsParams
 from crosspool.backends.cuda.kernels.params import address
 from crosspool.backends.cuda.kv_frames.cache import PagedCache
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
-
-IntArray = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +33,7 @@ class SlotPlaces:
         return len(self.positions)
 
 
-def earlier_places(num_cached: Sequence[int]) -> tuple[IntArray, IntArray]:
+def earlier_places(num_cached: Sequence[int]) -> tuple[Int32Array, Int32Array]:
     """(table rows, positions) of all slots before a chunk's tokens; num_cached: of each of its rows."""
     counts = np.array(num_cached, dtype=np.int64)
     rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from crosspool.backends.base import IntArray
 from crosspool.backends.cuda.kernels.sampling import needs_host
 from crosspool.backends.cuda.steps.records import STOP_IDS
 from crosspool.backends.sequences.row_slots import row_slots
@@ -15,8 +16,6 @@ from crosspool.backends.sequences.sampler import SamplingRow
 from crosspool.backends.sequences.sequence import Sequence, sequence_of
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepRow
-
-IntArray = npt.NDArray[np.int64]
 
 
 class SampledRow(NamedTuple):

@@ -31,5 +31,4 @@ def prepare_passes(
             way.lane.prepare_loop(way.name, way.links, kind)
         tell()
     if resident is not None:
-        layers, takes_choices = way.model.layers, way.model.takes_choices
-        resident.prepare(way.name, layers, way.number, way.lane, way.links, BUCKETS, takes_choices=takes_choices)
+        resident.prepare(way, BUCKETS)

@@ -29,14 +29,9 @@ def run_several(
         if resident is not None and resident.can_serve(lane):
             over = run_over(header.step_seq, header.num_steps, num_layers)
             resident.post(
-                way.name,
-                model.layers,
-                way.number,
-                lane,
-                way.links,
+                way,
                 bucket,
                 epoch(header.step_seq, 0) - 1,
-                takes_choices=model.takes_choices,
                 place=RunPlace(over, 0, header.num_steps - 1, may_be_first=lane.goes_ahead),
                 num_steps=header.num_steps,
             )

@@ -32,16 +32,7 @@ def run_step(
         is_fused = server is None and turns.take(header.lane)
         for part in plan:
             if server is not None:
-                server.post(
-                    way.name,
-                    model.layers,
-                    way.number,
-                    lane,
-                    way.links,
-                    part.bucket,
-                    part.base,
-                    takes_choices=model.takes_choices,
-                )
+                server.post(way, part.bucket, part.base)
                 continue
             kind = FFNPassKind(part.bucket, is_fused)
             source = found.find(way, kind)

@@ -9,10 +9,10 @@ from crosspool.backends.cuda.channels.link import Site
 from crosspool.backends.cuda.channels.transport import FFNCrossing
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.kernels.moe_params import FFNScratch
-from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.steps.lane import Links, WorkerLane, finish, on_device
 from crosspool.backends.cuda.steps.passes import PASS_TOKENS
 from crosspool.backends.cuda.steps.records import RunPlace
+from crosspool.backends.cuda.weights_rank.ffn_passes import FFNWay
 from crosspool.backends.cuda.weights_rank.ffn_server import FFNServer, ServedPass, serve_layers
 
 
@@ -67,15 +67,10 @@ class ResidentFFN:
 
     def post(
         self,
-        model: str,
-        layers: Sequence[FFNLayerWeights],
-        number: int,
-        lane: WorkerLane,
-        links: Links,
+        way: FFNWay,
         rows: int,
         base: int,
         *,
-        takes_choices: bool = False,
         place: RunPlace | None = None,
         num_steps: int = 1,
     ) -> None:
@@ -83,29 +78,18 @@ class ResidentFFN:
 
         place: of its step in a run. num_steps: passes, one for each step of the run from there on.
         """
-        key = (model, number, links, rows)
+        key = (way.name, way.number, way.links, rows)
         served = self._passes.get(key)
         if served is None:
             self._server.stop()  # what fills new buffers needs the GPU
-            served = self._passes[key] = self._make(model, layers, number, lane, links, rows, takes_choices)
-        self._server.post(lane.memory, served, base, place, num_steps)
+            served = self._passes[key] = self._make(way, rows)
+        self._server.post(way.lane.memory, served, base, place, num_steps)
 
-    def prepare(
-        self,
-        model: str,
-        layers: Sequence[FFNLayerWeights],
-        number: int,
-        lane: WorkerLane,
-        links: Links,
-        rows: Sequence[int],
-        *,
-        takes_choices: bool = False,
-    ) -> None:
+    def prepare(self, way: FFNWay, rows: Sequence[int]) -> None:
         """Make the passes of so many rows each, so that no later one has to: for that the server leaves."""
         self._server.stop()
         for count in rows:
-            served = self._make(model, layers, number, lane, links, count, takes_choices)
-            self._passes[model, number, links, count] = served
+            served = self._passes[way.name, way.number, way.links, count] = self._make(way, count)
             self._server.reserve(served.smem_bytes)
 
     def drop(self, model: str | None = None, links: Sequence[Any] = ()) -> None:
@@ -118,22 +102,14 @@ class ResidentFFN:
             if lane[0] == model:
                 del self._scratch[lane]
 
-    def _make(
-        self,
-        model: str,
-        layers: Sequence[FFNLayerWeights],
-        number: int,
-        lane: WorkerLane,
-        links: Links,
-        rows: int,
-        takes_choices: bool,
-    ) -> ServedPass:
+    def _make(self, way: FFNWay, rows: int) -> ServedPass:
+        layers = way.model.layers
         with on_device(self._site.device):
-            scratch = self._scratch.get((model, number))
+            scratch = self._scratch.get((way.name, way.number))
             if scratch is None:
                 scratch = FFNScratch.for_layers(list(layers), PASS_TOKENS, self._site.device)
-                self._scratch[model, number] = scratch
-            crossing = FFNCrossing(self._kernels, lane.memory, links[0].map())
-            served = serve_layers(layers, crossing, rows, scratch, takes_choices=takes_choices)
+                self._scratch[way.name, way.number] = scratch
+            crossing = FFNCrossing(self._kernels, way.lane.memory, way.links[0].map())
+            served = serve_layers(layers, crossing, rows, scratch, takes_choices=way.model.takes_choices)
             finish(self._site.device)
         return served
