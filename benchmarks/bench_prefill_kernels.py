@@ -137,7 +137,7 @@ class Bench:
         """The kernel's cuts, and the library's."""
         spec, device = layer.spec.layers[0].attention, self.kernels.device
         half, _ = layer.half(tokens, cached)
-        cache = half._cache
+        cache = half.cache
         dim = spec.qk_head_dim if isinstance(spec, MLASpec) else spec.head_dim
         q = torch.randn(tokens, spec.num_heads, dim, device=device).bfloat16()
         flops = attention_flops(spec, tokens, cached)

@@ -14,7 +14,7 @@ from crosspool.backends.cuda.kernels.attention import AttentionScratch, attentio
 from crosspool.backends.cuda.kernels.attention_variants import key_value_dims, num_splits
 from crosspool.backends.cuda.kernels.rope import RopeTable, rope_cache
 from crosspool.backends.cuda.kv_frames.cache import PagedCache
-from crosspool.backends.cuda.kv_frames.vmm import CudaVmmDriver, RangeMemory
+from crosspool.backends.cuda.kv_frames.vmm import CudaVmmDriver, range_memory
 from crosspool.kv_pool.backing.vmm import VmmBacking
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec
@@ -95,8 +95,7 @@ class MappedCache:
         num_frames, geometry = len(source.frames), source.geometry
         self.backing = VmmBacking(CudaVmmDriver(device), num_frames, FRAME_BYTES, timeout_s=60.0)
         found = self.backing.add_model("model", geometry.frames_per_page)
-        memory = torch.as_tensor(RangeMemory(found), device="cuda")
-        assert memory.data_ptr() == found.base, "torch copied the range"
+        memory = range_memory(found, torch.device("cuda"))
         table = source.frame_table.cpu().numpy()
         spots = np.zeros_like(table)
         for row, pages in enumerate(table.tolist()):

@@ -21,12 +21,16 @@ IntArray = npt.NDArray[np.int64]
 R = TypeVar("R")
 
 
-class Inlet(Protocol):
-    """The consumer's end of one channel (one lane, one direction, one producer). Its memory is the consumer's."""
+class Arrival(Protocol):
+    """What a half-step may wait for: rows in an inlet, or anything else that comes in its own time, at any epoch."""
 
     def arrived(self, epoch: int) -> bool:
-        """Whether the payload of `epoch`, or of a later one, lies in its slot."""
+        """Whether it has come: of an inlet, whether the payload of `epoch`, or of a later one, lies in its slot."""
         ...
+
+
+class Inlet(Arrival, Protocol):
+    """The consumer's end of one channel (one lane, one direction, one producer). Its memory is the consumer's."""
 
     def take(self, layer: int, num_tokens: int, width: int) -> FloatArray:
         """(num_tokens, width) float32 view of the slot of this layer's parity; valid until two layers later."""
@@ -42,22 +46,22 @@ class Outlet(Protocol):
 
 
 class Wait(NamedTuple):
-    """What a half-step needs before its next segment: every one of `inlets` at `epoch`.
+    """What a half-step needs before its next segment: every one of `arrivals` at `epoch`.
 
     told: tokens of each step of a run that has ended since the last wait; the rank tells them while the run goes on.
     rest: says at any moment (time.monotonic) for how many seconds nobody need look, since a device goes on by itself
     and will hardly have come so far sooner; None, and whenever it says 0: it is to look all the time.
     """
 
-    inlets: Sequence[Inlet]
+    arrivals: Sequence[Arrival]
     epoch: int
     told: tuple[tuple[SampledToken, ...], ...] = ()
     rest: Callable[[float], float] | None = None
 
     def satisfied(self) -> bool:
         epoch = self.epoch
-        for inlet in self.inlets:  # noqa: SIM110 - no generator: looked at thousands of times a second
-            if not inlet.arrived(epoch):
+        for each in self.arrivals:  # noqa: SIM110 - no generator: looked at thousands of times a second
+            if not each.arrived(epoch):
                 return False
         return True
 

@@ -67,7 +67,7 @@ class LaneRun:
     @property
     def waits_for_nobody(self) -> bool:
         """Whether its last segment ended only to tell something, or to let the step before it end."""
-        return self._wait is not None and not self._wait.inlets
+        return self._wait is not None and not self._wait.arrivals
 
     @property
     def rests(self) -> bool:
@@ -110,7 +110,7 @@ class LaneRun:
         at once: it may be the last one, with whose tokens these are told then.
         """
         wait = self._wait
-        if wait is None or not wait.inlets or not self.untold:
+        if wait is None or not wait.arrivals or not self.untold:
             return False
         return len(wait.told) > 1 or now_s - self._told_s >= TELL_EVERY_S
 
@@ -133,7 +133,7 @@ class LaneRun:
         """The peers whose flags it waits for."""
         if self._wait is None:
             return ()
-        late = [inlet for inlet in self._wait.inlets if not inlet.arrived(self._wait.epoch)]
+        late = [each for each in self._wait.arrivals if not each.arrived(self._wait.epoch)]
         inlets = (*self._links.inlets.items(), *self._links.exchange_inlets.items())
         return tuple(name for name, inlet in inlets if any(inlet is other for other in late))
 

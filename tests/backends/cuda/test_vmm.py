@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from crosspool.backends.cuda.kv_frames.vmm import CudaVmmDriver, RangeMemory
-from crosspool.kv_pool.backing.base import FrameRange
+from crosspool.backends.cuda.device.device_bytes import DeviceBytes
+from crosspool.backends.cuda.kv_frames.vmm import CudaVmmDriver
 from crosspool.kv_pool.backing.vmm import VmmBacking
 from crosspool.units import MiB
 from tests.support.fake_vmm import FakeVmmDriver
@@ -62,5 +62,5 @@ def test_memory_lies_on_its_device_and_is_readable_and_writable(fake: FakeVmmDri
 
 
 def test_a_range_is_device_memory_of_its_frames() -> None:
-    found = RangeMemory(FrameRange(base=1 << 40, num_frames=7, frame_bytes=FRAME)).__cuda_array_interface__
+    found = DeviceBytes(1 << 40, (7, FRAME)).__cuda_array_interface__
     assert found == {"shape": (7, FRAME), "typestr": "|u1", "data": (1 << 40, False), "version": 3}

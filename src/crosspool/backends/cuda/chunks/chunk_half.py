@@ -20,9 +20,7 @@ from crosspool.backends.cuda.chunks.chunk_part import ChunkPart
 from crosspool.backends.cuda.chunks.chunk_plan import PADDED_ROWS, ChunkPlan, Piece, padded_rows
 from crosspool.backends.cuda.chunks.chunk_rows import ChunkRows, frame_tables, plan_attention
 from crosspool.backends.cuda.chunks.prefill_attention import gqa_attention, mla_attention
-from crosspool.backends.cuda.chunks.prefill_blocks import (
-    SpanSizes,
-)
+from crosspool.backends.cuda.chunks.prefill_blocks import SpanSizes
 from crosspool.backends.cuda.chunks.prefill_piece import Library, PieceAttention
 from crosspool.backends.cuda.chunks.row_launch import launch_rows
 from crosspool.backends.cuda.device.launch import Launcher
@@ -54,7 +52,10 @@ def head_logits(kernels: Launcher, head: torch.Tensor, normed: torch.Tensor) -> 
 
 
 class ChunkHalf:
-    """One step's rows on one device. Everything is enqueued on torch's current stream; nothing waits for it."""
+    """One step's rows on one device. Everything is enqueued on torch's current stream; nothing waits for it.
+
+    cache: where the step's sequences have their slots. residual: (tokens, hidden) fp32.
+    """
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class ChunkHalf:
         planned = plan_attention(spec, batch, plan, geometry, sizes, device)
         arrays = [ints, frame_tables(batch), *(array for piece in planned for array in piece.arrays)]
         (self._token_ids, self._positions, self._table_rows), tables, *held = upload_all(arrays, device)
-        self._cache = PagedCache(frames=arena, frame_table=tables, geometry=geometry)
+        self.cache = PagedCache(frames=arena, frame_table=tables, geometry=geometry)
         self._ropes = {rope: RopeTable.allocate(rope, tokens, device) for rope in {shape.rope for shape in spec.shapes}}
         on_device = iter(held)
         parts = [
@@ -89,7 +90,7 @@ class ChunkHalf:
         ]
         count = len(plan.pieces)
         self._parts = [parts[place * count : (place + 1) * count] for place in spec.shape_of_layer]  # by layer
-        self._residual = torch.empty(tokens, spec.hidden_size, dtype=torch.float32, device=device)
+        self.residual = torch.empty(tokens, spec.hidden_size, dtype=torch.float32, device=device)
         rows = tokens + PADDED_ROWS[-1]  # products of the last piece may run over its end
         self._normed = torch.empty(rows, spec.hidden_size, dtype=torch.bfloat16, device=device)
 
@@ -97,9 +98,9 @@ class ChunkHalf:
         """Residual stream of every row, normed for the first layer, and all rows' angles."""
         residual_norm(
             self._kernels,
-            self._residual,
+            self.residual,
             self._weights.layers[0].input_norm,
-            self._normed[: len(self._residual)],
+            self._normed[: len(self.residual)],
             eps=self.spec.norm_eps,
             token_ids=self._token_ids,
             embed=self._weights.embed,
@@ -125,16 +126,6 @@ class ChunkHalf:
         norm = layers[layer + 1].input_norm if layer + 1 < len(layers) else self._weights.final_norm
         self._norm(piece, norm, partials)
 
-    @property
-    def cache(self) -> PagedCache:
-        """Where the step's sequences have their slots."""
-        return self._cache
-
-    @property
-    def residual(self) -> torch.Tensor:
-        """(tokens, hidden) fp32."""
-        return self._residual
-
     def logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """(len(tokens), vocabulary) fp32 logits of these tokens of the step, after the last `add`."""
         (index,) = upload_all([np.array(tokens, dtype=np.int32)], self._device)
@@ -143,13 +134,13 @@ class ChunkHalf:
     def rows(self, tokens: Sequence[int]) -> torch.Tensor:
         """(len(tokens), hidden) fp32: the residual stream of these tokens of the step."""
         (index,) = upload_all([np.array(tokens, dtype=np.int32)], self._device)
-        return self._residual.index_select(0, index)
+        return self.residual.index_select(0, index)
 
     def _norm(self, piece: Piece, norm: torch.Tensor, partials: Sequence[Rows | torch.Tensor]) -> None:
         part = slice(piece.start, piece.stop)
         residual_norm(
             self._kernels,
-            self._residual[part],
+            self.residual[part],
             norm,
             self._normed[part],
             eps=self.spec.norm_eps,
@@ -183,7 +174,7 @@ class ChunkHalf:
             self._kernels,
             spec,
             inputs,
-            self._cache,
+            self.cache,
             self._cached(layer),
             part.positions,
             q[: piece.num_tokens],
@@ -194,7 +185,7 @@ class ChunkHalf:
             spec,
             q,
             piece.num_tokens,
-            self._cache,
+            self.cache,
             self._cached(layer),
             part.attention,
             attention.sinks,
@@ -228,7 +219,7 @@ class ChunkHalf:
             positions=address(part.positions),
             table_rows=address(part.table_rows),
             q=address(queries),
-            cache=self._cache.view(self._cached(layer)),
+            cache=self.cache.view(self._cached(layer)),
         )
         self._kernels.launch(
             "chunk_attention",
@@ -245,7 +236,7 @@ class ChunkHalf:
             attention,
             queries,
             tokens,
-            self._cache,
+            self.cache,
             self._cached(layer),
             part.attention,
             part.library,

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 
-class _DeviceBytes:
+class DeviceBytes:
     """As torch takes them."""
 
     def __init__(self, base: int, shape: tuple[int, ...]) -> None:
@@ -18,4 +18,4 @@ class _DeviceBytes:
 
 def device_bytes(base: int, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """uint8 of this shape at `base` on a GPU; whoever made the memory keeps it for as long."""
-    return torch.as_tensor(_DeviceBytes(base, shape), device=device)
+    return torch.as_tensor(DeviceBytes(base, shape), device=device)

@@ -61,7 +61,7 @@ class Routing:
         )
 
 
-def _rules(router: RouterSpec) -> dict[str, int | float]:
+def routing_rules(router: RouterSpec) -> dict[str, int | float]:
     # A softmax renormalised over the chosen needs no epsilon and no total: the same rule as softmax_of_topk.
     return {
         "score": _SCORES[router.score],
@@ -122,7 +122,7 @@ def router_params(
         experts=spec.num_experts,
         hidden=hidden,
         top_k=spec.top_k,
-        **_rules(spec.router),
+        **routing_rules(spec.router),
         arrival=arrival or Meeting(),
     )
 

@@ -120,16 +120,13 @@ def _brought(step: StepDescriptor) -> Iterator[int]:
 
 
 class _CopiesEnded:
-    """An inlet that has arrived once copies have ended."""
+    """Arrived once copies have ended."""
 
     def __init__(self, frames: HostFrames, numbers: frozenset[int]) -> None:
         self._frames, self._numbers = frames, numbers
 
     def arrived(self, epoch: int) -> bool:
         return self._frames.have_ended(self._numbers)
-
-    def take(self, layer: int, num_tokens: int, width: int) -> Any:
-        raise TypeError("it carries no rows")
 
 
 def make_host_frames(site: Site, arena: torch.Tensor, num_frames: int, first_frame: int) -> HostFrames:

@@ -3,9 +3,9 @@
 import ctypes
 from typing import Any
 
-import numpy as np
 import torch
 
+from crosspool.backends.cuda.device.device_bytes import device_bytes
 from crosspool.kv_pool.backing.base import FrameRange
 from crosspool.units import MiB
 
@@ -62,26 +62,15 @@ class CudaVmmDriver:
         return [access]
 
 
-class RangeMemory:
-    """A model's range of frames as device memory that torch can look at: `torch.as_tensor(RangeMemory(...))`.
-
-    (num_frames, frame_bytes) uint8. Most of it is not mapped at any time; touching that is a fault of the device.
-    """
-
-    def __init__(self, frames: FrameRange) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (frames.num_frames, frames.frame_bytes),
-            "typestr": np.dtype(np.uint8).str,
-            "data": (frames.base, False),
-            "version": 3,
-        }
-
-
 def range_memory(found: FrameRange, device: torch.device) -> torch.Tensor:
-    """The range as a tensor of `device`: on a GPU what `RangeMemory` says, on a CPU the same of host memory."""
+    """(num_frames, frame_bytes) uint8: a range as memory of its device, which may be the host.
+
+    Most of it is not mapped at any time; touching that is a fault of the device.
+    """
+    shape = (found.num_frames, found.frame_bytes)
     if device.type != "cuda":
         view = (ctypes.c_uint8 * found.num_bytes).from_address(found.base)
-        return torch.frombuffer(view, dtype=torch.uint8).view(found.num_frames, found.frame_bytes)
-    memory: torch.Tensor = torch.as_tensor(RangeMemory(found), device=device)
+        return torch.frombuffer(view, dtype=torch.uint8).view(shape)
+    memory = device_bytes(found.base, shape, device)
     assert memory.data_ptr() == found.base, "the range was copied"
     return memory

@@ -1,6 +1,6 @@
 """A captured attention pass with the frame tables of its rows: what one (model, lane, bucket) keeps on the KV rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ class KVRows:
             self.own.set(tables, np.array(positions))
 
 
-class KVPass:
+class KVPass(AttentionPass):
     """One way through the kernels on such rows: with or without logits at the end, of prompts or in decode."""
 
     def __init__(
@@ -80,19 +80,5 @@ class KVPass:
         is_decode: bool,
         home: TokenHome | HeadHome | None = None,
     ) -> None:
+        super().__init__(kernels, lane, rows.half, crossing, samples=samples, is_decode=is_decode, home=home)
         self.rows = rows
-        self._pass = AttentionPass(
-            kernels,
-            lane,
-            rows.half,
-            crossing,
-            samples=samples,
-            is_decode=is_decode,
-            home=home,
-        )
-
-    def kernels(self) -> Iterator[int]:
-        return self._pass.kernels()
-
-    def advance(self, again: int = 0, *, is_first: bool = False) -> None:
-        self._pass.advance(again, is_first=is_first)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from crosspool.backends.cuda.device.driver import call
 from crosspool.weights_pool.extents import Extent, ExtentReader
 from crosspool.weights_pool.readers import BUFFERS_EACH, Readers
 
@@ -137,12 +138,7 @@ def _pin(readers: Readers, buffers: torch.Tensor, device: torch.device) -> torch
     if device.type != "cuda":
         return buffers
     readers.touch()
-    from cuda.bindings import driver
-
-    from crosspool.backends.cuda.device.driver import CudaError
-
     torch.cuda.set_device(device)
-    (status,) = driver.cuMemHostRegister(buffers.data_ptr(), buffers.nbytes, 0)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise CudaError(f"cuMemHostRegister of {buffers.nbytes} bytes for {device} failed: {status.name}")
+    what = f"{buffers.nbytes} bytes for {device}"
+    call("cuMemHostRegister", buffers.data_ptr(), buffers.nbytes, 0, what=what)
     return buffers

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from crosspool.backends.cuda.device.driver import call
 from crosspool.backends.cuda.device.queues import own_stream
 from crosspool.backends.cuda.loading.weights import WholeWeights, mapped
 from crosspool.backends.cuda.prefill_rank.host_blob import view
@@ -85,15 +86,8 @@ class Swapper:
 
 def copy_in(to: torch.Tensor, source: torch.Tensor, start: int, stop: int, stream: Any) -> None:
     """Enqueue bytes [start, stop) of pinned host memory to the same ones of a device's."""
-    from cuda.bindings import driver
-
-    from crosspool.backends.cuda.device.driver import CudaError
-
-    (status,) = driver.cuMemcpyHtoDAsync(
-        to.data_ptr() + start, source.data_ptr() + start, stop - start, stream.cuda_stream
-    )
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise CudaError(f"cuMemcpyHtoDAsync of {stop - start} bytes to {to.device} failed: {status.name}")
+    at, source_at, size = to.data_ptr() + start, source.data_ptr() + start, stop - start
+    call("cuMemcpyHtoDAsync", at, source_at, size, stream.cuda_stream, what=f"{size} bytes to {to.device}")
 
 
 def in_memory(model: HostModel, memory: torch.Tensor) -> WholeWeights:

@@ -5,8 +5,6 @@ that brings pages, and a copy that fills frames out of host memory, begin once a
 give up at once, and what is left of them is a few milliseconds at the most.
 """
 
-from typing import Any
-
 from crosspool.backends.base import Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
@@ -14,7 +12,7 @@ from crosspool.scheduler.step import StepDescriptor
 
 
 class GivenUp:
-    """An inlet too: arrived once all have ended."""
+    """Arrived once all have ended."""
 
     def __init__(self) -> None:
         self._passes: list[tuple[LaneMemory, int]] = []  # each lane, and the last epoch that it had been given
@@ -38,6 +36,3 @@ class GivenUp:
 
     def arrived(self, epoch: int) -> bool:
         return self.have_ended
-
-    def take(self, layer: int, num_tokens: int, width: int) -> Any:
-        raise TypeError("it carries no rows")

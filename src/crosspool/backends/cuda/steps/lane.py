@@ -198,16 +198,13 @@ class WorkerLane:
 
 
 class LaneIdle:
-    """An inlet that has arrived once every pass of a lane has ended: what a new step waits for first."""
+    """Arrived once every pass of a lane has ended: what a new step waits for first."""
 
     def __init__(self, lane: LaneMemory) -> None:
         self._lane = lane
 
     def arrived(self, epoch: int) -> bool:
         return self._lane.is_drained
-
-    def take(self, layer: int, num_tokens: int, width: int) -> Any:
-        raise TypeError("it carries no rows")
 
 
 def device_inlets(inlets: Iterable[Inlet]) -> tuple[DeviceInlet, ...]:

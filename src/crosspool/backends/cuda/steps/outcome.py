@@ -18,7 +18,7 @@ from crosspool.core import SampledToken
 class Outcome:
     """What a step leaves on the device for its end: tokens, and logits where the host samples.
 
-    It is also an inlet: arrived once the logits are on the host.
+    Arrived once the logits are on the host.
     """
 
     def __init__(self, batch: Batch, lane: WorkerLane) -> None:
@@ -64,9 +64,6 @@ class Outcome:
 
     def arrived(self, epoch: int) -> bool:
         return not self.is_copying()
-
-    def take(self, layer: int, num_tokens: int, width: int) -> Any:
-        raise TypeError("it carries no rows")
 
     def finish(self) -> tuple[SampledToken, ...]:
         """Sample and commit: one token per row with `sample`, in row order."""

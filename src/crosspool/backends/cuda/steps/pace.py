@@ -7,7 +7,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 from crosspool.units import ceil_div
 
@@ -60,9 +59,6 @@ class Pace:
         self._missed_s, self._looked_s = self._looked_s, self._clock()
         self._num_looks += self._looked_s >= self._look_s
         return True
-
-    def take(self, layer: int, num_tokens: int, width: int) -> Any:
-        raise TypeError("it carries no rows")
 
     def begin(self, now_s: float, follows_s: float | None = None, *, is_ahead: bool = False) -> None:
         """A run's first step begins: now or, where it follows another run on the device, when that is thought to end.
@@ -169,9 +165,6 @@ class StepPace:
         """Somebody looks."""
         self._num_looks += self._clock() >= self._look_s
         return True
-
-    def take(self, layer: int, num_tokens: int, width: int) -> Any:
-        raise TypeError("it carries no rows")
 
     def begin(self, now_s: float, is_followed: Callable[[], bool]) -> None:
         """A step begins. is_followed: whether the device has the next one, so that it does not stand still after it."""

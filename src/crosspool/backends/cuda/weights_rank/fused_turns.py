@@ -4,7 +4,6 @@ A fused layer takes the whole GPU: lanes then take turns, layer by layer, but it
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass
@@ -28,7 +27,7 @@ class FusedTurns:
 
 @dataclass(frozen=True)
 class NoneFused:
-    """An inlet that has arrived once no lane has fused passes under way: what a prompt's kernels wait for.
+    """Arrived once no lane has fused passes under way: what a prompt's kernels wait for.
 
     Not that all lanes are idle at once: while two of them decode, that may never be seen.
     """
@@ -37,6 +36,3 @@ class NoneFused:
 
     def arrived(self, epoch: int) -> bool:
         return not self.turns.fused_lanes
-
-    def take(self, layer: int, num_tokens: int, width: int) -> Any:
-        raise TypeError("it carries no rows")
