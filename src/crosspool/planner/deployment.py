@@ -14,7 +14,7 @@ from crosspool.deployment.yaml_file import read_mapping
 from crosspool.planner.gpus import gpu_kind
 from crosspool.planner.group import GPUSet
 from crosspool.planner.memory import MemoryFigures, StepBounds
-from crosspool.planner.parallelism import Wanted
+from crosspool.pools_config import KVSplitChoice
 from crosspool.units import GiB, MiB, parse_size
 
 Rate = Annotated[float, Field(ge=0)]
@@ -129,7 +129,7 @@ class ModelEntry(_Section):
     context: int = Field(0, ge=0, description="context to guarantee: prompt + output of one request")
     page_tokens: int | None = Field(None, ge=1)
     floor: int | None = Field(None, ge=0, description="pages kept for this model; default: one median request")
-    kv_parallelism: Wanted = "auto"
+    kv_parallelism: KVSplitChoice = "auto"
 
     @model_validator(mode="after")
     def _has_lengths(self) -> "ModelEntry":

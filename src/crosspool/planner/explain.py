@@ -8,7 +8,7 @@ from crosspool.units import format_bytes
 PARALLELISM_REASONS = {
     "one": "one rank holds a request's whole cache",
     "heads": "its KV heads divide over the ranks",
-    "tokens": "its cache has too few heads to divide, so every n-th page lies on another rank",
+    "tokens": "its cache has no heads that the ranks could share evenly, so every n-th page lies on another rank",
 }
 
 

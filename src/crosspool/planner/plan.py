@@ -8,8 +8,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from crosspool.config import AdmissionPolicy
 from crosspool.errors import unreadable_because
+from crosspool.kv_pool.split import KVSplit
 from crosspool.planner.memory import GPUMemory
-from crosspool.planner.parallelism import KVParallelism
 
 PLAN_VERSION = 1
 
@@ -29,7 +29,7 @@ class ModelPlan:
     servable: bool
     attention_kind: str
     kv_ranks: tuple[str, ...]
-    kv_parallelism: KVParallelism
+    kv_parallelism: KVSplit
     weights_ranks: tuple[str, ...]
     ffn_slice_bytes: tuple[int, ...]
     kv_pool_weight_bytes: int
