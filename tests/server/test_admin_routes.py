@@ -155,6 +155,25 @@ async def test_unloading_waits_for_what_runs(admin: httpx2.AsyncClient, engine: 
     assert (await running).json()["choices"][0]["finish_reason"] == "length"
 
 
+async def test_an_unload_of_a_failed_model_leaves_the_one_that_has_come_under_its_name(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    app = app_of(engine, tmp_path)
+    engine.load_error = CheckpointError("a tensor is cut short")
+    async with connect(app) as http:
+        http.headers.update(ADMIN)
+        assert (await http.post("/admin/models/new/load", json={"path": "somewhere"})).status_code == 400
+        engine.load_error, remove = None, engine.remove_model
+
+        async def remove_and_lose_the_turn(name: str, *, drain: bool = True) -> None:
+            await remove(name, drain=drain)
+            assert (await http.post("/admin/models/new/load", json={"path": "somewhere"})).status_code == 200
+
+        engine.remove_model = remove_and_lose_the_turn  # type: ignore[method-assign]
+        assert (await http.post("/admin/models/new/unload")).status_code == 200
+        assert (await ask(http, "new")).status_code == 200
+
+
 async def test_an_unload_that_comes_as_another_ends_is_a_404(admin: httpx2.AsyncClient, engine: FakeEngine) -> None:
     del engine.scripts["tiny"]  # the engine has let it go, and the catalogue does not know yet
     answer = await admin.post("/admin/models/tiny/unload")

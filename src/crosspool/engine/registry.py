@@ -53,6 +53,8 @@ class ModelRegistry:
         A model that was lost after it had been ready is free once its requests have ended (`serving` is false).
         """
         taken = self._models.get(model.name)
+        if taken is not None and taken.removed is not None:
+            raise ValueError(f"model {model.name} is just being removed; add it again once it is gone")
         if taken is not None and (taken.info.state != "failed" or serving):
             raise ValueError(f"model {model.name} is already {taken.info.state}; remove it first or give another name")
         info = ModelInfo(

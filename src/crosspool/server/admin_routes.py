@@ -157,7 +157,7 @@ async def _load(state: State, prepared: Prepared) -> None:
 
 
 async def _unload(state: State, name: str, *, drain: bool) -> None:
-    awaited = {name} & state.awaited
+    awaited, is_known = {name} & state.awaited, name in state.catalogue
     state.awaited -= awaited  # before the engine lets it go, so that readiness does not wait for it
     try:
         await state.engine.remove_model(name, drain=drain)
@@ -167,7 +167,8 @@ async def _unload(state: State, name: str, *, drain: bool) -> None:
     except UnknownModelError as error:  # its turn has not come yet; or an unload ends, and the catalogue knows later
         state.awaited |= awaited
         raise APIError(404, str(error), code="model_not_found", param="name") from None
-    state.catalogue.remove(name)
+    if is_known:  # else the name was free, and may be another model's by now
+        state.catalogue.remove(name)
 
 
 async def _done(state: State, work: Coroutine[Any, Any, None], name: str, *, wait: bool) -> JSONResponse:
