@@ -11,6 +11,7 @@ from crosspool.cluster.host_loop import LONG_NAP_S, LONGEST_NAP_S, HostLoop
 from crosspool.cluster.local import ThreadInbox
 from crosspool.cluster.messages import CloseChannels, Stop
 from crosspool.cluster.region import ArrayRegion
+from tests.support.awaited import until
 
 
 class StubLoop:
@@ -74,13 +75,6 @@ def rig():
     made.close()
 
 
-def in_time(limit_s, condition):
-    until_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
-
-
 def test_messages_reach_their_rank_and_stop_ends_the_loop():
     rig = Rig(num_loops=2)
     rig.inbox.to_host.extend([("r1", CloseChannels("w0")), ("r0", Stop())])
@@ -119,13 +113,13 @@ def test_a_ring_wakes_an_idle_host_and_is_needed_only_once(rig):
     (loop,) = rig.loops
     thread = threading.Thread(target=rig.host.run)
     thread.start()
-    in_time(5, lambda: rig.board.may_sleep(1))
+    until(lambda: rig.board.may_sleep(1))
     beat = rig.board.beat(1)
     time.sleep(0.1)
     assert rig.board.beat(1) == beat, "an idle host does not turn"
     loop.num_ready = 3
     rig.ring()
-    in_time(5, lambda: loop.num_ready == 0 and rig.board.may_sleep(1))
+    until(lambda: loop.num_ready == 0 and rig.board.may_sleep(1))
     rig.inbox.to_host.append(("r0", Stop()))
     rig.ring()
     thread.join(5)

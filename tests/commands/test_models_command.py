@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from crosspool.config import DeploymentConfig, ModelConfig, ServerConfig
 from crosspool.errors import CrossPoolError
 from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
+from tests.support.awaited import until
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.tiny_models import write_tiny_model
 
@@ -50,13 +50,6 @@ def names(live: LiveDeployment) -> list[str]:
 
 def answer(live: LiveDeployment, model: str) -> httpx2.Response:
     return httpx2.post(f"{live.url}/v1/completions", json={"model": model, "prompt": "hi", "max_tokens": 2}, timeout=30)
-
-
-def until(is_so: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_model_comes_answers_and_goes(live: LiveDeployment, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

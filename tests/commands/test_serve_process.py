@@ -165,7 +165,7 @@ def test_a_model_that_does_not_load_ends_the_start_in_one_line(tmp_path: Path) -
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     command = [sys.executable, "-m", "crosspool", "serve", str(broken), "--port", "0", "--log-level", "critical"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
     assert line.startswith("error: ")

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from crosspool.config import DeploymentConfig, ModelConfig
 from crosspool.pools_config import PoolsConfig
 from crosspool.units import KiB, MiB
+from tests.support.awaited import until
 from tests.support.live_deployment import live_deployment
 from tests.support.tiny_models import write_tiny_model
 
@@ -76,10 +77,7 @@ def test_times_experts_and_weights_have_a_true_source(
             lost = next(child for child in psutil.Process().children(recursive=True) if child.cmdline()[-1] == "w0")
             own_bytes = live.engine.model("m").bytes_by_rank["w0"]
             lost.send_signal(signal.SIGKILL)
-            deadline = time.monotonic() + 20
-            while numbers(http)["weight_bytes_moved_total",] != weights + own_bytes:
-                assert time.monotonic() < deadline, "the rank's weights were not counted again"
-                time.sleep(0.05)
+            until(lambda: numbers(http)["weight_bytes_moved_total",] == weights + own_bytes)
             told = [record.getMessage() for record in caplog.records if "lost" in record.getMessage()]
             assert len(told) == 1, told  # a loss is one line of the log
             assert "w0" in told[0]

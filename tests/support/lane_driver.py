@@ -18,6 +18,7 @@ from crosspool.cluster.base import (
 )
 from crosspool.core import SamplingParams
 from crosspool.scheduler.step import NewSequence, StepDescriptor, StepHeader, StepResult, StepRow
+from tests.support.awaited import PATIENCE_S
 
 _sequence_ids = itertools.count(1)
 
@@ -202,7 +203,7 @@ class Run:
 
 
 def wait_for(
-    cluster: Cluster, kind: type, num_events: int = 1, limit_s: float = 20.0, seen: list[Event] | None = None
+    cluster: Cluster, kind: type, num_events: int = 1, limit_s: float = PATIENCE_S, seen: list[Event] | None = None
 ) -> list[Event]:
     """The first `num_events` events of a kind; all that came meanwhile are added to `seen`."""
     found: list[Event] = []

@@ -32,6 +32,7 @@ from tests.backends.cuda.worker_pair import (  # noqa: E402
     prefill_step,
     prompt_of,
 )
+from tests.support.awaited import until  # noqa: E402
 
 pytestmark = [pytest.mark.judge, pytest.mark.triton]
 
@@ -74,7 +75,7 @@ def test_mapped_frames_give_the_tokens_of_an_arena(directory):
     held = mapped.frames.counts().mapped_frames
     mapped.pair.kv.forget([1])
     mapped.frames.hint([MappingHint(model="tiny", given_back=pages(directory, 8))])
-    assert wait_for(lambda: mapped.frames.counts().mapped_frames == 0)
+    until(lambda: mapped.frames.counts().mapped_frames == 0)
     step = prefill_step(directory, prompts[1], 5, greedy(), 2)
     (row,) = step.rows
     flipped = tuple(reversed(row.new_pages))
@@ -102,16 +103,9 @@ def test_pages_of_a_step_that_was_given_up_stay_until_its_lane_is_drained(direct
     for worker_lane in (mapped.pair.kv._lanes[0], mapped.pair.ffn["w0"]._lanes[0]):
         worker_lane.memory._last_epoch = 0  # now the device has ended it
     mapped.frames.hint([])
-    assert wait_for(lambda: mapped.frames.counts().mapped_frames == 0)
+    until(lambda: mapped.frames.counts().mapped_frames == 0)
     mapped.pair.kv.remove_model("tiny")
     mapped.mapped.close()
-
-
-def wait_for(condition, timeout_s=5.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.002)
-    return condition()
 
 
 def test_frames_that_cannot_be_mapped_name_the_size():
