@@ -6,9 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from crosspool.backends.cuda.channels.link import Site  # noqa: E402
 from crosspool.backends.cuda.device import device_memory  # noqa: E402
 from crosspool.backends.cuda.device.device_memory import naming_consumers, remainder  # noqa: E402
-from crosspool.units import GiB  # noqa: E402
+from crosspool.backends.cuda.kv_frames import frames  # noqa: E402
+from crosspool.units import GiB, MiB  # noqa: E402
+from tests.support.fake_vmm import FakeVmmDriver  # noqa: E402
 
 pytestmark = pytest.mark.judge
 
@@ -57,3 +60,14 @@ def test_ranks_that_share_a_process_and_a_gpu_add_up_together():
     assert used + sum(rest.values()) == 138 * GiB
     elsewhere = torch.device("cuda", 2)
     assert remainder("w0", elsewhere, {"ffn_weights": 100 * GiB}) == {"workspace": GiB, "other": 37 * GiB}
+
+
+def test_mapped_frames_that_find_no_room_name_every_consumer_too(monkeypatch):
+    driver = FakeVmmDriver(2 * MiB, max_frames=5)
+    monkeypatch.setattr(frames, "CudaVmmDriver", lambda device: driver)
+    site = Site("kv0", GPU, None, {}, None)
+    wanted = "kv0: GPU 1 has no room for a KV cache of 1.0 GiB: everything else on this GPU 138.0 GiB; 2.0 of 140.0 GiB"
+    with pytest.raises(ValueError, match=wanted):
+        frames.make_frames(site, (512, 2 * MiB), "vmm")
+    assert not driver.contents
+    assert not driver.misuse

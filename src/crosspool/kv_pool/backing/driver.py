@@ -14,6 +14,14 @@ class DriverError(CrossPoolError):
     """A driver call failed; the message names the call and its status."""
 
 
+class NoMemoryError(DriverError):
+    """The same, for want of memory."""
+
+
+NO_MEMORY = 2
+"""CUDA_ERROR_OUT_OF_MEMORY."""
+
+
 class VmmDriver(Protocol):
     """Addresses, sizes and handles are integers or what the driver itself gave. Sizes are multiples of a frame."""
 
@@ -48,5 +56,6 @@ def call(driver: VmmDriver, name: str, *arguments: Any) -> Any:
     """The result of a call, or None where it has none. Raises DriverError naming call and status."""
     status, *results = getattr(driver, name)(*arguments)
     if int(status) != 0:
-        raise DriverError(f"{name} failed: {getattr(status, 'name', status)}")
+        kind = NoMemoryError if int(status) == NO_MEMORY else DriverError
+        raise kind(f"{name} failed: {getattr(status, 'name', status)}")
     return results[0] if results else None

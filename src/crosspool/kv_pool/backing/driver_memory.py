@@ -39,7 +39,7 @@ class DriverMemory:
             created = len(self._handles)
             for handle in self._handles:
                 call(self._driver, "cuMemRelease", handle)
-            raise DriverError(
+            raise type(error)(
                 f"{error} after {created} of {self._num_frames} frames of {self._frame_bytes} bytes; "
                 "lower kv_pool_bytes"
             ) from None

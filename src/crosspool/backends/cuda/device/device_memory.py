@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from crosspool.kv_pool.backing.driver import NoMemoryError
 from crosspool.units import GiB
 
 Consumers = Mapping[str, int]
@@ -43,7 +44,7 @@ def naming_consumers(
     """Turn running out of memory into a ValueError that says what the memory is used for, in GiB."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, NoMemoryError):
         free, total = torch.cuda.mem_get_info(device)
         held = {name: size for name, size in consumers().items() if size > 0}
         held["everything else on this GPU"] = max(0, total - free - sum(held.values()))

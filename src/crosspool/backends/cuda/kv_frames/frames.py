@@ -141,9 +141,9 @@ def make_frames(
     num_frames, frame_bytes = shape
     if shared is not None:
         return ArenaFrames(shared.frames, shared)
-    if backing == "vmm":
-        mapped = MappedFrames(CudaVmmDriver(site.index), num_frames, frame_bytes, GRANULARITY)
-        return DeviceFrames(mapped, frame_bytes, site.device)
     wanted = f"a KV cache of {num_frames * frame_bytes / GiB:.1f} GiB"
     with naming_consumers(site.rank, site.device, wanted, dict):
+        if backing == "vmm":
+            mapped = MappedFrames(CudaVmmDriver(site.index), num_frames, frame_bytes, GRANULARITY)
+            return DeviceFrames(mapped, frame_bytes, site.device)
         return ArenaFrames(torch.zeros(shape, dtype=torch.uint8, device=site.device))
