@@ -108,7 +108,12 @@ CHANGES: Mapping[str, Change] = {
         words="prompts cost decode nothing (ranks of their own)",
         stages=lambda model: replace(model, beside_prompt_s=0.0),
     ),
-    "3lanes": Change(words="three decode lanes (--decode-lanes 3)", engine={"decode_lanes": 3}),
+    "3lanes": Change(
+        words="three decode lanes (--decode-lanes 3)",
+        engine={"decode_lanes": 3},
+        at=RATES,
+        of=(*LAYOUTS, THREE_WEIGHTS, "crosspool-1+2"),
+    ),
     "halves": Change(words="each model's batch cut in two, in lanes of their own", stages=cut_in_two, of=LAYOUTS),
     "64seqs": Change(
         words="up to 64 sequences of a model at once (--max-num-seqs 64)",
