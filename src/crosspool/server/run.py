@@ -26,7 +26,7 @@ from crosspool.engine.stats import EngineStats
 from crosspool.errors import CrossPoolError
 from crosspool.server.engine_client import EngineClient
 from crosspool.server.garbage import rare_collections, settle_memory
-from crosspool.server.open_files import ShortageLines
+from crosspool.server.loop_errors import LoopErrors
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ async def serve(
 
     Raises what `load` raises. The engine is closed however this ends.
     """
-    asyncio.get_running_loop().set_exception_handler(ShortageLines())
+    asyncio.get_running_loop().set_exception_handler(LoopErrors())
     server = SignalledServer(_uvicorn_config(app, config))
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http server")
     loading = asyncio.ensure_future(load())
