@@ -55,7 +55,7 @@ def test_numpy_ranks_of_one_process_share_a_thread(backend, layout, num_hosts, t
 
 
 def test_prompts_of_shapes_that_chunks_do_not_take_run_in_the_pools(tmp_path):
-    config = deployment(write_tiny_model(tmp_path / "narrow", "qwen3_moe", head_dim=20), "cuda")
+    config = deployment(write_tiny_model(tmp_path / "narrow", "qwen3_moe", head_dim=24), "cuda")
     config = replace(config, pools=replace(config.pools, prefill="dedicated"))
     (model,) = prepare_models(config)
     assert model.served.prefill_ranks == ()

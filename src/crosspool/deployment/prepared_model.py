@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from crosspool.backends.cuda.kernels.limits import check_shapes
 from crosspool.backends.cuda.steps.passes import PASS_TOKENS, max_passes
 from crosspool.config import DeploymentConfig, ModelConfig
 from crosspool.deployment.model_source import DEMO_MODELS, model_directory
@@ -77,6 +78,8 @@ def _served(model: ModelConfig, config: DeploymentConfig, directory: Path) -> Se
         served = _placed(model, config, directory, "one")  # replicas: engines without pools do no other
     if is_cuda and pools.baseline is None and served.kv_split != "one":
         _check_prefill(served, config.scheduling.max_num_batched_tokens)
+    if is_cuda:
+        check_shapes(served.spec)
     check_slices(served.spec, len(served.weights_ranks), pools.weights_shares)
     if served.kv_split != "one" or (is_cuda and not has_prompt_kernels(served.spec)):
         served = replace(served, prefill_ranks=())  # its prompts run in the pools

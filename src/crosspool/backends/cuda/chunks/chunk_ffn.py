@@ -15,11 +15,11 @@ from crosspool.backends.cuda.kernels.chunk_params import (
     SortRowsParams,
     TakeRowsParams,
 )
+from crosspool.backends.cuda.kernels.limits import MAX_EXPERTS
 from crosspool.backends.cuda.kernels.moe_params import ACTIVATIONS
 from crosspool.backends.cuda.kernels.params import RouterParams, address
 from crosspool.backends.cuda.kernels.products import exact_parts, grouped_linear, linear, linear_fp32, linear_into
 from crosspool.backends.cuda.kernels.router import ROUTER_SMEM_BYTES, routing_rules
-from crosspool.backends.cuda.kernels.router_limits import MAX_EXPERTS
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
 from crosspool.models.spec import MoEFFNSpec
 from crosspool.units import ceil_div

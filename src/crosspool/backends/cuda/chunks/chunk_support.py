@@ -4,8 +4,8 @@ No torch in here or in what it imports: a deployment asks it too.
 """
 
 from crosspool.backends.cuda.chunks.chunk_plan import is_chunk
+from crosspool.backends.cuda.kernels.limits import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 from crosspool.backends.cuda.kernels.prefill_shapes import is_supported as has_attention
-from crosspool.backends.cuda.kernels.router_limits import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 from crosspool.models.spec import DenseFFNSpec, ModelSpec, MoEFFNSpec
 from crosspool.scheduler.step import StepHeader
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.kernels.limits import MAX_HIDDEN
 from crosspool.backends.cuda.kernels.params import MAX_PARTIALS, NormParams, address, check
-
-MAX_HIDDEN = 8192
 
 
 def residual_norm(

@@ -7,8 +7,8 @@ import torch
 from crosspool.backends.cuda.channels.channel_map import Choices
 from crosspool.backends.cuda.channels.transport_params import Meeting
 from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.kernels.limits import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 from crosspool.backends.cuda.kernels.params import RouterParams, address, check
-from crosspool.backends.cuda.kernels.router_limits import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights, RouterWeights, has_shared_gate
 from crosspool.models.spec import DenseFFNSpec, MoEFFNSpec, RouterSpec
 
