@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from crosspool.backends.cuda.device.compile import SOURCES
@@ -35,6 +36,11 @@ class EmulatedKernels:
         """Since the last call: looks for a peer's words by blocks that had let the kernels behind theirs begin."""
         found: int = self._library(source).take_looks_after_release()
         return found
+
+    def overwrite_late(self, source: str, address: int, words: Sequence[int]) -> None:
+        """From now on blocks of odd numbers find these where all read 32-bit words that a peer wrote; none: no more."""
+        given = (ctypes.c_uint32 * len(words))(*words)
+        self._library(source).overwrite_late(ctypes.c_void_p(address), given, len(words))
 
     def _library(self, source: str) -> ctypes.CDLL:
         if source not in self._libraries:

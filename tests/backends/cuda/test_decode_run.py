@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -114,6 +116,18 @@ def test_steps_are_told_together_as_far_as_the_device_has_come():
     assert ids(wait.told) == [[0, 1], [10, 11], [20, 21]]
     assert lane.sequences[1].token_ids == [1, 2, 3, 4, 1, 11, 21]
     assert lane.awaited(wait) > 3
+
+
+def test_tokens_of_a_step_that_has_failed_since_the_look_are_not_told():
+    """Its device has ended the run by then, with whatever it sampled."""
+    lane = Lane(step_s=6.9e-3)
+    peer = SimpleNamespace(arrived=lambda epoch: True)
+    half = read_run(lane.memory, lane.batch, lane.step, lane.slots, LAYERS, (peer,))
+    assert lane.awaited(next(half)) == 2
+    lane.ends(4)
+    peer.arrived = lambda epoch: False
+    assert ids(next(half).told) == [[0, 1], [10, 11]]
+    assert lane.sequences[1].token_ids == [1, 2, 3, 4, 1, 11]
 
 
 def test_every_token_is_told_once_and_the_last_ones_are_the_result():

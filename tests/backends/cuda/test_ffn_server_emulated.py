@@ -287,6 +287,44 @@ def test_a_pass_whose_experts_do_not_come_ends(rows, tmp_path):
     lane.check(2)
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("words", [False, True])
+def test_nobody_is_told_of_sums_whose_rows_did_not_come(words, is_last, tmp_path):
+    """A KV rank that was only slow would else find them, and may end the step with a wrong token."""
+    lane = Lane(layers_of("qwen3_moe", tmp_path), 2, rule=WaitRule(deadline_s=0.2), words=words)
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory], idle_s=0.0)
+    missing = 2 if is_last else 1
+    lane.raise_flag(BASE + missing)
+    server.post(lane.memory, lane.served, BASE)
+    assert lane.memory.late_epoch(0) == BASE + missing + 1
+    assert lane.memory.done_epoch == BASE + 3
+    assert lane.epochs(missing) == {0} if words else lane.answered == BASE + missing
+    lane.raise_flag(BASE * 2 + 3)
+    server.post(lane.memory, lane.served, BASE * 2)
+    lane.check(2)
+    assert lane.epochs(2) == {BASE * 2 + 3} if words else lane.answered == BASE * 2 + 3
+
+
+def test_a_pass_ends_though_blocks_read_different_experts_of_a_late_peer(tmp_path):
+    """Each then waits for activations that the others do not make."""
+    lane = Lane(layers_of("qwen3_moe", tmp_path), 2, rule=WaitRule(deadline_s=0.2), takes_choices=True)
+    kernels = EmulatedKernels(num_sms=3)
+    server = FFNServer(kernels, CPU, [lane.memory], idle_s=0.0)
+    drawn = (ctypes.c_uint32 * 4).from_address(lane.choices[1].ids)
+    lane.raise_flag(BASE + 1)
+    kernels.overwrite_late("ffn_server", lane.choices[1].ids, [(expert + 3) % 8 for expert in drawn])
+    served = threading.Thread(target=server.post, args=(lane.memory, lane.served, BASE), daemon=True)
+    served.start()
+    served.join(30)
+    assert not served.is_alive()
+    kernels.overwrite_late("ffn_server", 0, [])
+    assert lane.memory.late_epoch(0) == BASE + 2
+    assert lane.answered == BASE + 1
+    lane.raise_flag(BASE * 2 + 3)
+    server.post(lane.memory, lane.served, BASE * 2)
+    lane.check(2)
+
+
 def test_a_pass_that_the_host_gives_up_ends_at_once(tmp_path):
     lane = Lane(layers_of("qwen3_moe", tmp_path), 1, rule=WaitRule(deadline_s=60.0))
     server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory], idle_s=0.0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from crosspool.backends.cuda.channels.link import DeviceInlet  # noqa: E402
 from crosspool.backends.cuda.steps.lane_memory import ABORT, DONE, LaneMemory, WaitRule  # noqa: E402
 from crosspool.backends.cuda.steps.records import RING_SLOTS, RUN_AT, STOP_IDS, RunPlace, RunRows  # noqa: E402
 
@@ -24,6 +26,32 @@ def memory():
     for base in (1024, 2048):
         made.push(base, LAYERS)
     return made
+
+
+class FailingLane:
+    """Its device gives a wait up, and ends the pass, between any two looks of the host."""
+
+    device = SimpleNamespace(type="cuda")
+
+    def __init__(self):
+        self._done = self._late = 0
+
+    def _look(self, name):
+        found = getattr(self, name)
+        self._done, self._late = 1029, 1027
+        return found
+
+    @property
+    def done_epoch(self):
+        return self._look("_done")
+
+    def late_epoch(self, peer):
+        return self._look("_late")
+
+
+def test_a_step_has_not_arrived_that_failed_while_its_host_looked():
+    inlet = DeviceInlet(FailingLane(), None)
+    assert [inlet.arrived(1029) for _ in range(3)] == [False] * 3
 
 
 def test_a_step_that_is_given_up_behind_another_leaves_that_alone(memory):

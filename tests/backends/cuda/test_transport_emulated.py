@@ -136,6 +136,25 @@ def test_a_wait_past_its_deadline_names_the_peer_and_lets_the_step_run_on():
     assert time.monotonic() - begin >= 0.5
 
 
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_peer_is_not_told_of_what_is_void(is_given_up):
+    """It may be the one whose word ends the step, and only have been slow."""
+    _kernels, _kv, ffn, _attention, crossing, channels = sides(WaitRule(deadline_s=0.05))
+    if is_given_up:
+        ffn.abort(epoch_base(1))
+    crossing.wait(0)
+    crossing.signal(0)
+    answered = ctypes.c_uint64.from_address(channels[0].map.flag)
+    assert answered.value == 0
+    assert ffn.late_epoch(0) == epoch_base(1) + 1
+    ffn.push(epoch_base(2), 1)
+    begin_pass(EmulatedKernels(), ffn)
+    ctypes.c_uint64.from_address(channels[1].map.flag).value = epoch_base(2) + 1
+    crossing.wait(0)
+    crossing.signal(0)
+    assert answered.value == epoch_base(2) + 1
+
+
 def test_kernels_behind_a_wait_begin_once_every_thread_has_its_words():
     """They would take the multiprocessors that a weights rank of the same GPU needs for the rest."""
     kernels, kv, _ffn, attention, _crossing, channels = sides(WaitRule(deadline_s=0.1), takes_words=True)

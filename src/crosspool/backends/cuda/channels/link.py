@@ -202,9 +202,9 @@ class DeviceInlet:
             return self.link.is_open()
         if self._lane.device.type != "cuda":
             return int(ctypes.c_uint64.from_address(self.link.inbox.flag).value) >= epoch
-        if self._lane.late_epoch(self.index) // LAYERS_PER_STEP == epoch // LAYERS_PER_STEP:
-            return False
-        return self._lane.done_epoch >= epoch if self.pace is None else self.pace()
+        has_come = self._lane.done_epoch >= epoch if self.pace is None else self.pace()
+        # NOTE: in this order. A wait that gives up says so before its pass ends, and may do both between two looks.
+        return has_come and self._lane.late_epoch(self.index) // LAYERS_PER_STEP != epoch // LAYERS_PER_STEP
 
     def take(self, layer: int, num_tokens: int, width: int) -> FloatArray:
         raise TypeError("rows of a device channel are read by kernels, not by the host")

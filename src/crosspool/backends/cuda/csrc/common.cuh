@@ -236,13 +236,16 @@ DEVICE float block_sum(float v, float* scratch, int threads) {
 // Where all blocks of a grid meet; every one of them must be resident. The counter only grows, by gridDim.x a meeting, so
 // nothing is reset. Made before this block's first meeting of the launch: until then the counter cannot pass it.
 struct GridMeeting {
+  static constexpr u32 EPOCH_BIT = 1u << 31;
   u64* counter;
   u64 target;  // of the next meeting
 
   DEVICE explicit GridMeeting(u64* counter)
       : counter(counter), target((load_relaxed_device(counter) / gridDim.x + 1) * gridDim.x) {}
-  // A number that no other launch on this counter has, never zero.
-  DEVICE u32 epoch() const { return static_cast<u32>(target / gridDim.x); }
+  // The next meeting's number, below its highest bit, which is set: so it is never zero, which new memory holds, though
+  // numbers come round after 2^31 meetings, some thirty hours of layers without a pause.
+  DEVICE u32 epoch() const { return static_cast<u32>(target / gridDim.x) | EPOCH_BIT; }
+  static DEVICE u32 epoch_after(u32 epoch) { return (epoch + 1) | EPOCH_BIT; }
   // What this block wrote so far is there for all once `wait` returns; all its threads are behind a block_sync.
   DEVICE void arrive() {
     if (threadIdx.x == 0) {

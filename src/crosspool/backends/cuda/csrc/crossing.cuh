@@ -24,6 +24,9 @@ struct Flags {
   int count;
 };
 
+// Whether a wait of the step gave up: what the step computes from there on is void.
+DEVICE bool has_failed(const LaneView& v, u64 base) { return load_relaxed(v.lane + FAILED) / STEP == base / STEP; }
+
 DEVICE void expire(const LaneView& v, u64 base, u64 want, int peer) {
   store_release(v.host + LATE + peer, want);
   store_relaxed(v.lane + FAILED, base);  // the step's other waits give up at once
@@ -47,7 +50,7 @@ DEVICE void await(const LaneView& v, const Flags& flags, u64 base, int layer) {
       }
       if (crowded) pause_ns(100);
     }
-    if (load_relaxed(v.lane + FAILED) / STEP == base / STEP) return expire(v, base, want, peer);
+    if (has_failed(v, base)) return expire(v, base, want, peer);
     const u64 now = timer_ns();
     if (now - start > static_cast<u64>(v.deadline_ns)) return expire(v, base, want, peer);
     if (blockIdx.x == 0 && now - looked > ABORT_LOOK_NS) {  // the other blocks learn of it by FAILED
@@ -60,6 +63,7 @@ DEVICE void await(const LaneView& v, const Flags& flags, u64 base, int layer) {
 // Sums that carry their epoch: a value and the low half of its layer's epoch in one 8-byte word, so that no flag and no
 // fence stands between a producer's store and the consumer's look.
 DEVICE u32 word_epoch(u64 base, int layer) { return static_cast<u32>(base + layer + 1); }
+constexpr u32 VOID_EPOCH = 0;  // of sums that nobody is to take: no layer has it, since a step's epochs begin with 1
 DEVICE u64 sum_word(float v, u32 epoch) { return static_cast<u64>(epoch) << 32 | bits_of_float(v); }
 
 // Whether a look at words is the last: they will not come. Every thread that waits has its own.
@@ -75,7 +79,7 @@ struct WordWait {
     if (++looks % POLLS_PER_LOOK) return false;
     const u64 now = timer_ns();
     const bool asks_host = threadIdx.x == 0 && blockIdx.x == 0 && looks % (POLLS_PER_LOOK * 64) == 0;
-    if (load_relaxed(v.lane + FAILED) / STEP != base / STEP && now - start <= static_cast<u64>(v.deadline_ns) &&
+    if (!has_failed(v, base) && now - start <= static_cast<u64>(v.deadline_ns) &&
         !(asks_host && load_relaxed(v.host + ABORT) >= base))
       return false;
     expire(v, base, want, peer);
@@ -83,17 +87,19 @@ struct WordWait {
   }
 };
 
-// Every block calls this after its last store to the peers; the last one raises the flags.
+// Every block calls this after its last store to the peers; the last one raises the flags. Of a step that has failed here
+// no peer is told: it would go on with what is void, and may be the one whose word ends the step.
 DEVICE void raise(const LaneView& v, const Flags& flags, u64 base, int layer, int blocks) {
   block_sync();
   if (threadIdx.x != 0) return;
+  const bool is_void = has_failed(v, base);  // on its way during the fence
   system_fence();
   if (blocks > 1) {
     if (atomic_add(reinterpret_cast<int*>(v.lane + TICKET), 1) != blocks - 1) return;
     *reinterpret_cast<int*>(v.lane + TICKET) = 0;
     system_fence();
   }
-  for (int i = 0; i < flags.count; ++i) store_relaxed(flags.flag[i], base + layer + 1);
+  for (int i = 0; i < flags.count && !is_void; ++i) store_relaxed(flags.flag[i], base + layer + 1);
 }
 
 // A kernel's first look at rows that a peer puts: `flags` are in this rank's memory; count 0: nothing to wait for.

@@ -15,8 +15,8 @@ constexpr int NO_LANE = -1;
 
 enum ServerWord { STOP = 0, LEFT = 1 };            // pinned: the launch that is to leave; the launch that left
 // Device: sequence and layer; base of its pass; epoch to tell the host, or 0; the rows' epoch where they were not there
-// yet, or 0; the turn whose rows will not come.
-enum OrderWord { ORDER = 0, PASS = 1, END = 2, ROWS = 3, GIVEN_UP = 4, ORDER_WORDS = 5 };
+// yet, or 0.
+enum OrderWord { ORDER = 0, PASS = 1, END = 2, ROWS = 3, ORDER_WORDS = 4 };
 
 struct alignas(128) ServedLayer {
   FusedParams layer;
@@ -50,7 +50,8 @@ struct ServerSmem {
   ServedLayer served;
   LaneState states[MAX_LANES];
   u64 order[ORDER_WORDS];  // this turn's
-  int lane, has_given_up;  // block 0: whose pass goes on behind this turn, and whether the turn's rows did not come
+  int lane;                // block 0: whose pass goes on behind this turn
+  int is_void;             // the turn's rows did not come
 };
 constexpr int SERVER_SMEM_BYTES = (sizeof(ServerSmem) + 127) / 128 * 128;
 
@@ -136,11 +137,8 @@ struct Arbiter {
   // Publish this turn's layer: the one whose rows came first, or that of a lone pass, whose rows every block awaits itself.
   // Where no pass is under way the server waits for one, or leaves and publishes that.
   DEVICE void publish_next(u32 turn, ServerSmem& s) {
-    if (s.has_given_up) {
-      if (l == s.lane && states[l].count > 0) end_early(p.lanes[l], states[l], false);
-      warp_sync();
-      s.has_given_up = 0;
-    }
+    if (s.is_void && l == s.lane && states[l].count > 0) end_early(p.lanes[l], states[l], false);
+    warp_sync();
     if (turn % TURNS == 0) {
       look_for_passes();
       warp_sync();
@@ -212,11 +210,13 @@ DEVICE void end_layer(const Departure& departure, u64 base, u64 end) {
   block_sync();
   if (threadIdx.x != 0) return;
   const LaneView& v = departure.view;
+  const bool is_void = has_failed(v, base);  // on its way during the fence
   system_fence();
   if (atomic_add(reinterpret_cast<int*>(v.lane + TICKET), 1) != static_cast<int>(gridDim.x) - 1) return;
   *reinterpret_cast<int*>(v.lane + TICKET) = 0;
   system_fence();
-  for (int i = 0; i < departure.flags.count; ++i) store_relaxed(departure.flags.flag[i], base + departure.layer + 1);
+  for (int i = 0; i < departure.flags.count && !is_void; ++i)
+    store_relaxed(departure.flags.flag[i], base + departure.layer + 1);
   if (end) store_release(v.host + DONE, end);
 }
 
@@ -231,38 +231,37 @@ DEVICE const ServedLayer* await_turn(const ServerParams& p, ServerSmem& s, u32 t
     s.order[PASS] = load_relaxed_device(p.order + PASS);
     s.order[END] = load_relaxed_device(p.order + END);
     s.order[ROWS] = load_relaxed_device(p.order + ROWS);
+    s.is_void = 0;
   }
   block_sync();
   return reinterpret_cast<const ServedLayer*>(s.order[ORDER]);
 }
 
-// Block 0 decides that rows will not come, so that all blocks do the same; their result is then worthless, and the host
-// knows it.
-DEVICE void give_up(const ServerParams& p, ServerSmem& s, u32 turn, u64 want) {
-  store_release(s.served.layer.route.arrival.view.host + LATE, want);
-  s.has_given_up = 1;
-  store_release_device(p.order + GIVEN_UP, turn);
-}
-
-// Every thread of a block waits for the rows of its turn, whose layer is in shared memory.
-DEVICE void await_rows(const ServerParams& p, ServerSmem& s, u32 turn) {
-  const u64 want = s.order[ROWS];
+// Every thread of a block waits for the rows of its turn, whose layer is in shared memory. Block 0 decides that they will not
+// come; the others learn of it by FAILED, unless they have seen the rows. What follows is void: nobody is told of it.
+DEVICE void await_rows(ServerSmem& s) {
+  const u64 want = s.order[ROWS], base = s.order[PASS];
   if (want == 0) return;
   if (threadIdx.x == 0) {
-    const Arrival& arrival = s.served.layer.route.arrival;
-    const u64* flag = arrival.flags.flag[0];
+    const LaneView& v = s.served.layer.route.arrival.view;
+    const u64* flag = s.served.layer.route.arrival.flags.flag[0];
     const u64 start = timer_ns();
     u64 looked = start;
-    for (bool is_there = arrival.view.deadline_ns < 0; !is_there;) {
+    for (bool is_there = v.deadline_ns < 0; !is_there;) {
       for (int i = 0; i < POLLS_PER_LOOK && !is_there; ++i) is_there = load_acquire(flag) >= want;
-      if (is_there || load_relaxed_device(p.order + GIVEN_UP) == turn) break;
+      if (is_there) break;
+      if (has_failed(v, base)) {
+        device_fence();  // before what tells the last block that this one has ended
+        s.is_void = 1;
+        break;
+      }
       spin();
       if (blockIdx.x != 0) continue;
       const u64 now = timer_ns();
-      if (now - start > static_cast<u64>(arrival.view.deadline_ns)) give_up(p, s, turn, want);
+      if (now - start > static_cast<u64>(v.deadline_ns)) expire(v, base, want, 0);
       if (now - looked < ABORT_LOOK_NS) continue;
       looked = now;
-      if (load_relaxed(arrival.view.host + ABORT) >= s.order[PASS]) give_up(p, s, turn, want);
+      if (load_relaxed(v.host + ABORT) >= base) expire(v, base, want, 0);
     }
   }
   block_sync();
@@ -293,8 +292,9 @@ DEVICE const ServedLayer* serve(const ServerParams& p, ServerSmem& s, GridMeetin
       return ordered;
     }
   }
-  await_rows(p, s, turn);
-  work.run(meeting, word_epoch(s.order[PASS], s.served.layer.moe.departure.layer));
+  await_rows(s);
+  const u64 base = s.order[PASS];
+  work.run(meeting, base, s.is_void ? VOID_EPOCH : word_epoch(base, s.served.layer.moe.departure.layer));
   return layer;
 }
 
@@ -303,7 +303,7 @@ KERNEL(ffn_server, ServerParams, MOE_THREADS, 1) {
   GridMeeting meeting(p.meetings);
   Guess guess;
   if (blockIdx.x == 0 && threadIdx.x < MAX_LANES) s.states[threadIdx.x].count = 0;
-  if (threadIdx.x == 0) s.has_given_up = 0;
+  if (threadIdx.x == 0) s.is_void = 0;
   block_sync();
   for (u32 turn = 1;; ++turn) {
     const ServedLayer *layer = guess.next(), *ordered = layer;

@@ -50,15 +50,13 @@ struct AdvanceParams {
   int rows, ring_slots, record_words, run_at, num_layers;
 };
 
-DEVICE bool has_failed(const AdvanceParams& p, u64 base) { return load_relaxed(p.view.lane + FAILED) / STEP == base / STEP; }
-
 // KV rank, before a run's first step: whether one of its rows goes on. Where all of them follow rows of the run before, that
 // may have ended with them; and a run behind one that failed does not begin.
 DEVICE bool rows_have_work(const AdvanceParams& p, const u32* run) {
   const u64 before = load_relaxed(p.view.lane + BASE);
   const u32 follows = load_relaxed(run + FOLLOWS), ended = static_cast<u32>(p.view.lane[ENDED]);
   if (load_relaxed(run + IS_OVER) != 0) return false;
-  return follows == 0 || ((ended & follows) != follows && !has_failed(p, before));
+  return follows == 0 || ((ended & follows) != follows && !has_failed(p.view, before));
 }
 
 // KV rank: whether some row has not drawn one of its stop tokens, and every row has a slot for the next step.
@@ -135,7 +133,7 @@ KERNEL(advance, AdvanceParams, 32, 1) {
   bool goes_on = p.tokens == nullptr || rows_go_on(p, r.record, r.run);
   if (r.left > 0) {
     if (p.tokens == nullptr) goes_on = rows_come(p, r.over, base + p.num_layers);
-    goes_on = goes_on && !has_failed(p, base);
+    goes_on = goes_on && !has_failed(p.view, base);
     warp_sync();
     if (!goes_on) end_run(p, r.over, cursor, r.left);
   } else {

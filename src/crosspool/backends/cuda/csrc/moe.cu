@@ -37,6 +37,6 @@ KERNEL(moe_down, MoeParams, MOE_THREADS, 1) {
   DownStep<DOWN_STAGES> down(p, dynamic_smem(), near, lists, weights, sums, unique);
   down.begin(blockIdx.x);
   grid_wait();
-  down.run(out_epoch(p));
+  down.run(out_epoch(p, base_of(p)));
   depart(p.departure, gridDim.x);
 }

@@ -31,9 +31,14 @@ struct MoeParams {
   Departure departure;        // where `out` is a peer's slot
 };
 
-// The epoch that words of a captured pass carry.
-DEVICE u32 out_epoch(const MoeParams& p) {
-  return p.out_form == WORDS ? word_epoch(load_relaxed(p.departure.view.lane + BASE), p.departure.layer) : 0;
+// The base of the captured pass that the layer belongs to; 0: of none.
+DEVICE u64 base_of(const MoeParams& p) {
+  return p.departure.view.lane == nullptr ? 0 : load_relaxed(p.departure.view.lane + BASE);
+}
+// The epoch that words of that pass carry.
+DEVICE u32 out_epoch(const MoeParams& p, u64 base) {
+  if (p.out_form != WORDS || has_failed(p.departure.view, base)) return VOID_EPOCH;
+  return word_epoch(base, p.departure.layer);
 }
 
 DEVICE float activate(int kind, float gate, float up) {

@@ -10,7 +10,8 @@ DEVICE void compute(const FusedParams& p) {
   grid_launch_dependents();
   grid_wait();
   GridMeeting meeting(p.meetings);
-  layer.run(meeting, out_epoch(p.moe));
+  const u64 base = base_of(p.moe);
+  layer.run(meeting, base, out_epoch(p.moe, base));
   depart(p.moe.departure, gridDim.x);
 }
 

@@ -44,8 +44,8 @@ struct FusedLayer {
   // Start on what does not depend on the rows.
   DEVICE void load_shared() { up.load_shared(); }
 
-  // The rows are there. epoch_out: that words of the output carry.
-  DEVICE void run(GridMeeting& meeting, u32 epoch_out) {
+  // The rows are there, or the pass of this base was given up. epoch_out: that words of the output carry.
+  DEVICE void run(GridMeeting& meeting, u64 base, u32 epoch_out) {
     const MoeParams& m = p.moe;
     const u32 epoch = meeting.epoch();
     if (p.rows > 0) choose_here(epoch);
@@ -86,7 +86,7 @@ struct FusedLayer {
     const bool has_table = FEW && TokenTable::serves(m.tokens);
     if (has_table) table.fill(lists, weights, *unique);
     u16* own = reinterpret_cast<u16*>(near);
-    if (are_words) gather_words(m, epoch, own);
+    if (are_words) gather_words(m, base, epoch, own);
     else meeting.wait();
     if (are_near) {
       if (!are_words) gather(m, own);

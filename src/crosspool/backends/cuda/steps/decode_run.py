@@ -92,6 +92,8 @@ def read_run(
         pace.look_for(wanted, lambda: memory.nears_end and memory.last_epoch == last_epoch)
         yield Wait((pace, *inlets), first_base + wanted * num_layers, tuple(told), pace.nap_s)
         num_ended = min(num_steps, max(wanted, (memory.done_epoch - first_base) // num_layers))
+        if not all([inlet.arrived(first_base + num_ended * num_layers) for inlet in inlets]):
+            num_ended = wanted  # of a step that has failed since that look, and those behind it, tokens are void
         told = []
         for idx, tokens in enumerate(memory.tokens_of(slots[num_read:num_ended], num_rows), num_read):
             if tokens[0] < 0 and idx == 0:  # the run before ended with all its sequences

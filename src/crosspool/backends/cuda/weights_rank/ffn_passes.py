@@ -59,10 +59,9 @@ class FFNPass:
                 choices = crossing.choices(layer, rows, hidden, weights.spec.top_k)
             x = crossing.rows(layer, rows, hidden)
             words = crossing.words(layer, rows, hidden) if self._sums_by == "words" else None
-            if words is not None:
-                self._half.run(layer, x, words, departure=crossing.epochs(layer), choices=choices)
-            else:
-                self._half.run(layer, x, crossing.sums(layer, rows, hidden), choices=choices)
+            out = crossing.sums(layer, rows, hidden) if words is None else words
+            self._half.run(layer, x, out, departure=crossing.epochs(layer), choices=choices)
+            if words is None:
                 crossing.signal(layer)
         end_pass(self._kernels, self._lane, len(self._half.layers))
 

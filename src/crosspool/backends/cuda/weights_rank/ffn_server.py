@@ -103,7 +103,7 @@ class FFNServer:
         """lanes: known from the start; further ones are known from their first pass."""
         self._kernels, self._device, self._lanes = kernels, device, list(lanes)
         self._idle_s = idle_s
-        self._order = torch.zeros(5, dtype=torch.int64, device=device)
+        self._order = torch.zeros(4, dtype=torch.int64, device=device)
         self._meetings = torch.zeros(1, dtype=torch.int64, device=device)
         self._control = pinned((2,), torch.int64, device)
         self._words = self._control.numpy()
