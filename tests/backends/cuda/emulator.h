@@ -1,5 +1,6 @@
 // Runs one block of a kernel at a time on a CPU: each thread is a fiber, and a barrier or warp operation switches
 // fibers until all have arrived. Blocks run one after another, so kernels whose blocks wait for later blocks hang here.
+// Threads of this process may each run a kernel of another source: its state is its library's own.
 // What a thread copies asynchronously arrives when it waits for it, and not before: a wait for too few copies shows.
 #pragma once
 #include <setjmp.h>
@@ -46,18 +47,18 @@ struct Block {
   bool has_released = false;  // a thread has let the kernels behind begin
 };
 
-inline std::vector<Fiber> fibers;
-inline bool cooperative = false;  // all blocks run side by side; else one after another
-inline std::vector<Block>* together = nullptr;  // the blocks that run side by side: of a cluster, it
-inline Barrier cluster_barrier;
-inline Fiber* current = nullptr;
-inline jmp_buf scheduler;
-inline bool backwards = false;  // blocks run last to first: what depends on their order fails one way or the other
-inline Dim block_dim, grid_dim;
-inline std::function<void()> body;
-inline unsigned looks_after_release = 0;
-inline const int* overwritten = nullptr;  // by a peer, while blocks read: those of odd numbers find the late words there
-inline std::vector<u32> late_words;
+static std::vector<Fiber> fibers;
+static bool cooperative = false;  // all blocks run side by side; else one after another
+static std::vector<Block>* together = nullptr;  // the blocks that run side by side: of a cluster, it
+static Barrier cluster_barrier;
+static Fiber* current = nullptr;
+static jmp_buf scheduler;
+static bool backwards = false;  // blocks run last to first: what depends on their order fails one way or the other
+static Dim block_dim, grid_dim;
+static std::function<void()> body;
+static unsigned looks_after_release = 0;
+static const int* overwritten = nullptr;  // by a peer, while blocks read: those of odd numbers find the late words there
+static std::vector<u32> late_words;
 constexpr size_t kStack = 256 * 1024;
 
 inline void yield() { if (!_setjmp(current->point)) _longjmp(scheduler, 1); }
