@@ -169,13 +169,27 @@ def test_every_setting_is_described() -> None:
     assert [name for name, field in Settings.model_fields.items() if not field.description] == []
 
 
-def test_a_pipeline_that_is_off_has_one_decode_lane() -> None:
+def test_decode_lanes_follow_from_the_pipeline_and_the_weights_pool() -> None:
     models = (ModelConfig(source="demo"),)
     lanes = {
         str(flags): load_deployment(flags, default_models=models).scheduling.num_decode_lanes
         for flags in ({}, {"pipeline": "off"}, {"decode_lanes": 3}, {"pipeline": "off", "decode_lanes": 1})
     }
     assert list(lanes.values()) == [2, 1, 3, 1]
+    wide: dict[str, object] = {"backend": "cuda", "weights_ranks": 3}
+    changes: list[dict[str, object]] = [
+        {},
+        {"weights_ranks": 2},
+        {"backend": "numpy"},
+        {"baseline": "static"},
+        {"weights_shares": "2,2,1"},
+        {"gpus": 1},
+        {"gpus": 4},
+        {"decode_lanes": 2},
+        {"pipeline": "off"},
+    ]
+    found = [load_deployment(wide | change, default_models=models).scheduling.num_decode_lanes for change in changes]
+    assert found == [3, 2, 2, 2, 2, 2, 3, 2, 1]
     with pytest.raises(ValueError, match="decode_lanes is 3 with pipeline off, which has one"):
         load_deployment({"pipeline": "off", "decode_lanes": 3}, default_models=models)
 

@@ -23,6 +23,9 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 DECODE_LANES = 2
 """Decode batches in flight at once, unless the deployment says otherwise or the pipeline is off."""
 
+WIDE_POOL = 3
+"""Weights GPUs from which on one more is the default: attention is as busy as FFNs then (decision 20)."""
+
 PREFILL_SHARE = 0.7
 """Part of a GPU that prompts keep to beside decode, unless the deployment says otherwise."""
 

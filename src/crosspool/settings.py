@@ -169,7 +169,7 @@ class Settings(BaseSettings):
     max_queue: int = Field(64, description="sequences of a model that may wait; one more is a 429")
     max_queue_per_key: int | None = Field(None, description="sequences of one API key that may wait for a model")
     decode_lanes: int | None = Field(
-        None, description="decode batches in flight at once; default: 2, and 1 with pipeline off"
+        None, description="decode batches in flight at once; default: 2, 3 with three weights GPUs, 1 with pipeline off"
     )
     prefill_lanes: int = Field(1, description="prefill chunks in flight at once")
     decode_steps: int = Field(1, description="decode steps that a batch may take by itself, without the engine")

@@ -12,6 +12,7 @@ from crosspool.config import (
     DECODE_LANES,
     PREFILL_TOKENS,
     SPLIT_PREFILL_TOKENS,
+    WIDE_POOL,
     DeploymentConfig,
     ModelConfig,
     SchedulingConfig,
@@ -157,7 +158,15 @@ def _decode_lanes(settings: Settings) -> int:
                 f"decode_lanes is {settings.decode_lanes} with pipeline off, which has one; leave one of them out"
             )
         return 1
-    return DECODE_LANES if settings.decode_lanes is None else settings.decode_lanes
+    return DECODE_LANES + _has_wide_pool(settings) if settings.decode_lanes is None else settings.decode_lanes
+
+
+def _has_wide_pool(settings: Settings) -> bool:
+    """Whether two pools have WIDE_POOL weights ranks or more, each on a GPU of its own."""
+    if settings.backend != "cuda" or settings.baseline is not None or settings.weights_shares:
+        return False
+    num_ranks = settings.kv_ranks + settings.weights_ranks + settings.prefill_ranks
+    return settings.weights_ranks >= WIDE_POOL and (settings.gpus or num_ranks) >= num_ranks
 
 
 def _with_common(model: ModelConfig, settings: Settings) -> ModelConfig:
