@@ -41,7 +41,7 @@ def test_a_sound_deployment_is_told_and_not_started(model: Path) -> None:
 def test_where_logs_are_json_every_line_is(model: Path) -> None:
     command = [sys.executable, "-m", "crosspool", "serve", "--check", str(model), "--kv-pool-bytes", "16MiB"]
     ended = subprocess.run(
-        [*command, "--log-format", "json"], capture_output=True, text=True, env=os.environ, timeout=60
+        [*command, "--log-format", "json"], capture_output=True, text=True, env=os.environ, timeout=100
     )
     assert ended.returncode == 0
     messages = [json.loads(line)["message"] for line in ended.stderr.splitlines()]

@@ -82,7 +82,7 @@ def test_two_kv_ranks_answer_as_one_does_though_one_of_them_is_killed(expected: 
 
 def test_a_split_that_cannot_be_is_one_line() -> None:
     command = [sys.executable, "-m", "crosspool", "serve", "--kv-ranks", "64", "--kv-split", "heads", "--port", "0"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 1
     assert "kv_split is heads for" in ended.stderr
     assert "use kv_split tokens or auto" in ended.stderr
@@ -91,13 +91,13 @@ def test_a_split_that_cannot_be_is_one_line() -> None:
 
 def test_several_kv_ranks_on_gpus_are_not_driven_by_the_host() -> None:
     command = [sys.executable, "-m", "crosspool", "serve", "--kv-ranks", "2", "--backend", "cuda", "--port", "0"]
-    ended = subprocess.run([*command, "--control", "host"], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([*command, "--control", "host"], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 1
     assert "control is host with kv_ranks 2, whose exchange is a part of graphs; use graphs" in ended.stderr
 
 
 def test_a_prefill_step_of_more_passes_than_epochs_is_one_line() -> None:
     command = [sys.executable, "-m", "crosspool", "serve", "--kv-ranks", "2", "--backend", "cuda", "--port", "0"]
-    ended = subprocess.run([*command, "--max-num-batched-tokens", "20000"], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([*command, "--max-num-batched-tokens", "20000"], capture_output=True, text=True, timeout=100)
     assert ended.returncode == 1
     assert "max_num_batched_tokens is 20000; over several KV ranks on GPUs a step takes up to" in ended.stderr

@@ -28,6 +28,7 @@ class ClockedCluster:
         self._changed = threading.Condition()
         self._woken = False
         self._is_held = False
+        self._losses: list[tuple[str, float | None]] = []
         self._events: list[Event] = []
 
     def add_model(self, placement: ModelPlacement) -> None:
@@ -59,6 +60,9 @@ class ClockedCluster:
         with self._changed:
             while True:
                 now = time.monotonic()
+                while self._losses:
+                    rank, back_in_s = self._losses.pop(0)
+                    self.sim.lose(rank, now, back_in_s)
                 events = self._events + ([] if self._is_held else self.sim.due(now))
                 self._events = []
                 if events or self._woken or now >= deadline:
@@ -82,8 +86,9 @@ class ClockedCluster:
             self._hold(False)
 
     def lose(self, rank: str, back_in_s: float | None) -> None:
+        """From the next poll on, which tells it: `sim` takes no step that needs what the engine was told is lost."""
         with self._changed:
-            self.sim.lose(rank, time.monotonic(), back_in_s)
+            self._losses.append((rank, back_in_s))
             self._changed.notify_all()
 
     def memory_bytes(self) -> dict[str, dict[str, int]]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 100
 
 
 class ServerLog(threading.Thread):
