@@ -128,7 +128,7 @@ def test_a_rank_outlives_the_thread_that_restarted_it(tmp_path):
 
 
 def test_a_thread_that_is_in_a_long_segment_at_close_ends_by_itself_later(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("crosspool.cluster.rank_cluster.STOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("crosspool.cluster.host_watch.STOP_TIMEOUT_S", 0.05)
     with running(make_config("inprocess", 1)) as cluster:
         add_models(cluster, {"m": FakeModel(num_layers=40, max_delay_s=0.2)}, tmp_path, ("w0",))
         cluster.submit(LaneDriver(0, "m", [Sequence_((1, 2), 1)]).next_step())

@@ -74,7 +74,7 @@ def test_what_had_no_room_in_the_socket_ends_a_nap_when_it_is_sent(host):
 
 
 def test_a_process_that_still_starts_does_not_hold_up_the_end(caplog, monkeypatch):
-    monkeypatch.setattr("crosspool.cluster.rank_cluster.STOP_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("crosspool.cluster.host_watch.STOP_TIMEOUT_S", 60.0)
     cluster = start_cluster(make_config("processes", 1, backend="tests.support.slow_to_start"))
     cluster.poll(0.1)
     processes = [host._process for host in cluster._hosts]

@@ -1,8 +1,8 @@
 """RankCluster: the parent of the ranks. Carries models and steps to them, watches them, tells what happened.
 
 All of it runs in the caller's thread, within `poll` and the other calls; the ranks' work too where a host has no thread
-of its own. Only `wake` may come from another thread. What it knows is kept in parts: `Supervisor` (states of ranks),
-`Roster` (models), `ChannelBook` and `ClusterSteps`; `HostPost` is how it waits.
+of its own. Only `wake` may come from another thread. What it knows is kept in parts: `HostWatch` (hosts, and where
+ranks stand), `Roster` (models), `ChannelBook` and `ClusterSteps`; `HostPost` is how it waits.
 """
 
 import logging
@@ -28,10 +28,11 @@ from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell
 from crosspool.cluster.host import Host
 from crosspool.cluster.host_post import HostPost
-from crosspool.cluster.messages import FromRank, ToRank
+from crosspool.cluster.host_watch import HostWatch
+from crosspool.cluster.messages import FromRank
 from crosspool.cluster.region import Region
 from crosspool.cluster.roster import Roster
-from crosspool.cluster.supervisor import RankState, Supervisor
+from crosspool.cluster.supervisor import RankState
 from crosspool.cluster.turned import TurnedHost
 from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
@@ -40,12 +41,7 @@ from crosspool.scheduler.step import StepDescriptor
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S = 3.0
 NEVER_S = float("inf")
-HANG_FACTOR = 1.5
-"""A host that owes work may be silent for this many step deadlines."""
-ACCUSED_FACTOR = 0.8
-"""A rank that another one waited for in vain is taken for hung if it was silent for this part of the deadline."""
 
 
 class RankCluster:
@@ -72,18 +68,13 @@ class RankCluster:
         self._config = config
         self._hosts = hosts
         self._turned = turned
-        self._host_of = {rank: number for number, host in enumerate(hosts) for rank in host.ranks}
         self._doorbell = doorbell
-        self._board = board
         self._open_region = open_region
         self._release = release
         self._clock = clock
-        self._supervisor = Supervisor(
-            [host.ranks for host in hosts],
-            start_timeout_s=config.start_timeout_s,
-            hang_s=HANG_FACTOR * config.step_deadline_s,
-            max_failed_starts=config.max_failed_starts,
-        )
+        self._watch = HostWatch(hosts, board, config, clock)
+        self._supervisor = self._watch.supervisor
+        self._send = self._watch.send
         self._roster = Roster()
         self._channels = ChannelBook(
             config.num_lanes,
@@ -93,7 +84,6 @@ class RankCluster:
         )
         self._memory: dict[str, dict[str, int]] = {rank: {} for rank in config.ranks}
         self._backings: dict[str, BackingCounts] = {}
-        self._endings: dict[int, str] = {}  # why a host ends, as it told itself
         self._events: list[Event] = []
         self._steps = ClusterSteps(self._send, self._events.append)
         self._load_first: Sequence[str] = ()
@@ -184,7 +174,7 @@ class RankCluster:
                 self._receive(self._post.wait(max(0.0, min(until_s, self._watch_s) - now_s) if may_wait else 0.0))
             now_s = self._clock()
             if now_s >= self._watch_s:
-                self._watch(now_s)
+                self._look_after_hosts(now_s)
             if self._events or self._is_woken or now_s >= until_s:
                 break
         self._is_woken = False
@@ -208,37 +198,23 @@ class RankCluster:
 
     def states(self) -> dict[str, RankState]:
         """Where every rank stands."""
-        return {rank: self._supervisor.state(rank) for rank in self._host_of}
+        return {rank: self._supervisor.state(rank) for rank in self._watch.host_of}
 
     def pids(self) -> dict[str, int]:
         """The process of each rank that lives in one of its own and is not known to have ended."""
         return {rank: host.pid for host in self._hosts for rank in host.ranks if host.pid is not None}
 
     def close(self) -> None:
-        """Stop every rank; nothing of it is left. A second call does nothing.
-
-        A process that is still starting hears nothing for seconds and holds nothing yet: it is killed.
-        """
+        """Stop every rank; nothing of it is left. A second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
-        for host in self._hosts:
-            state = self._supervisor.state(host.ranks[0])
-            if state is RankState.STARTING and host.pid is not None:
-                host.kill()
-            elif self._supervisor.is_up(host.ranks[0]):
-                host.send(host.ranks[0], messages.Stop())
-        until_s = time.monotonic() + STOP_TIMEOUT_S
-        if all([host.end(until_s) for host in self._hosts]):
+        if self._watch.stop():
             self._release()  # a thread that lives on may still use doorbells and board
-
-    def _send(self, rank: str, message: ToRank) -> None:
-        if self._supervisor.is_up(rank):
-            self._hosts[self._host_of[rank]].send(rank, message)
 
     def _owing(self) -> list[int]:
         """Hosts that have a step to run or a model to load."""
-        ranks = self._host_of.items()
+        ranks = self._watch.host_of.items()
         return [host for rank, host in ranks if self._steps.is_on(rank) or self._roster.is_loading(rank)]
 
     def _receive(self, numbers: Iterable[int]) -> None:
@@ -261,13 +237,14 @@ class RankCluster:
                 self._steps.told(rank, lane, step_seq, steps)
             case messages.StepEnded():
                 for accused in self._steps.ended(rank, message):
-                    self._judge(accused)
+                    if (reason := self._watch.accused(accused)) is not None:
+                        self._lose(self._watch.host_of[accused], reason)
             case messages.Hello():
                 self._watch_s = 0.0
                 self._supervisor.said_hello(rank)
                 self._settle_loads((rank,))
             case messages.Ending(reason):
-                self._endings[self._host_of[rank]] = reason
+                self._watch.said_why(rank, reason)
             case messages.MemoryReport(bytes_by_kind):
                 self._memory[rank] = dict(bytes_by_kind)
             case messages.BackingReport(counts):
@@ -309,44 +286,24 @@ class RankCluster:
         self.remove_model(name)
         self._events.append(ModelFailed(name=name, error=error))
 
-    def _judge(self, rank: str) -> None:
-        """A KV rank waited for `rank` in vain: is it hung, or only busy with others' work?"""
-        host, now_s = self._host_of[rank], self._clock()
-        self._supervisor.overdue(host, now_s, self._board.beat(host), owes_work=True)
-        silent_s = self._supervisor.silent_s(host, now_s)
-        if self._supervisor.is_up(rank) and silent_s >= ACCUSED_FACTOR * self._config.step_deadline_s:
-            self._lose(host, f"gave no sign of life for {silent_s:.1f} s")
-
-    def _watch(self, now_s: float) -> None:
+    def _look_after_hosts(self, now_s: float) -> None:
         """Start what is due, and end what hangs."""
         self._launch_due(now_s)
         owing = self._owing()
-        for number, host in enumerate(self._hosts):
-            if not self._supervisor.is_up(host.ranks[0]):
-                continue
-            reason = self._supervisor.overdue(number, now_s, self._board.beat(number), number in owing)
-            if reason is not None:
-                self._lose(number, reason)
-            elif number in owing and self._supervisor.silent_s(number, now_s) > 0:
-                host.nudge()  # it may have done its part of a step that others still work on, and sleep
+        for number, reason in self._watch.hung(now_s, owing):
+            self._lose(number, reason)
         look_s = self._supervisor.next_look_s(now_s, owing)
         self._watch_s = NEVER_S if look_s is None else look_s
 
     def _lose(self, number: int, reason: str | None, *, was_launched: bool = True) -> None:
         """A host has ended, or hangs for the given reason and is ended here, or could not be launched."""
-        host = self._hosts[number]
         self._watch_s = 0.0
-        if reason is not None:
-            host.show_stacks()
-        can_restart = host.kill()
-        if reason is not None and not can_restart:
-            return  # a thread that hangs: its steps end by their deadlines
-        reason = self._endings.pop(number, None) or reason or host.last_words()
-        will_restart = self._supervisor.has_ended(number, self._clock(), was_launched=was_launched) and can_restart
-        if not will_restart:
-            self._supervisor.give_up(number)
+        loss = self._watch.end(number, reason, was_launched=was_launched)
+        if loss is None:
+            return
+        ranks, reason, will_restart = loss
         blamed = []
-        for rank in host.ranks:
+        for rank in ranks:
             logger.warning("%s is lost: %s", rank, reason)
             self._memory[rank] = {}
             self._channels.rank_lost(rank)
@@ -357,14 +314,12 @@ class RankCluster:
                 blamed += self._roster.new_models(rank)
                 self._events.append(RankFailed(rank=rank, error=f"{rank} does not come back: {reason}"))
         for model in dict.fromkeys(blamed):
-            self._drop_model(model, f"{', '.join(host.ranks)} was lost while it loaded: {reason}")
+            self._drop_model(model, f"{', '.join(ranks)} was lost while it loaded: {reason}")
 
     def _launch_due(self, now_s: float) -> None:
         for number in self._supervisor.due(now_s):
-            host = self._hosts[number]
-            self._supervisor.launched(number, now_s)
             try:
-                host.launch()
+                self._watch.launch(number, now_s)
                 self._open_missing()
             except OSError as failure:  # no memory or no descriptors: as if it had died at once
                 self._lose(number, f"cannot be started: {failure}", was_launched=False)
