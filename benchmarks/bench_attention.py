@@ -27,7 +27,6 @@ from crosspool.models.spec import GQASpec, MLASpec
 from crosspool.units import MiB, ceil_div
 
 KINDS = {"gqa": "qwen3-30b-a3b", "mla": "glm-4.7-flash", "mla16": "deepseek-v2-lite"}
-TARGET_4K = {"gqa": 6.0, "mla": 7.0, "mla16": 7.0}
 OVERLAPPED = (4096, 32768)
 ROTATE_BYTES = 400 * MiB
 MAX_CACHE_BYTES = 40 << 30

@@ -28,7 +28,7 @@ class AskedLane:
     """A model's layers in one lane. `how` as in `bench_lanes`: what serves it."""
 
     def __init__(self, gpus: OneGpu, layers: Sequence[FFNLayerWeights], batch: int, how: str, seed: int) -> None:
-        self.layers, self.batch, self._how, self.base = layers, batch, how, 0
+        self.layers, self.batch, self.base = layers, batch, 0
         device, hidden = gpus.devices[0], layers[0].hidden
         rule = WaitRule(deadline_s=2.0)
         self.kv = Side.on(gpus.kernels[0], rule)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from crosspool.backends.cuda.chunks.chunk_support import is_supported
+from crosspool.backends.cuda.chunks.chunk_support import has_chunk_kernels
 from crosspool.backends.cuda.device.gpu_sizes import gpu_sizes
 from crosspool.config import DeploymentConfig
 from crosspool.deployment.ranks import gpu_of, prefill_ranks
@@ -57,7 +57,7 @@ def default_room(sizes: Sequence[int]) -> int:
 
 def has_prompt_kernels(spec: ModelSpec) -> bool:
     """Whether the kernels for prompts on GPUs take the model's heads and experts."""
-    return is_supported(spec)
+    return has_chunk_kernels(spec)
 
 
 def prefill_summary(config: DeploymentConfig, models: Sequence[ModelSpec]) -> str | None:

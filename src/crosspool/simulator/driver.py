@@ -75,7 +75,6 @@ class CoreDriver:
         self._prompts: dict[int, list[int]] = {}
         self._sampling: dict[int, SamplingParams] = {}
         self._occupied_since_s = 0.0
-        self._has_deadlines = group.config.default_deadline_s is not None
         self._deadline_s = group.config.default_deadline_s
 
     @property
@@ -147,7 +146,7 @@ class CoreDriver:
 
     def next_timer(self, now: float) -> float:
         """When `on_time` has to be called if nothing happens before."""
-        if not self._has_deadlines:
+        if self._deadline_s is None:
             return float("inf")
         deadline_s = self.core.next_deadline(now)
         return float("inf") if deadline_s is None else deadline_s

@@ -31,7 +31,7 @@ def under_way() -> LaneMemory:
 def test_a_chunk_that_was_given_up_has_its_graphs_until_the_device_has_ended_it(tmp_path, monkeypatch):
     spec = read_model_dir(write_tiny_model(tmp_path / "m", "qwen3_moe", tokenizer=False)).spec
     shape = spec.layers[0].attention
-    graphs = SpanGraphs(shape, SPAN_SIZES, SpanBuffers.allocate(shape, SPAN_SIZES, CPU))
+    graphs = SpanGraphs(shape, SpanBuffers.allocate(shape, SPAN_SIZES, CPU))
     model, lane = SimpleNamespace(spans={shape: graphs}), under_way()
     assert take_graphs(model, lane) == {shape: graphs}
     assert take_graphs(model, under_way()) == {}

@@ -42,14 +42,14 @@ class CudaWorkers:
         *,
         has_processes: bool,
         deadline_s: float,
-        control: Control = "graphs",
-        order: str = "priority",
-        goes_ahead: bool = False,
-        transport: Transport = "auto",
-        team: Team | None = None,
-        run_lanes: int = 0,
-        prefill_share: float = 0.7,
-        first_prompt_lane: int = 0,
+        control: Control,
+        order: str,
+        goes_ahead: bool,
+        transport: Transport,
+        team: Team | None,
+        run_lanes: int,
+        prefill_share: float,
+        first_prompt_lane: int,
     ) -> None:
         """goes_ahead: a lane's next decode step may be handed over while the present one runs (`BeginsAhead`).
 

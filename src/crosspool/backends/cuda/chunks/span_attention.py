@@ -57,7 +57,6 @@ class SpanGraphs:
     """
 
     spec: GQASpec | MLASpec
-    sizes: SpanSizes
     buffers: SpanBuffers
     user: LaneMemory | None = None
     _graphs: dict[tuple[int, int, bool], tuple[Any, Part]] = field(default_factory=dict)
@@ -72,7 +71,7 @@ class SpanGraphs:
         cls, spec: GQASpec | MLASpec, sizes: SpanSizes, device: torch.device, streams: Mapping[bool, Any]
     ) -> "SpanGraphs":
         """streams: of the whole device (False) and of its partition (True), on which nothing else runs now."""
-        made = cls(spec, sizes, SpanBuffers.allocate(spec, sizes, device))
+        made = cls(spec, SpanBuffers.allocate(spec, sizes, device))
         made._pool = torch.cuda.graph_pool_handle()
         torch.cuda.current_stream(device).synchronize()
         for is_shared, stream in streams.items():

@@ -38,7 +38,7 @@ def key_dim(spec: GQASpec | MLASpec) -> int:
     return spec.qk_head_dim if isinstance(spec, MLASpec) else spec.head_dim
 
 
-def is_supported(spec: GQASpec | MLASpec) -> bool:
+def takes_shape(spec: GQASpec | MLASpec) -> bool:
     """Whether the prefill kernel takes this shape; others run through the decode kernels."""
     try:
         split_dim(key_dim(spec))

@@ -7,7 +7,7 @@ its pass of a step while the other's, which waits for it, holds the device: both
 from collections.abc import Callable, Sequence
 
 from crosspool.backends.cuda.channels.link import Site
-from crosspool.backends.cuda.chunks.chunk_support import is_supported
+from crosspool.backends.cuda.chunks.chunk_support import has_chunk_kernels
 from crosspool.backends.cuda.chunks.chunk_warm_up import capture_spans, warm_up_attention
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.joined import JoinedFFN, await_ffn
@@ -19,7 +19,7 @@ from crosspool.backends.cuda.steps.passes import BUCKETS
 
 def prepare_chunks(kernels: Launcher, site: Site, lanes: WorkerLanes, model: KVModel) -> None:
     """Load what chunks need, where the model's prompts run in chunks."""
-    if not is_supported(model.spec) or model.split != "one":
+    if not has_chunk_kernels(model.spec) or model.split != "one":
         return
     streams = lanes.prefill_streams().by_share.values()
     warm_up_attention(kernels, model.spec, model.weights, model.frames, model.geometry, streams)

@@ -15,7 +15,7 @@ import torch
 from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceOutlet, Site
 from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
-from crosspool.backends.cuda.chunks.chunk_support import is_supported, runs_in_pieces
+from crosspool.backends.cuda.chunks.chunk_support import has_chunk_kernels, runs_in_pieces
 from crosspool.backends.cuda.chunks.chunk_warm_up import warm_up_ffn
 from crosspool.backends.cuda.device.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.device.launch import Launcher
@@ -126,7 +126,7 @@ class CudaFFNWorker:
             return
         begin_s, name, model = time.monotonic(), placement.name, self._models[placement.name]
         total = num_bytes(model.layers)
-        if is_supported(model.spec):
+        if has_chunk_kernels(model.spec):
             routers = model.chunk_routers()
             for number in self._lanes.numbers():
                 self._passes.chunks_of(model, number)
