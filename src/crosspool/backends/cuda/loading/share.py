@@ -1,16 +1,15 @@
 """A rank's share of a checkpoint as it is being filled: its tensors on the device, and plans of what goes where."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
 
-from crosspool.models.directory import ModelDirectory
-from crosspool.models.tensors import FLOAT32_TENSORS, Pool
+from crosspool.models.tensors import FLOAT32_TENSORS
 from crosspool.weights_pool.checkpoint import ITEM_BYTES, Checkpoint
 from crosspool.weights_pool.extents import Extent, Part, extents, joined, shortened
-from crosspool.weights_pool.loader import LoadPlan, payload_bytes, plan_load
+from crosspool.weights_pool.loader import LoadPlan, payload_bytes
 from crosspool.weights_pool.parts import parts
 
 Tensors = dict[str, torch.Tensor]
@@ -23,23 +22,15 @@ PARTS_AT_ONCE = 2
 """Parts of the next layer that are planned between two extents: about as many as an extent has."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShareKey:
-    """Which share: of `plan_load`."""
-
-    directory: ModelDirectory
-    pool: Pool
-    slice_index: int = 0
-    num_slices: int = 1
-    shares: Sequence[float] | None = None
-    also: Collection[str] = ()
-
-
 @dataclass
 class Share:
-    """room: where tensors lie on `device`; None: in memory of their own. total: bytes, as soon as they are known."""
+    """make_plan: `plan_load` of this share. room: where tensors lie on `device`; None: in memory of their own.
 
-    key: ShareKey
+    total: bytes, as soon as they are known.
+    """
+
+    num_layers: int
+    make_plan: Callable[[Checkpoint], LoadPlan]
     device: torch.device
     room: Room | None = None
     model: Tensors = field(default_factory=dict)
@@ -47,14 +38,11 @@ class Share:
     total: int = 0
 
     def __post_init__(self) -> None:
-        self.layers = [{} for _ in range(self.key.directory.spec.num_layers)]
+        self.layers = [{} for _ in range(self.num_layers)]
 
     def plans(self, checkpoint: Checkpoint, extent_bytes: int) -> Iterator[list[Extent] | None]:
         """Memory for each layer, and its extents; None between the bits of a plan."""
-        key = self.key
-        plan = plan_load(
-            checkpoint, key.directory, key.pool, key.slice_index, key.num_slices, key.shares, also=key.also
-        )
+        plan = self.make_plan(checkpoint)
         self.total = payload_bytes(checkpoint, plan)
         for layer, destinations in groupby(plan.destinations, key=lambda each: each.tensor.layer):
             part = replace(plan, destinations=tuple(destinations))

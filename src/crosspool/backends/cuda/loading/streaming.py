@@ -25,11 +25,12 @@ from crosspool.backends.base import Progress
 from crosspool.backends.cuda.device.driver import CudaError
 from crosspool.backends.cuda.device.queues import stream_for
 from crosspool.backends.cuda.loading.moving import Moving, pin
-from crosspool.backends.cuda.loading.share import Room, Share, ShareKey, Tensors, arrange
+from crosspool.backends.cuda.loading.share import Room, Share, Tensors, arrange
 from crosspool.models.directory import ModelDirectory
 from crosspool.models.tensors import Pool
 from crosspool.weights_pool.checkpoint import Checkpoint
 from crosspool.weights_pool.extents import EXTENT_BYTES, Extent
+from crosspool.weights_pool.loader import LoadPlan, plan_load
 from crosspool.weights_pool.readers import Readers
 
 Copy = Callable[[int, int, int], None]
@@ -69,15 +70,11 @@ def stream_share(
     room: where tensors lie on `device`; None: in memory of their own.
     Host memory beyond the page cache are two buffers a reader. An error leaves nothing allocated.
     """
-    key = ShareKey(
-        directory=directory,
-        pool=pool,
-        slice_index=slice_index,
-        num_slices=num_slices,
-        shares=shares,
-        also=also,
-    )
-    share = Share(key, device, room)
+
+    def make_plan(checkpoint: Checkpoint) -> LoadPlan:
+        return plan_load(checkpoint, directory, pool, slice_index, num_slices, shares, also=also)
+
+    share = Share(directory.spec.num_layers, make_plan, device, room)
     stream: Any = stream_for("loads", device) if device.type == "cuda" else None
     copy = _copier(device, stream)
 
