@@ -8,9 +8,9 @@ import pytest
 
 from crosspool.cluster.doorbell import Board, Doorbell, ringer
 from crosspool.cluster.host_loop import LONG_NAP_S, LONGEST_NAP_S, HostLoop
-from crosspool.cluster.local import ThreadInbox
 from crosspool.cluster.messages import CloseChannels, Stop
 from crosspool.cluster.region import ArrayRegion
+from crosspool.cluster.thread_host import ThreadInbox
 from tests.support.awaited import until
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from crosspool.cluster.base import ModelFailed, RankFailed, RankLost, RankReady, StepFailed
-from crosspool.cluster.processes import Spawner
+from crosspool.cluster.process_host import Spawner
 from tests.support.fake_backend import FakeModel, expected_tokens
 from tests.support.lane_driver import LaneDriver, Run, Sequence_, wait_for
 from tests.support.real_cluster import add_models, children, is_running, make_config, pids, running

@@ -33,7 +33,7 @@ from crosspool.cluster.messages import FromRank
 from crosspool.cluster.region import Region
 from crosspool.cluster.roster import Roster
 from crosspool.cluster.supervisor import RankState
-from crosspool.cluster.turned import TurnedHost
+from crosspool.cluster.turned_host import TurnedHost
 from crosspool.kv_pool.ahead import Hint
 from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.kv_pool.host_tier import FrameCopy

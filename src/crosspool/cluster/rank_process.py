@@ -17,7 +17,7 @@ from crosspool.cluster.doorbell import Board, ringer
 from crosspool.cluster.host import make_host_loop
 from crosspool.cluster.loading import LoadThreads, Start, one_line
 from crosspool.cluster.messages import Boot, Ending, FromRank, ToRank
-from crosspool.cluster.processes import GROUP_SIGNALS, STACKS_SIGNAL
+from crosspool.cluster.process_host import GROUP_SIGNALS, STACKS_SIGNAL
 from crosspool.cluster.rank_log import set_up_rank_log
 
 logger = logging.getLogger(__name__)

@@ -4,11 +4,11 @@ from threadpoolctl import threadpool_limits
 
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell
-from crosspool.cluster.local import ThreadHost
-from crosspool.cluster.processes import ProcessHost, Spawner
+from crosspool.cluster.process_host import ProcessHost, Spawner
 from crosspool.cluster.rank_cluster import RankCluster
 from crosspool.cluster.region import ArrayRegion, FileRegion
-from crosspool.cluster.turned import TurnedHost
+from crosspool.cluster.thread_host import ThreadHost
+from crosspool.cluster.turned_host import TurnedHost
 
 
 def start_cluster(config: ClusterConfig) -> RankCluster:

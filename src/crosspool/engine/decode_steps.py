@@ -10,7 +10,7 @@ from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Lane
 from crosspool.engine.model_loads import ModelLoad, num_decode_batches
 from crosspool.engine.parked_steps import ParkedSteps
-from crosspool.engine.ranks import RankHealth
+from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence
 from crosspool.scheduler.step import LAYERS_PER_STEP, MAX_RUN_ROWS, MAX_RUN_STEPS, StepDescriptor
 

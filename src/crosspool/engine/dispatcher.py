@@ -11,7 +11,7 @@ from crosspool.engine.model_loads import ModelLoad
 from crosspool.engine.parked_steps import ParkedSteps
 from crosspool.engine.prefill_ranks import PrefillRanks
 from crosspool.engine.prefill_steps import PrefillSteps
-from crosspool.engine.ranks import RankHealth
+from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.steps_ahead import StepsAhead
 from crosspool.scheduler.step import Phase, StepDescriptor

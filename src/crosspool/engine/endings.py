@@ -8,7 +8,7 @@ from crosspool.engine.intake import Admitter
 from crosspool.engine.lengths import check_length
 from crosspool.engine.model_loads import ModelLoads
 from crosspool.engine.parked_steps import ParkedSteps
-from crosspool.engine.ranks import RankHealth
+from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState, SequenceUpdate
 from crosspool.errors import CapacityError, CrossPoolError, DeadlineExceededError, WorkerLostError
 

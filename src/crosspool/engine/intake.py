@@ -7,7 +7,7 @@ from crosspool.engine.config import EngineConfig
 from crosspool.engine.lengths import check_length
 from crosspool.engine.model_loads import ModelLoad, ModelLoads
 from crosspool.engine.queues import AdmissionOrder
-from crosspool.engine.ranks import RankHealth
+from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
 from crosspool.errors import CrossPoolError, ShuttingDownError, WorkerLostError
 from crosspool.kv_pool.block_table import BlockTable

@@ -12,7 +12,7 @@ from crosspool.engine.lengths import context_limit
 from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.pages import KVRankPages
 from crosspool.engine.queues import ModelQueue
-from crosspool.engine.ranks import RankHealth
+from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
 from crosspool.engine.served_model import ServedModel
 from crosspool.errors import CapacityError, UnknownModelError

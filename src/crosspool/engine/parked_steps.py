@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from crosspool.engine.lanes import Lane, ParkedStep, Trouble, rows_of
 from crosspool.engine.model_loads import ModelLoad
-from crosspool.engine.ranks import RankHealth
+from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
 from crosspool.scheduler.step import StepDescriptor
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Items
 from crosspool.engine.batcher import Chunk
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.model_loads import ModelLoad
-from crosspool.engine.ranks import RankHealth
+from crosspool.engine.rank_health import RankHealth
 from crosspool.models.whole_size import whole_bytes
 from crosspool.scheduler.residency import Residency, WaitingModel
 

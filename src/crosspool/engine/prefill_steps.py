@@ -10,7 +10,7 @@ from crosspool.engine.lanes import Lane
 from crosspool.engine.model_loads import ModelLoad
 from crosspool.engine.prefill_ranks import PrefillRanks, with_bounded_past
 from crosspool.engine.prefill_rule import PrefillRule
-from crosspool.engine.ranks import RankHealth
+from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.shared_prefill import shared_chunks
 from crosspool.scheduler.step import StepDescriptor

@@ -4,7 +4,7 @@ from crosspool.engine.dispatcher import Dispatcher
 from crosspool.engine.endings import Endings
 from crosspool.engine.intake import Admitter
 from crosspool.engine.model_loads import ModelLoads
-from crosspool.engine.ranks import RankHealth
+from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import SequenceUpdate
 from crosspool.errors import WorkerLostError
 

@@ -22,8 +22,8 @@ from crosspool.engine.forecast import output_estimate
 from crosspool.engine.intake import Admitter, Intake
 from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.model_loads import ModelLoads
+from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.rank_losses import RankLosses
-from crosspool.engine.ranks import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.snapshot import snapshot

@@ -7,7 +7,7 @@ import pytest
 
 from crosspool.cluster.base import ModelFailed, ModelReady, RankFailed, StepDone
 from crosspool.cluster.start import start_cluster
-from crosspool.cluster.turned import TurnedHost
+from crosspool.cluster.turned_host import TurnedHost
 from tests.support.fake_backend import FakeModel
 from tests.support.lane_driver import LaneDriver, Sequence_, wait_for
 from tests.support.real_cluster import add_models, make_config, running

@@ -11,8 +11,8 @@ from crosspool.cluster.doorbell import Board, Doorbell
 from crosspool.cluster.host import make_host_loop
 from crosspool.cluster.host_loop import HostLoop
 from crosspool.cluster.loading import LoadThreads
-from crosspool.cluster.local import ThreadInbox
 from crosspool.cluster.messages import FromRank, ToRank
+from crosspool.cluster.thread_host import ThreadInbox
 
 logger = logging.getLogger(__name__)
 

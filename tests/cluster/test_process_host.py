@@ -13,7 +13,7 @@ import pytest
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell
 from crosspool.cluster.messages import AbortStep, Forget, Step
-from crosspool.cluster.processes import GROUP_SIGNALS, ProcessHost, Spawner
+from crosspool.cluster.process_host import GROUP_SIGNALS, ProcessHost, Spawner
 from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.start import start_cluster
 from crosspool.scheduler.step import StepHeader
