@@ -112,6 +112,7 @@ async def test_a_client_that_never_reads_is_cut_in_one_line_at_the_end(
     config = ServerConfig(port=0)
     with listen(config) as bound, socket.socket() as unread:
         serving = asyncio.create_task(serve(fake_app(engine, tmp_path), engine, load, bound, config))
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         unread.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(unread, bound.getsockname())
