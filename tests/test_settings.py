@@ -185,11 +185,13 @@ def test_decode_lanes_follow_from_the_pipeline_and_the_weights_pool() -> None:
         {"weights_shares": "2,2,1"},
         {"gpus": 1},
         {"gpus": 4},
+        {"gpus": 4, "prefill": "dedicated"},  # the pools share three of them
+        {"gpus": 5, "prefill": "dedicated"},
         {"decode_lanes": 2},
         {"pipeline": "off"},
     ]
     found = [load_deployment(wide | change, default_models=models).scheduling.num_decode_lanes for change in changes]
-    assert found == [3, 2, 2, 2, 2, 2, 3, 2, 1]
+    assert found == [3, 2, 2, 2, 2, 2, 3, 2, 3, 2, 1]
     with pytest.raises(ValueError, match="decode_lanes is 3 with pipeline off, which has one"):
         load_deployment({"pipeline": "off", "decode_lanes": 3}, default_models=models)
 

@@ -165,7 +165,9 @@ def _has_wide_pool(settings: Settings) -> bool:
     """Whether two pools have WIDE_POOL weights ranks or more, each on a GPU of its own."""
     if settings.backend != "cuda" or settings.baseline is not None or settings.weights_shares:
         return False
-    num_ranks = settings.kv_ranks + settings.weights_ranks + settings.prefill_ranks
+    num_ranks = settings.kv_ranks + settings.weights_ranks
+    if settings.prefill == "dedicated":
+        num_ranks += settings.prefill_ranks
     return settings.weights_ranks >= WIDE_POOL and (settings.gpus or num_ranks) >= num_ranks
 
 
