@@ -305,9 +305,10 @@ def test_nobody_is_told_of_sums_whose_rows_did_not_come(words, is_last, tmp_path
     assert lane.epochs(2) == {BASE * 2 + 3} if words else lane.answered == BASE * 2 + 3
 
 
-def test_a_pass_ends_though_blocks_read_different_experts_of_a_late_peer(tmp_path):
-    """Each then waits for activations that the others do not make."""
-    lane = Lane(layers_of("qwen3_moe", tmp_path), 2, rule=WaitRule(deadline_s=0.2), takes_choices=True)
+@pytest.mark.parametrize("deadline_s", [0.2, None])
+def test_a_pass_ends_though_blocks_read_different_experts_of_a_peer(deadline_s, tmp_path):
+    """Each then waits for activations that the others do not make. None: no wait holds the peer back."""
+    lane = Lane(layers_of("qwen3_moe", tmp_path), 2, rule=WaitRule(deadline_s=deadline_s), takes_choices=True)
     kernels = EmulatedKernels(num_sms=3)
     server = FFNServer(kernels, CPU, [lane.memory], idle_s=0.0)
     drawn = (ctypes.c_uint32 * 4).from_address(lane.choices[1].ids)
@@ -318,8 +319,8 @@ def test_a_pass_ends_though_blocks_read_different_experts_of_a_late_peer(tmp_pat
     served.join(300)  # the kernel may have to be compiled first
     assert not served.is_alive()
     kernels.overwrite_late("ffn_server", 0, [])
-    assert lane.memory.late_epoch(0) == BASE + 2
-    assert lane.answered == BASE + 1
+    assert lane.memory.done_epoch == BASE + 3
+    assert (lane.memory.late_epoch(0), lane.answered) == ((0, BASE + 3) if deadline_s is None else (BASE + 2, BASE + 1))
     lane.raise_flag(BASE * 2 + 3)
     server.post(lane.memory, lane.served, BASE * 2)
     lane.check(2)

@@ -13,16 +13,11 @@ struct Acts {
   DEVICE static int num_values(const MoeParams& p) { return p.tokens * (p.top_k * p.width + p.shared_width); }
 };
 
-// Whether blocks may not agree on a layer's experts, which come with its rows: a peer that is too late, or that no wait
-// holds back (a profiler's passes), may write them while blocks read them. The layer's result is void then.
-DEVICE bool may_differ(const MoeParams& p, u64 base) {
-  const LaneView& v = p.departure.view;
-  return v.lane != nullptr && (v.deadline_ns < 0 || has_failed(v, base));
-}
-
 // All activations of a layer to `near`, as soon as they are there; call block_sync afterwards. Where no wait holds layers
-// apart (a pass given up, a profiler), words of the next one may be found, or some never come: the result is void.
-DEVICE void gather_words(const MoeParams& p, u64 base, u32 epoch, u16* near) {
+// apart (a pass given up, a profiler), words of the next one may be found: the result is void. So it is where `never_come`
+// tells, which is seldom asked, that some may not.
+template <class NeverCome>
+DEVICE void gather_words(const MoeParams& p, u32 epoch, u16* near, const NeverCome& never_come) {
   constexpr int AT_ONCE = 6, STEP = MOE_THREADS * 2;
   constexpr u32 PATIENCE = 1024;  // looks before the one at whether all words are to come
   const u32 after = GridMeeting::epoch_after(epoch);
@@ -37,7 +32,7 @@ DEVICE void gather_words(const MoeParams& p, u64 base, u32 epoch, u16* near) {
         held[n] = i0 + n * STEP < words ? load_words(p.act_words + i0 + n * STEP) : uint4{0, epoch, 0, epoch};
 #pragma unroll
       for (int n = 0; n < AT_ONCE; ++n) is_whole = is_whole && is_there(held[n].y) && is_there(held[n].w);
-      if (is_whole || (looks % PATIENCE == 0 && may_differ(p, base))) break;
+      if (is_whole || (looks % PATIENCE == 0 && never_come())) break;
       spin();
     }
 #pragma unroll

@@ -86,7 +86,7 @@ struct FusedLayer {
     const bool has_table = FEW && TokenTable::serves(m.tokens);
     if (has_table) table.fill(lists, weights, *unique);
     u16* own = reinterpret_cast<u16*>(near);
-    if (are_words) gather_words(m, base, epoch, own);
+    if (are_words) gather_words(m, epoch, own, [&] { return may_differ(base); });
     else meeting.wait();
     if (are_near) {
       if (!are_words) gather(m, own);
@@ -105,6 +105,12 @@ struct FusedLayer {
   }
 
  private:
+  // Whether blocks may not agree on experts that come with the rows: a peer that is too late, or that no wait holds back (a
+  // profiler's passes), may write them while blocks read them.
+  DEVICE bool may_differ(u64 base) const {
+    const LaneView& v = p.moe.departure.view;
+    return p.rows == 0 && p.route.tokens > 0 && v.lane != nullptr && (v.deadline_ns < 0 || has_failed(v, base));
+  }
   // Logits of this block's rows to all, choices from everybody's.
   DEVICE void choose_here(u32 epoch) {
     const MoeParams& m = p.moe;
