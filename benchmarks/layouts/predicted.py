@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.report import RESULTS
 from crosspool.backends.cuda.steps.passes import BUCKETS, PASS_TOKENS
 from crosspool.backends.cuda.weights_rank.patience import PIECE_S, TOKEN_S
+from crosspool.config import DECODE_LANES
 from crosspool.planner.deployment import PlanInput
 from crosspool.planner.planner import Planned, plan_deployment
 from crosspool.planner.quantile import QuantileEstimate
@@ -102,20 +103,22 @@ def simulated(
     measured: MeasuredTable,
     models: Sequence[str] = (),
     beside_share: float = 0.0,
+    decode_lanes: int = DECODE_LANES,
 ) -> list[GroupResult]:
     """The run's requests in the simulator, stage times as measured: `TIMES` simulations.
 
     All but the first have every arrival up to SHIFT_S earlier or later: which model's steps meet which then differs,
     and with it P50 and P99, by some percent. models: as served, in turn over a baseline's GPUs; none: as the planner
-    would place them. beside_share: of every FFN, on the KV GPU.
+    would place them. beside_share: of every FFN, on the KV GPU. decode_lanes: of two pools.
     """
     found = []
     for number in range(TIMES):
         rng = random.Random(number)
         shifts_s = [rng.uniform(-SHIFT_S, SHIFT_S) if number else 0.0 for _ in result["start_times"]]
-        planned_run = _planned(result, gpus, SOME_SPEED, QUANTILE, shifts_s=shifts_s)
-        last_s = max(result["start_times"]) + 1.0
-        found.append(_simulated(*planned_run, layout, last_s, measured, models, beside_share, rows_of_passes(result)))
+        planned, plan_input = _planned(result, gpus, SOME_SPEED, QUANTILE, shifts_s=shifts_s)
+        plan_input = _with_engine(plan_input, {"decode_lanes": decode_lanes})
+        last_s, rows = max(result["start_times"]) + 1.0, rows_of_passes(result)
+        found.append(_simulated(planned, plan_input, layout, last_s, measured, models, beside_share, rows))
     return found
 
 
@@ -150,11 +153,16 @@ def outlook(
     recorded = read_trace(trace)
     duration_s = float(recorded.arrival_s[-1]) + 1.0
     plan_input = _plan_input(recorded.models, trace, duration_s, gpus, SOME_SPEED, QUANTILE)
-    plan_input = plan_input.model_copy(update={"engine": plan_input.engine.model_copy(update=engine)})
+    plan_input = _with_engine(plan_input, engine or {})
     planned = plan_deployment(plan_input)
     return _simulated(
         planned, plan_input, layout, duration_s, measured, models, beside_share, order=order, patience=patience
     )
+
+
+def _with_engine(plan_input: PlanInput, changes: Mapping[str, int]) -> PlanInput:
+    """With settings of the engine that are not as planned."""
+    return plan_input.model_copy(update={"engine": plan_input.engine.model_copy(update=changes)})
 
 
 def _simulated(

@@ -157,6 +157,13 @@ def _add_computed_requests(report: Report, models: Sequence[str], kv_pool_bytes:
                 report.metric(name, tokens_in(model, room), note=note)
 
 
+def decode_lanes(layout: str, models: Sequence[str]) -> int:
+    """As the server of a layout, or of a variant of it, has them."""
+    name, _, variant = layout.partition(".")
+    flags = (*GPU_LAYOUTS[name], *(VARIANTS[variant] if variant else ()), "--backend", "cuda")
+    return deployment(flags, models).scheduling.num_decode_lanes
+
+
 def add_models_words(report: Report, layout: str, rate: str, result: Mapping[str, Any], models: Sequence[str]) -> None:
     """What planner and simulator say of the same requests, beside what was seen."""
     if not result["completed"] or "kv_samples" not in result or not set(result["request_models"]) <= set(CONFIGS):
@@ -175,8 +182,9 @@ def add_models_words(report: Report, layout: str, rate: str, result: Mapping[str
     if "." in layout and not share:
         return  # of variants the simulator has those that set shares
     stages = stage_times(is_present=has_present_kernels(result))
-    groups = simulated(result, gpus, cast(Layout, kind), stages, models, share)
-    by_bytes = simulated(result, gpus, cast(Layout, kind), {}, models, share)
+    lanes = decode_lanes(layout, models)
+    groups = simulated(result, gpus, cast(Layout, kind), stages, models, share, lanes)
+    by_bytes = simulated(result, gpus, cast(Layout, kind), {}, models, share, lanes)
     for model, figures in result["models"].items():
         if model in groups[0].models:
             for level, share in (("p50", 0.5), ("p99", 0.99)):

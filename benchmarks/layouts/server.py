@@ -50,6 +50,7 @@ GPU_LAYOUTS: dict[str, tuple[str, ...]] = {
 VARIANTS: dict[str, tuple[str, ...]] = {
     "resident": ("--control", "resident"),
     "chunk2k": ("--max-num-batched-tokens", "2048"),
+    "2lanes": ("--decode-lanes", "2"),
     "3lanes": ("--decode-lanes", "3"),
     "routekv": ("--route", "kv"),
     "prompts55": ("--prefill-share", "0.55"),

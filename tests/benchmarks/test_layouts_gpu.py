@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import bench_layouts_gpu
 from benchmarks.bench_layouts_gpu import Load
+from benchmarks.layouts import predicted
 from benchmarks.layouts.memory import FRAME_BYTES, RESERVE_BYTES, kv_room, tokens_in
 from benchmarks.layouts.predicted import (
     has_present_kernels,
@@ -19,7 +20,7 @@ from benchmarks.layouts.predicted import (
     simulated,
     stage_times,
 )
-from benchmarks.layouts.report import add_outlook, layouts_report
+from benchmarks.layouts.report import add_outlook, decode_lanes, layouts_report
 from benchmarks.layouts.runs import Runs
 from benchmarks.layouts.server import GPU_LAYOUTS, beside_share
 from benchmarks.report import Report
@@ -303,3 +304,15 @@ def test_layouts_are_compared_on_as_many_gpus_only(tmp_path):
     assert "sim_error_percent.static-4.qwen3-30b-a3b.0.8.p99" in metrics
     assert "k_pool_within.crosspool-1+3.0.8" in metrics
     assert "computed from the models' shapes" in report.notes["one_request_tokens.qwen3-30b-a3b.elastic-4"]
+
+
+def test_a_layout_is_simulated_with_the_lanes_that_its_server_has():
+    layouts = ("crosspool-1+1", "crosspool-1+2", "crosspool-1+3", "crosspool-1+3.2lanes", "crosspool-1+1s.3lanes")
+    assert [decode_lanes(layout, ["qwen3-30b-a3b"]) for layout in layouts] == [2, 2, 3, 2, 3]
+
+
+def test_lanes_reach_the_simulator(monkeypatch):
+    run, seen = run_of(("qwen3-30b-a3b",)), []
+    monkeypatch.setattr(predicted, "simulate", lambda plan, plan_input, settings, measured: [seen.append(plan_input)])
+    simulated(run, {"count": 4, "kv": 1}, "crosspool", {}, decode_lanes=3)
+    assert {plan_input.engine.decode_lanes for plan_input in seen} == {3}
