@@ -221,6 +221,8 @@ class TestLinks:
         links = book.missing([one, other], lambda rank: True)
         assert Link(0, "kv0", "kv1", 2 * width) in links
         assert {(link.rank, link.peer) for link in links} == {("kv0", "kv1"), ("kv0", "w0"), ("kv1", "w0")}
+        for link in links:
+            book.opened(link)
         assert book.missing([one, other], lambda rank: True) == []
         assert book.unused([other]) == [("kv0", "w0")]
 
