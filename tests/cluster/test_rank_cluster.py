@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 from crosspool.cluster.base import ModelFailed, RankLost, StepFailed
+from crosspool.cluster.messages import OpenChannels
+from crosspool.cluster.region import ArrayRegion
 from tests.support.fake_backend import FakeModel
 from tests.support.lane_driver import LaneDriver, Sequence_
 from tests.support.stepped_cluster import SteppedCluster
@@ -97,6 +99,32 @@ def test_a_model_whose_channels_find_no_memory_fails_alone_and_comes_once_they_d
     run_lanes(stepped, lanes)
     check_tokens(lanes, models, 2)
     stepped.cluster.close()
+
+
+def test_a_region_that_cannot_be_sent_is_let_go_of(tmp_path, monkeypatch):
+    stepped = SteppedCluster(make_config(1), 5)
+    cluster, opened, closed = stepped.cluster, [], []
+
+    class Counted(ArrayRegion):
+        def close(self):
+            closed.append(self)
+
+    def open_region(num_bytes):
+        opened.append(Counted(num_bytes))
+        return opened[-1]
+
+    def refuse(rank, message):
+        if isinstance(message, OpenChannels):
+            raise OSError("Too many open files")
+
+    monkeypatch.setattr(cluster, "_open_region", open_region)
+    monkeypatch.setattr(cluster, "_send", refuse)
+    cluster.add_model(FakeModel().placement("a", tmp_path / "a", ("w0",)))
+    monkeypatch.undo()
+    assert len(opened) == 1
+    assert closed == opened
+    assert [event.name for event in until(stepped, ModelFailed) if isinstance(event, ModelFailed)] == ["a"]
+    cluster.close()
 
 
 def test_a_further_lane_and_a_wider_model_open_their_own_channels(tmp_path):

@@ -327,7 +327,9 @@ class RankCluster:
     def _open_missing(self) -> None:
         for link in self._channels.missing(self._roster.placements(), self._supervisor.is_up):
             region = self._open_region(link_bytes(link.capacity))
-            self._send(link.rank, messages.OpenChannels(link.lane, link.peer, link.capacity, region))
-            self._send(link.peer, messages.OpenChannels(link.lane, link.rank, link.capacity, region, is_far=True))
-            region.close()
+            try:
+                self._send(link.rank, messages.OpenChannels(link.lane, link.peer, link.capacity, region))
+                self._send(link.peer, messages.OpenChannels(link.lane, link.rank, link.capacity, region, is_far=True))
+            finally:
+                region.close()
             self._channels.opened(link)
