@@ -238,7 +238,7 @@ def test_a_step_of_a_model_must_be_led_by_one_of_its_homes(directories):
     lanes = start_lanes(stepped, directories, 2)
     step = lanes[0][0]
     with pytest.raises(ValueError, match="step names KV rank kv1, but qwen3_moe lives on kv0"):
-        stepped.cluster.submit(replace(step, header=replace(step.header, kv_rank="kv1")))
+        stepped.cluster.submit(replace(step, header=step.header._replace(kv_rank="kv1")))
     with pytest.raises(ValueError, match="name each rank once"):
         stepped.cluster.add_model(
             replace(split_placement(directories["gpt_oss"], "one", 2, ("w0",), 0), name="x", kv_peers=("kv0",))

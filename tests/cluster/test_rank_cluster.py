@@ -166,12 +166,12 @@ def test_a_wrong_step_is_refused_by_name(tmp_path, change, message):
     add(stepped, "a", FakeModel(), tmp_path, ("w0",))
     step = LaneDriver(0, "a", [Sequence_((1, 2), 1)]).next_step()
     with pytest.raises(ValueError, match=message):
-        stepped.cluster.submit(replace(step, header=replace(step.header, **change)))
+        stepped.cluster.submit(replace(step, header=step.header._replace(**change)))
     stepped.cluster.submit(step)
-    stepped.cluster.submit(replace(step, header=replace(step.header, step_seq=3)))
+    stepped.cluster.submit(replace(step, header=step.header._replace(step_seq=3)))
     for step_seq in (1, 2, 3, 4):
         with pytest.raises(ValueError, match="lane 0 of kv0 still runs step 1 and 3"):
-            stepped.cluster.submit(replace(step, header=replace(step.header, step_seq=step_seq)))
+            stepped.cluster.submit(replace(step, header=step.header._replace(step_seq=step_seq)))
     stepped.cluster.close()
 
 

@@ -298,7 +298,7 @@ class TestInFlight:
         assert not flights
         assert flights.begin(header(), ("kv0", "w0")) == 0
         with pytest.raises(ValueError, match="lane 0 of kv0 still runs step 1; submit step 2 of kv9 after"):
-            flights.begin(replace(header(step_seq=2), kv_rank="kv9"), ("kv9", "w0"))
+            flights.begin(header(step_seq=2)._replace(kv_rank="kv9"), ("kv9", "w0"))
         assert flights.begin(header(step_seq=2), ("kv0", "w0")) == 1
         with pytest.raises(ValueError, match="lane 0 of kv0 still runs step 1 and 2; submit step 3 of kv0 after"):
             flights.begin(header(step_seq=3), ("kv0", "w0"))

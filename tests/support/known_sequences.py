@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from crosspool.core import SampledToken
 from crosspool.engine.served_model import ServedModel
@@ -115,7 +115,7 @@ class KnownSequences:
         self.check_frames(header.kv_rank)
         holders = Counter(page for each in known.values() for page in each.pages)
         for row in step.rows:
-            whole = replace(row, num_new_tokens=row.num_new_tokens * step.num_steps)
+            whole = row._replace(num_new_tokens=row.num_new_tokens * step.num_steps)
             self._spoil(step, whole, known[row.sequence_id], holders)
 
     def _check_contents(self, step: StepDescriptor, row: StepRow, sequence: Known, *, all_pages: bool) -> None:

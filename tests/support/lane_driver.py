@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from crosspool.cluster.base import (
     Cluster,
@@ -76,7 +76,7 @@ class LaneDriver:
         going_on = [sequence for sequence in live if len(sequence.outputs) + 1 < sequence.num_tokens]
         if not going_on:
             return None
-        rows = [replace(self._decode_row(s), num_cached_tokens=len(s.prompt) + len(s.outputs)) for s in going_on]
+        rows = [self._decode_row(s)._replace(num_cached_tokens=len(s.prompt) + len(s.outputs)) for s in going_on]
         return self._step([], rows)
 
     def _step(self, joining: Sequence[Sequence_], rows: Sequence[StepRow]) -> StepDescriptor:

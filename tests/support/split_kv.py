@@ -72,10 +72,10 @@ def repaged(steps: Iterator[StepDescriptor], paging: SplitPaging, home: str) -> 
     """The same steps led by `home`, with other pages."""
     for step in steps:
         rows = tuple(
-            replace(row, new_pages=tuple(paging.page(row.first_new_page + idx) for idx in range(len(row.new_pages))))
+            row._replace(new_pages=tuple(paging.page(row.first_new_page + idx) for idx in range(len(row.new_pages))))
             for row in step.rows
         )
-        yield replace(step, rows=rows, header=replace(step.header, kv_rank=home))
+        yield replace(step, rows=rows, header=step.header._replace(kv_rank=home))
 
 
 class SplitKVModel:

@@ -80,7 +80,7 @@ class ApartCluster:
     def submit(self, step: StepDescriptor) -> None:
         header = step.header
         own = own_rank(header.kv_rank, self._slots[header.model])
-        self._inner.submit(replace(step, header=replace(header, kv_rank=own)))
+        self._inner.submit(replace(step, header=header._replace(kv_rank=own)))
 
     def forget(self, kv_rank: str, sequence_ids: Sequence[int]) -> None:
         for slot in range(self._num_slots[kv_rank]):

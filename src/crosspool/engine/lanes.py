@@ -181,7 +181,7 @@ class ParkedStep:
 
     def replay_in(self, lane: Lane, now: float) -> StepDescriptor:
         """Start the same rows in an idle lane."""
-        moved = replace(self.step, header=replace(self.step.header, lane=lane.index)).replayed(lane.next_seq())
+        moved = replace(self.step, header=self.step.header._replace(lane=lane.index)).replayed(lane.next_seq())
         for sequence in self.sequences:
             sequence.leave_step(self.step.num_steps)
         lane.start(moved, self.sequences, now).trouble = self.trouble
@@ -197,7 +197,7 @@ def rows_of(
     ids = {row.sequence_id for row in rows}
     part = replace(
         step,
-        header=replace(step.header, num_tokens=sum(row.num_new_tokens for row in rows)),
+        header=step.header._replace(num_tokens=sum(row.num_new_tokens for row in rows)),
         rows=rows,
         joining=tuple(new for new in step.joining if new.sequence_id in ids),
     )

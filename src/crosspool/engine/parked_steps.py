@@ -60,7 +60,7 @@ class ParkedSteps:
         not_before_s: float,
     ) -> None:
         part, members = rows_of(step, sequences, kept)
-        in_pools = replace(part.header, prefill_rank=None, next_model=None)  # which can do it as well
+        in_pools = part.header._replace(prefill_rank=None, next_model=None)  # which can do it as well
         part = replace(part, header=in_pools)
         self.steps.append(ParkedStep(part, members, self._ranks_of(step), trouble, not_before_s))
         for sequence in members:

@@ -68,5 +68,5 @@ def repeat_step(core: EngineCore, lane: int, count: int, token_id: int, now: flo
     core.dispatcher.take_turn(load.model.name, "decode")
     running.step_seq += count
     flight.started_s = now
-    header = replace(step.header, step_seq=running.step_seq)
+    header = step.header._replace(step_seq=running.step_seq)
     flight.step = replace(step, header=header, rows=tuple(map(decode_row, running.sequences)), joining=())

@@ -9,7 +9,7 @@ sampled, and the run ends early once every row has drawn one of its stop tokens.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from crosspool.core import SampledToken, SamplingParams
 
@@ -42,8 +42,7 @@ def run_over(step_seq: int, num_steps: int, num_layers: int) -> int:
     return epoch(step_seq, num_steps * num_layers)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepHeader:
+class StepHeader(NamedTuple):
     """What both halves see. FFN workers get nothing else and hold no request state."""
 
     lane: int
@@ -68,8 +67,7 @@ class NewSequence:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRow:
+class StepRow(NamedTuple):
     """One sequence's part of a step.
 
     token_ids: the tokens to run, or None in decode: the token this sequence sampled last, known to the KV worker.
@@ -106,24 +104,25 @@ class StepDescriptor:
         """Step `idx` of the run as one of its own; new pages and sequences come with the first."""
         if self.num_steps == 1:
             return self
-        header = replace(self.header, num_steps=1)
+        header = self.header._replace(num_steps=1)
         return self.advanced(idx, header) if idx else replace(self, header=header)
 
     def advanced(self, count: int, header: StepHeader | None = None) -> "StepDescriptor":
         """The run without its first `count` steps, which have ended; under `header` where that is given."""
         if count == 0:
             return self
-        rows = tuple(replace(row, token_ids=None, num_cached_tokens=row.num_cached_tokens + count) for row in self.rows)
-        header = header or replace(self.header, num_steps=self.num_steps - count)
+        rows = tuple(
+            [row._replace(token_ids=None, num_cached_tokens=row.num_cached_tokens + count) for row in self.rows]
+        )
+        header = header or self.header._replace(num_steps=self.num_steps - count)
         return StepDescriptor(header=header, rows=rows)
 
     def replayed(self, step_seq: int) -> "StepDescriptor":
         """The same step under a new sequence number."""
-        return replace(self, header=replace(self.header, step_seq=step_seq))
+        return replace(self, header=self.header._replace(step_seq=step_seq))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What the KV worker reports at the end of a step: one sampled token per row with `sample`, in row order.
 
     Of a run: those of the last step that it ran; the others' were told before.

@@ -31,8 +31,8 @@ def test_a_chunk_in_pieces_gives_the_tokens_of_passes(directory, monkeypatch, op
         pair = Pair(directory, 2, **options)
         whole = prefill_step(directory, prompt, 1, greedy(), num_pages=12)
         (row,) = whole.rows
-        row = replace(row, token_ids=tuple(prompt[:44]), num_new_tokens=44, sample=False)
-        pair.run(replace(whole, header=replace(whole.header, num_tokens=44), rows=(row,)))
+        row = row._replace(token_ids=tuple(prompt[:44]), num_new_tokens=44, sample=False)
+        pair.run(replace(whole, header=whole.header._replace(num_tokens=44), rows=(row,)))
         for inlet in pair.inlets.values() if limit == 32 else ():  # what passes take for words with epochs
             assert not any(ctypes.string_at(inlet.link.inbox.slot(0), 8 * 8 * directory.spec.hidden_size))
         header = StepHeader(lane=0, model="tiny", step_seq=2, phase="prefill", num_tokens=36)

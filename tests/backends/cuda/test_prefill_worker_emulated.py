@@ -53,7 +53,7 @@ class DedicatedPair(Pair):
 
     def prompt(self, step: StepDescriptor, max_segments: int | None = None):
         """Run a chunk on the prefill rank."""
-        step = replace(step, header=replace(step.header, prefill_rank="p0"))
+        step = replace(step, header=step.header._replace(prefill_rank="p0"))
         (home_out, home_in), (out, inlet) = self.home, self.rank
         halves = {
             "kv0": self.kv.run(step, LaneLinks({"p0": home_out}, {"p0": home_in})),
@@ -78,8 +78,8 @@ def later_chunk(prompt, start, stop, step_seq):
 def first_chunk(directory, prompt, count, step_seq=1):
     step = prefill_step(directory, prompt, step_seq, greedy(), num_pages=13)
     (row,) = step.rows
-    row = replace(row, token_ids=tuple(prompt[:count]), num_new_tokens=count, sample=count == len(prompt))
-    return replace(step, header=replace(step.header, num_tokens=count), rows=(row,))
+    row = row._replace(token_ids=tuple(prompt[:count]), num_new_tokens=count, sample=count == len(prompt))
+    return replace(step, header=step.header._replace(num_tokens=count), rows=(row,))
 
 
 def model(path, family):
@@ -114,7 +114,7 @@ def test_chunks_of_a_prefill_rank_leave_the_cache_and_tokens_of_the_two_pools(
 
 def joined_steps(*steps):
     """One step of several sequences' rows."""
-    header = replace(steps[0].header, num_tokens=sum(step.header.num_tokens for step in steps))
+    header = steps[0].header._replace(num_tokens=sum(step.header.num_tokens for step in steps))
     rows = tuple(row for step in steps for row in step.rows)
     return StepDescriptor(header=header, rows=rows, joining=tuple(new for step in steps for new in step.joining))
 
@@ -128,10 +128,10 @@ def test_several_sequences_of_a_chunk_keep_their_own_earlier_slots(directory):
             prefill_step(directory, prompt[:count], 1, greedy(), number, first_frame, 6)
             for number, (prompt, count, first_frame) in enumerate(zip(prompts, (12, 30), (1, 32), strict=True), start=1)
         ]
-        firsts = [replace(step, rows=(replace(step.rows[0], sample=False),)) for step in firsts]
+        firsts = [replace(step, rows=(step.rows[0]._replace(sample=False),)) for step in firsts]
         assert run(joined_steps(*firsts)) == ()
         laters = [
-            replace(step, rows=(replace(step.rows[0], sequence_id=number),))
+            replace(step, rows=(step.rows[0]._replace(sequence_id=number),))
             for number, step in enumerate(
                 (later_chunk(prompts[0], 12, 48, 2), later_chunk(prompts[1], 30, 48, 2)), start=1
             )
@@ -181,7 +181,7 @@ def test_a_model_larger_than_the_room_is_refused_with_the_numbers(directory):
 
 def test_a_row_without_tokens_is_refused(directory):
     step = decode_step({1: 4}, 1)
-    step = replace(step, header=replace(step.header, prefill_rank="p0"))
+    step = replace(step, header=step.header._replace(prefill_rank="p0"))
     pair = DedicatedPair(directory)
     with pytest.raises(ValueError, match="sequence 1 brings no tokens; a prefill rank runs prompts only"):
         next(pair.prefill.run(step, LaneLinks({"kv0": pair.rank[0]}, {"kv0": pair.rank[1]})))

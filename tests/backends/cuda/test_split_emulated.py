@@ -108,10 +108,10 @@ class SplitRanks:
 
     def repaged(self, step: StepDescriptor) -> StepDescriptor:
         rows = tuple(
-            replace(row, new_pages=tuple(self.page(row.first_new_page + idx) for idx in range(len(row.new_pages))))
+            row._replace(new_pages=tuple(self.page(row.first_new_page + idx) for idx in range(len(row.new_pages))))
             for row in step.rows
         )
-        return replace(step, rows=rows, header=replace(step.header, kv_rank=self.home))
+        return replace(step, rows=rows, header=step.header._replace(kv_rank=self.home))
 
     def run(self, step: StepDescriptor, max_segments=None):
         step = self.repaged(step)

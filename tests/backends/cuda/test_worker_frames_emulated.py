@@ -48,8 +48,8 @@ def test_a_sequence_may_begin_behind_pages_that_another_one_filled(directory):
     width = len(pages(directory, 1)[0])
     whole = prefill_step(directory, second, 2, greedy(), 2)
     shared = (*pages(directory, 2), *pages(directory, 2, first=1 + 4 * width))
-    row = replace(whole.rows[0], token_ids=tuple(second[16:]), num_cached_tokens=16, num_new_tokens=5, new_pages=shared)
-    step = replace(whole, header=replace(whole.header, num_tokens=5), rows=(row,))
+    row = whole.rows[0]._replace(token_ids=tuple(second[16:]), num_cached_tokens=16, num_new_tokens=5, new_pages=shared)
+    step = replace(whole, header=whole.header._replace(num_tokens=5), rows=(row,))
     found[2] = [pair.run(step)[0].token_id]
     for turn in range(2):
         for token in pair.run(decode_step(dict.fromkeys(found, 21 + turn), turn + 3)):
@@ -79,7 +79,7 @@ def test_mapped_frames_give_the_tokens_of_an_arena(directory):
     step = prefill_step(directory, prompts[1], 5, greedy(), 2)
     (row,) = step.rows
     flipped = tuple(reversed(row.new_pages))
-    found = [mapped.pair.run(replace(step, rows=(replace(row, new_pages=flipped),)))[0].token_id]
+    found = [mapped.pair.run(replace(step, rows=(row._replace(new_pages=flipped),)))[0].token_id]
     for idx in range(3):
         found += [token.token_id for token in mapped.pair.run(decode_step({2: 21 + idx}, idx + 6))]
     assert found == expected[1]
@@ -137,10 +137,10 @@ def test_a_sequence_may_begin_behind_pages_that_were_in_host_memory(directory):
     assert token.sequence_id == 2, "a step that brings other frames, or none, waits for nothing"
     whole = prefill_step(directory, prompt, 4, greedy(), 3)
     brought = (*new, *pages(directory, 2, first=1 + 6 * width))
-    row = replace(
-        whole.rows[0], token_ids=tuple(prompt[16:]), num_cached_tokens=16, num_new_tokens=5, new_pages=brought
+    row = whole.rows[0]._replace(
+        token_ids=tuple(prompt[16:]), num_cached_tokens=16, num_new_tokens=5, new_pages=brought
     )
-    step = replace(whole, header=replace(whole.header, num_tokens=5), rows=(row,))
+    step = replace(whole, header=whole.header._replace(num_tokens=5), rows=(row,))
     assert not begun(pair, step).satisfied(), "its pages are not filled yet"
     inwards.go_on()
     found = [pair.run(step)[0].token_id]

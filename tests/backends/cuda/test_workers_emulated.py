@@ -100,7 +100,7 @@ def test_a_step_that_brings_pages_waits_for_one_that_was_given_up_and_still_runs
     pair.kv.forget([1])
 
     def in_other_lane(step):
-        return replace(step, header=replace(step.header, lane=1))
+        return replace(step, header=step.header._replace(lane=1))
 
     half = pair.kv.run(
         in_other_lane(prefill_step(directory, prompt, 1, greedy(), 2)), LaneLinks(pair.outlets, pair.inlets)

@@ -221,10 +221,10 @@ def test_pages_of_the_wrong_rank_are_named():
     heads = SplitKVModel(model_dir("qwen3_moe"), "heads", 2)
     step = next(script("qwen3_moe", 0))
     with pytest.raises(ValueError, match=r"page .* of sequence \d: a page of qwen3_moe is \d+ frames on each of 2 KV"):
-        next(heads.halves(replace(step, header=replace(step.header, kv_rank="kv0")))["kv0"])
+        next(heads.halves(replace(step, header=step.header._replace(kv_rank="kv0")))["kv0"])
     tokens = SplitKVModel(model_dir("qwen3_moe"), "tokens", 2)
     width = tokens.geometry.frames_per_page
     bad = tuple(range(NUM_FRAMES, NUM_FRAMES + width))  # the reserved frame of kv1
-    rows = tuple(replace(row, new_pages=(bad,) * len(row.new_pages)) for row in step.rows)
+    rows = tuple(row._replace(new_pages=(bad,) * len(row.new_pages)) for row in step.rows)
     with pytest.raises(ValueError, match="frame 0 is reserved"):
         next(tokens.halves(replace(step, rows=rows))["kv1"])

@@ -112,8 +112,9 @@ def test_a_row_alone_and_in_company_agree(family):
     geometry = page_geometry(spec, page_tokens=PAGE_TOKENS, frame_bytes=FRAME_BYTES, kv_dtype="float32")
     frames = iter(range(1, NUM_FRAMES))
     rows = tuple(
-        replace(
-            steps[0].rows[0],
+        steps[0]
+        .rows[0]
+        ._replace(
             sequence_id=idx,
             token_ids=tuple(prompt),
             num_cached_tokens=0,
@@ -127,7 +128,7 @@ def test_a_row_alone_and_in_company_agree(family):
         )
         for idx, prompt in enumerate(prompts)
     )
-    header = replace(steps[0].header, num_tokens=26)
+    header = steps[0].header._replace(num_tokens=26)
     step = replace(steps[0], header=header, rows=rows, joining=tuple(joining[idx] for idx in range(3)))
     attention = model._begin(step)
     for _ in model._layers(attention):
@@ -209,8 +210,8 @@ def test_forgotten_and_unknown_sequences_are_named():
 def test_rows_that_do_not_fit_are_refused(change, message):
     pools = split("qwen3_moe")
     (row,) = (step := next(script("qwen3_moe", lengths=(5,), num_output=1))).rows
-    row = replace(row, token_ids=(1,) * 5, num_new_tokens=5, new_pages=((1,),))
-    step = replace(step, header=replace(step.header, num_tokens=5), rows=(replace(row, **change),))
+    row = row._replace(token_ids=(1,) * 5, num_new_tokens=5, new_pages=((1,),))
+    step = replace(step, header=step.header._replace(num_tokens=5), rows=(row._replace(**change),))
     with pytest.raises(ValueError, match=message):
         pools.run(step)
 
@@ -228,7 +229,7 @@ def test_a_prompt_outside_the_vocabulary_is_refused():
 def test_unknown_models_and_misplaced_shares_are_named():
     step = next(script("qwen3_moe", lengths=(5,)))
     pools = split("qwen3_moe")
-    unknown = replace(step, header=replace(step.header, model="gone"))
+    unknown = replace(step, header=step.header._replace(model="gone"))
     with pytest.raises(ValueError, match=r"model 'gone' is not on (this KV|rank w0)"):
         pools.run(unknown)
 

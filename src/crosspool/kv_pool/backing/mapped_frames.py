@@ -53,7 +53,7 @@ class MappedFrames:
             return step
         model, is_decode = step.header.model, step.header.phase == "decode"
         rows = tuple(
-            replace(row, new_pages=self._backing.spots(model, row.sequence_id, row.new_pages, is_decode=is_decode))
+            row._replace(new_pages=self._backing.spots(model, row.sequence_id, row.new_pages, is_decode=is_decode))
             if row.new_pages
             else row
             for row in step.rows
