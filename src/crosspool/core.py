@@ -47,6 +47,16 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature < 1e-5
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether penalties or a bias change every token's logits."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or bool(self.logit_bias)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

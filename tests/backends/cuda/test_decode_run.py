@@ -79,7 +79,7 @@ def test_records_of_a_run_are_those_of_its_steps_pushed_one_by_one():
     stops, at = lane.batch.stop_ids(), [0, 1, 0, 0]
     for base, place in places(lane.step.header, LAYERS):
         sampling = sampling_records(4)
-        for row in lane.batch.sampled:
+        for row in lane.batch.drawn:
             fill_sampling(sampling, row.row, lane.batch.sampling_row(row, place.step))
         whole = type(place)(place.over, place.step, place.left, np.array([2 * PAGE_TOKENS] * 2), stops)
         token_ids = [lane.batch.token_ids[row] if place.step == 0 else -1 - row for row in at]

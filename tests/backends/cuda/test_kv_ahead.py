@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from crosspool.backends.cuda.kv_rank.kv_ahead import KVAhead, draws_all  # noqa: E402
+from crosspool.backends.cuda.kv_rank.kv_ahead import KVAhead  # noqa: E402
 from crosspool.backends.cuda.kv_rank.kv_pass import KVPass  # noqa: E402
 from crosspool.backends.cuda.steps.batch import Batch  # noqa: E402
 from crosspool.backends.sequences.sequence import Sequence  # noqa: E402
@@ -162,5 +162,5 @@ def test_a_step_that_ended_says_nothing_of_a_newer_one():
 
 def test_the_device_draws_all_rows_only_of_decode_steps_that_sample():
     rank = Rank()
-    assert draws_all(rank.present)
-    assert not draws_all(Batch(step([row(0, 3), row(1, 3, sample=False)], 1), rank.sequences, PAGE_TOKENS))
+    assert rank.present.is_all_drawn
+    assert not Batch(step([row(0, 3), row(1, 3, sample=False)], 1), rank.sequences, PAGE_TOKENS).is_all_drawn

@@ -147,4 +147,4 @@ def joined_chunk(
             yield plan.crossing(layer, piece)
     if batch.sampled:
         logits = half.logits([row.token for row in batch.sampled])
-        sample_rows(kernels, logits, batch, batch.sampled, outcome)
+        sample_rows(kernels, logits, batch, outcome)

@@ -62,14 +62,7 @@ def sample(logits: FloatArray, rows: Sequence[SamplingRow]) -> tuple[SampledToke
 
 def _changes_logits(row: SamplingRow) -> bool:
     params = row.params
-    return (
-        row.allowed is not None
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-        or bool(params.logit_bias)
-        or row.num_output_tokens < params.min_tokens
-    )
+    return row.allowed is not None or params.changes_logits or row.num_output_tokens < params.min_tokens
 
 
 def _change(logits: FloatArray, row: SamplingRow) -> None:

@@ -1,5 +1,6 @@
 """What the KV worker remembers of a sequence between steps: its tokens, its block table, its random numbers."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -25,6 +26,8 @@ class Sequence:
         self._sequence_id = new.sequence_id
         self._num_prompt_tokens = len(new.prompt_token_ids)
         self.has_ended = False  # with one of its stop tokens, within a run
+        is_plain = new.sampling.num_logprobs is None and not new.sampling.changes_logits
+        self._plain_from = len(new.prompt_token_ids) + new.sampling.min_tokens if is_plain else math.inf
         self._uniform = UniformStream(new.sampling.seed)
         self._pages = pages or PageReader(model=model, frames_per_page=frames_per_page)
         self._table = self._pages.empty()
@@ -68,6 +71,10 @@ class Sequence:
             self._uniform,
             row.allowed,
         )
+
+    def is_plain(self, row: StepRow) -> bool:
+        """Whether the row's token depends on no more than its untouched logits, which nobody else asks for."""
+        return row.allowed is None and row.num_cached_tokens + row.num_new_tokens >= self._plain_from
 
     def ends_with(self, row: StepRow, token_id: int) -> bool:
         """Whether the token that the row drew is one of the sequence's stop tokens, which the engine ends it with."""

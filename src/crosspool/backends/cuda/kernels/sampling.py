@@ -1,7 +1,8 @@
 """Sampling on the device: the best token of each row, or one drawn by temperature, min-p, top-k and top-p.
 
 The host computes each row's random number, so it is the one that the NumPy sampler takes at that position. What needs
-more than a row's logits and these numbers (penalties, bias, log-probabilities) is sampled on the host.
+more than a row's logits and these numbers (penalties, bias, log-probabilities) is sampled on the host: such rows, and
+greedy ones, have a record of zeros.
 """
 
 import numpy as np
@@ -18,25 +19,9 @@ from crosspool.units import ceil_div
 _ARGMAX_VALUES = 2048
 
 
-def needs_host(row: SamplingRow) -> bool:
-    """Whether the row's token depends on more than its untouched logits, or its log-probabilities are asked for."""
-    params = row.params
-    return (
-        row.allowed is not None
-        or params.num_logprobs is not None
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-        or bool(params.logit_bias)
-        or row.num_output_tokens < params.min_tokens
-    )
-
-
 def fill_sampling(record: npt.NDArray[np.void], index: int, row: SamplingRow) -> None:
-    """Write how `row` is drawn to `record[index]`; greedy rows and those of the host stay zero."""
+    """Write how `row`, which is not greedy, is drawn to `record[index]`."""
     params = row.params
-    if params.is_greedy or needs_host(row):
-        return
     random = round(row.uniform.at(row.position) * 2.0**32 - 0.5)
     record[index] = (params.temperature, params.min_p, params.top_p, params.top_k, random)
 

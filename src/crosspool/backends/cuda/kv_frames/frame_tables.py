@@ -1,5 +1,7 @@
 """Frame tables of a pass's rows on the device, uploaded only where they changed."""
 
+from operator import is_
+
 import numpy as np
 import torch
 
@@ -15,7 +17,7 @@ class FrameTables:
 
     def has(self, tables: list[IntArray]) -> bool:
         """Whether `set` has nothing to upload."""
-        return all(held is table for held, table in zip(self._held, tables, strict=True))
+        return all(map(is_, self._held, tables))
 
     def set(self, tables: list[IntArray]) -> None:
         """Row r reads and writes through tables[r] (frames_per_page, pages); a table never changes in place."""

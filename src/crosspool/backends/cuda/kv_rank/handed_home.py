@@ -85,7 +85,7 @@ def _home(
     crossing.wait(plan.last)
     if batch.sampled:
         normed = _normed(kernels, model, crossing, plan.last, len(batch.sampled))
-        sample_rows(kernels, head_logits(kernels, model.weights.head, normed), batch, batch.sampled, outcome)
+        sample_rows(kernels, head_logits(kernels, model.weights.head, normed), batch, outcome)
 
 
 def _normed(kernels: Launcher, model: KVModel, crossing: HandedCrossing, number: int, count: int) -> torch.Tensor:

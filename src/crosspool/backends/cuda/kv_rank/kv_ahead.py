@@ -6,7 +6,6 @@ from crosspool.backends.cuda.kv_rank.kv_models import KVModels
 from crosspool.backends.cuda.kv_rank.kv_pass import KVPass
 from crosspool.backends.cuda.kv_rank.kv_passes import KVPassKind
 from crosspool.backends.cuda.steps.batch import Batch
-from crosspool.backends.cuda.steps.decode_run import runs_on_device
 from crosspool.backends.cuda.steps.lanes import WorkerLanes
 from crosspool.backends.cuda.steps.passes import PASS_TOKENS, bucket_of
 from crosspool.backends.sequences.sequence import Sequence
@@ -30,7 +29,7 @@ class KVAhead:
         self._fit: dict[int, tuple[int, Batch]] = {}  # step_seq, rows
 
     def begins(self, lane: int, batch: Batch, *, is_run: bool) -> None:
-        """These rows are handed to the device, which draws all their tokens and, in a run, sees which of them end."""
+        """These rows are handed to the device, which in a run sees which of them end."""
         self._at[lane] = batch
         (self._runs.add if is_run else self._runs.discard)(lane)
 
@@ -63,12 +62,7 @@ class KVAhead:
         if header.lane not in self._runs:
             batch.follows = 0  # the device does not know whether its rows have ended
         tables = [batch.tables[row] for row in kind.row_numbers(header.num_tokens)]
-        if not draws_all(batch) or not source.rows.are_set(tables):
+        if not before.is_all_drawn or not batch.is_all_drawn or not source.rows.are_set(tables):
             return False
         self._fit[header.lane] = (header.step_seq, batch)
         return True
-
-
-def draws_all(batch: Batch) -> bool:
-    """Whether the device draws a token of every row, each of a sequence of its own."""
-    return len(batch.sampled) == len(batch.rows) == len(batch.token_ids) and runs_on_device(batch)

@@ -1,6 +1,6 @@
 """A chunk of prompts on the KV rank: attention piece by piece, crossings, and the tokens of rows that end here."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -12,7 +12,7 @@ from crosspool.backends.cuda.device.device_memory import pinned
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.device.uploads import upload_all
 from crosspool.backends.cuda.kernels.sampling import Sampler, fill_sampling, sampling_records
-from crosspool.backends.cuda.steps.batch import Batch, SampledRow
+from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.outcome import Outcome
 from crosspool.backends.cuda.steps.records import SAMPLING_WORDS
 
@@ -48,16 +48,15 @@ def kv_chunk(
     crossing.clear_words()
     if batch.sampled:
         logits = half.logits([row.token for row in batch.sampled])
-        sample_rows(kernels, logits, batch, batch.sampled, outcome)
+        sample_rows(kernels, logits, batch, outcome)
 
 
-def sample_rows(
-    kernels: Launcher, logits: torch.Tensor, batch: Batch, sampled: Sequence[SampledRow], outcome: Outcome
-) -> None:
+def sample_rows(kernels: Launcher, logits: torch.Tensor, batch: Batch, outcome: Outcome) -> None:
     """Tokens of the rows that end here, from their logits, and both to where the host finds them after the chunk."""
+    sampled = batch.sampled
     records = sampling_records(len(sampled))
-    for index, row in enumerate(sampled):
-        fill_sampling(records, index, batch.sampling_row(row))
+    for row in batch.drawn:
+        fill_sampling(records, sampled.index(row), batch.sampling_row(row))
     sampler = Sampler(kernels, len(sampled), logits.shape[1], logits.device)
     (words,) = upload_all([records.view("<i4").reshape(len(sampled), SAMPLING_WORDS)], logits.device)
     sampler.rows.copy_(words)

@@ -8,7 +8,7 @@ from crosspool.backends.cuda.device.streams import on_stream
 from crosspool.backends.cuda.kernels.sampling import fill_sampling, sampling_records
 from crosspool.backends.cuda.kv_rank.kv_pass import KVPass
 from crosspool.backends.cuda.kv_rank.kv_passes import KVPasses, KVPassKind, KVWay
-from crosspool.backends.cuda.steps.batch import Batch, SampledRow
+from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.lane import WorkerLane
 from crosspool.backends.cuda.steps.outcome import Outcome
 from crosspool.backends.cuda.steps.passes import Pass, passes
@@ -42,7 +42,7 @@ def run_step(
             is_decode = batch.num_rows_of(part.start, part.stop) == part.num_tokens
             kind = KVPassKind(part.bucket, bool(sampled) or is_decode, is_decode)  # those of decode all sample
             source = found.find(way, kind)
-            slot = _push(lane, source, batch, part, num_layers, sampled)
+            slot = _push(lane, source, batch, part, num_layers)
             if lane.stream is not None:
                 yield from lane.run_pass(way.name, way.links, kind, inlets, part.base)
             else:
@@ -64,23 +64,15 @@ def run_step(
     return outcome.finish()
 
 
-def _push(
-    lane: WorkerLane,
-    source: KVPass,
-    batch: Batch,
-    part: Pass,
-    num_layers: int,
-    sampled: Sequence[SampledRow],
-) -> int:
+def _push(lane: WorkerLane, source: KVPass, batch: Batch, part: Pass, num_layers: int) -> int:
     """Upload what changed and push the pass's record; rows that are not in use repeat the first."""
-    tokens = [*range(part.start, part.stop), *[part.start] * (part.bucket - part.num_tokens)]
-    token_ids, positions = [batch.token_ids[at] for at in tokens], [batch.positions[at] for at in tokens]
+    token_ids, positions = part.padded(batch.token_ids), part.padded(batch.positions)
     sampling = None
-    for row in sampled:
-        if not batch.is_greedy(row):
+    for row in batch.drawn:
+        if part.start <= row.token < part.stop:
             sampling = sampling_records(part.bucket) if sampling is None else sampling
             fill_sampling(sampling, row.token - part.start, batch.sampling_row(row))
-    set_tables(lane, source, [batch.tables[batch.row_of_token[at]] for at in tokens], positions)
+    set_tables(lane, source, [batch.tables[row] for row in part.padded(batch.row_of_token)], positions)
     return lane.memory.push(part.base, num_layers, part.bucket, token_ids, positions, sampling)
 
 

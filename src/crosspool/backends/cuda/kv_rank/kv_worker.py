@@ -19,7 +19,7 @@ from crosspool.backends.cuda.joined import JoinedFFN, JoinedInlet, JoinedLink
 from crosspool.backends.cuda.kv_frames.frames import KVFrames
 from crosspool.backends.cuda.kv_frames.host_frames import HostFrames
 from crosspool.backends.cuda.kv_rank.handed_home import run_handed
-from crosspool.backends.cuda.kv_rank.kv_ahead import KVAhead, draws_all
+from crosspool.backends.cuda.kv_rank.kv_ahead import KVAhead
 from crosspool.backends.cuda.kv_rank.kv_chunk_run import run_kv_chunk
 from crosspool.backends.cuda.kv_rank.kv_models import KVModel, KVModels
 from crosspool.backends.cuda.kv_rank.kv_passes import KVPasses, KVWay
@@ -31,7 +31,6 @@ from crosspool.backends.cuda.kv_rank.kv_step import run_step
 from crosspool.backends.cuda.loading.kv_loading import check_placement, is_share, load_kv
 from crosspool.backends.cuda.loading.weights import AttentionWeights
 from crosspool.backends.cuda.steps.batch import Batch
-from crosspool.backends.cuda.steps.decode_run import runs_on_device
 from crosspool.backends.cuda.steps.given_up import GivenUp
 from crosspool.backends.cuda.steps.lane import LaneIdle, device_inlets, enter, finish
 from crosspool.backends.cuda.steps.lane_memory import WaitRule
@@ -199,11 +198,11 @@ class CudaAttentionWorker:
                 yield idle
         is_ahead, goes_by_itself = ahead is not None, lane.stream is not None and not self._is_host_driven
         try:
-            if goes_by_itself and way.joined is None and not shares and draws_all(batch):
+            if goes_by_itself and way.joined is None and not shares:
                 self._ahead.begins(header.lane, batch, is_run=step.num_steps > 1)
             if step.num_steps == 1:
                 return (yield from run_step(found, header, way, inlets, batch, is_ahead=is_ahead))
-            if goes_by_itself and runs_on_device(batch):
+            if goes_by_itself and batch.runs_on_device:
                 return (yield from run_by_device(found, step, way, inlets, batch, is_ahead=is_ahead))
         finally:
             lane.memory.nears_end = False  # what comes next has to be on the device first

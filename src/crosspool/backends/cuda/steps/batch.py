@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from crosspool.backends.base import IntArray
-from crosspool.backends.cuda.kernels.sampling import needs_host
+from crosspool.backends.cuda.steps.passes import PASS_TOKENS
 from crosspool.backends.cuda.steps.records import STOP_IDS
 from crosspool.backends.sequences.row_slots import row_slots
 from crosspool.backends.sequences.sampler import SamplingRow
@@ -28,7 +29,7 @@ class SampledRow(NamedTuple):
 class Batch:
     """The tokens of one step, or of a run's first, in row order. Nothing is visible to other steps before `commit`.
 
-    hosted: rows whose tokens the host has to draw.
+    hosted: rows whose tokens the host has to draw. drawn: of the others, those whose token is not their best one.
     Raises ValueError for rows that do not fit what the rank knows: unknown sequences, missing pages.
     """
 
@@ -46,13 +47,14 @@ class Batch:
         self.rows: tuple[StepRow, ...] = step.rows
         self.tables: list[IntArray] = []  # of each row, (frames_per_page, pages)
         self.sampled: list[SampledRow] = []
+        self.drawn: list[SampledRow] = []
         self._sequences: list[Sequence] = []
         token_ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
-        for idx, row in enumerate(step.rows):
+        hosted: list[int] = []
+        for idx, (row, place) in enumerate(zip(step.rows, followed, strict=True)):
             sequence = sequence_of(row, sequences)
-            place = places.get(row.sequence_id)
             table = sequence.block_table(row, None if before is None or place is None else before.tables[place])
             end = row.num_cached_tokens + row.num_new_tokens
             if end > table.shape[1] * page_tokens:
@@ -63,16 +65,28 @@ class Batch:
             positions += range(row.num_cached_tokens, end)
             rows += [idx] * row.num_new_tokens
             if row.sample:
-                self.sampled.append(SampledRow(idx, len(rows) - 1))
+                at = SampledRow(idx, len(rows) - 1)
+                self.sampled.append(at)
+                if not sequence.is_plain(row):
+                    hosted.append(idx)
+                elif not sequence.sampling.is_greedy:
+                    self.drawn.append(at)
         if len(token_ids) != step.header.num_tokens or not token_ids:
             raise ValueError(f"the step's rows hold {len(token_ids)} tokens, its header says {step.header.num_tokens}")
         self.token_ids, self.positions, self.row_of_token = token_ids, positions, rows
-        self.hosted = frozenset([each.row for each in self.sampled if needs_host(self.sampling_row(each))])
+        self.hosted = frozenset(hosted)
 
-    @property
-    def has_few_stops(self) -> bool:
-        """Whether no row has more stop tokens than a record holds."""
+    @cached_property
+    def runs_on_device(self) -> bool:
+        """Whether the device can draw every row's tokens and tell which of them end it: of few stop tokens."""
+        if self.hosted or len(self.rows) > PASS_TOKENS:
+            return False
         return all([len(sequence.sampling.stop_token_ids) <= STOP_IDS for sequence in self._sequences])
+
+    @cached_property
+    def is_all_drawn(self) -> bool:
+        """Whether the device draws a token of every row, each of a sequence of its own."""
+        return len(self.sampled) == len(self.rows) == len(self.token_ids) and self.runs_on_device
 
     def stop_ids(self) -> npt.NDArray[np.int32]:
         """(rows, STOP_IDS): what ends each row, of few stop tokens; -1 where there is less."""
@@ -106,10 +120,6 @@ class Batch:
     def num_rows_of(self, start: int, stop: int) -> int:
         """Rows that the tokens [start, stop) belong to."""
         return self.row_of_token[stop - 1] - self.row_of_token[start] + 1
-
-    def is_greedy(self, sampled: SampledRow) -> bool:
-        """Whether the row's token is its best one."""
-        return self._sequences[sampled.row].sampling.is_greedy
 
     def sampling_row(self, sampled: SampledRow, ahead: int = 0) -> SamplingRow:
         """How a row's token is drawn, or that of a step of its run `ahead` of this one."""

@@ -13,18 +13,12 @@ from crosspool.backends.cuda.kernels.sampling import fill_sampling, sampling_rec
 from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
 from crosspool.backends.cuda.steps.pace import Pace
-from crosspool.backends.cuda.steps.passes import PASS_TOKENS
 from crosspool.backends.cuda.steps.records import RunPlace, RunRows
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, StepHeader, epoch, run_over
 
 HALF_WAY = 0.5
 """Part of half a run behind which a rank without rows need not look for the half itself."""
-
-
-def runs_on_device(batch: Batch) -> bool:
-    """Whether the device can draw every row's tokens and tell which of them end it."""
-    return len(batch.rows) <= PASS_TOKENS and not batch.hosted and batch.has_few_stops
 
 
 def places(header: StepHeader, num_layers: int, *, may_be_first: bool = False) -> list[tuple[int, RunPlace]]:
@@ -49,9 +43,7 @@ def push_run(
     stops = batch.stop_ids()
     at = [row if row < len(batch.rows) else 0 for row in range(bucket)]
     sampling = None
-    for row in batch.sampled:
-        if batch.is_greedy(row):
-            continue
+    for row in batch.drawn:
         sampling = sampling_records((header.num_steps, bucket)) if sampling is None else sampling
         for step in range(header.num_steps):
             fill_sampling(sampling[step], row.row, batch.sampling_row(row, step))

@@ -28,6 +28,11 @@ class Pass(NamedTuple):
     def num_tokens(self) -> int:
         return self.stop - self.start
 
+    def padded(self, of_tokens: list[int]) -> list[int]:
+        """The pass's part of what each token of the step has; rows that are not in use repeat the first."""
+        own = of_tokens[self.start : self.stop]
+        return own + own[:1] * (self.bucket - len(own))
+
 
 _BUCKET_OF = [next(bucket for bucket in BUCKETS if bucket >= rows) for rows in range(PASS_TOKENS + 1)]
 
