@@ -1,6 +1,6 @@
 """RankHalves: makes a rank's half of a step, by what the rank is in it: leader, share, weights rank or prefill rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from crosspool.backends.base import HalfStep
@@ -60,7 +60,7 @@ class RankHalves:
         run.clocks = self.links.clocks(header.lane, links)
         return run
 
-    def _peers(self, header: StepHeader) -> tuple[Sequence[str], Sequence[str]]:
+    def _peers(self, header: StepHeader) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Those whose rows the leading rank waits for in every layer, and those of its exchange."""
         placement = self.models.placement(header.model)
         if placement is None:

@@ -1,6 +1,6 @@
 """RankLinks: a rank's ends of the channels of its lanes, by lane and peer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from crosspool.backends.base import Inlet, LaneLinks, Outlet
 from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, WorkClock, a2f_part, f2a_part
@@ -19,9 +19,11 @@ class RankLinks:
         self._outlets: dict[tuple[int, str], Outlet] = {}
         self._inlets: dict[tuple[int, str], Inlet] = {}
         self._clocks: dict[tuple[int, str], WorkClock] = {}  # none where channels lie on devices
+        self._found: dict[tuple[int, tuple[str, ...], tuple[str, ...]], LaneLinks] = {}  # what `of` has given
 
     def open(self, message: OpenChannels) -> None:
         """Open the lane's channels with a peer, or new ones in their place."""
+        self._found.clear()
         memory = message.region.map()
         message.region.close()
         key, ring = (message.lane, message.peer), self._ring(message.peer)
@@ -38,14 +40,22 @@ class RankLinks:
 
     def close(self, peer: str) -> None:
         """Drop the channels of every lane with a peer."""
+        self._found.clear()
         for ends in (self._outlets, self._inlets, self._clocks):
             for key in [key for key in ends if key[1] == peer]:
                 del ends[key]
         if self._worker.links is not None:
             self._worker.links.close_links(peer)
 
-    def of(self, header: StepHeader, peers: Sequence[str], exchange: Sequence[str] = ()) -> LaneLinks:
+    def of(self, header: StepHeader, peers: tuple[str, ...], exchange: tuple[str, ...] = ()) -> LaneLinks:
         """A step's ends, to `peers` and to those of its exchange. Raises ValueError where one is missing."""
+        key = (header.lane, peers, exchange)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._links(header, peers, exchange)
+        return found
+
+    def _links(self, header: StepHeader, peers: tuple[str, ...], exchange: tuple[str, ...]) -> LaneLinks:
         lane = header.lane
         missing = [peer for peer in (*peers, *exchange) if (lane, peer) not in self._outlets]
         if missing or not (peers or exchange):

@@ -20,6 +20,7 @@ class RankModels:
         self._worker = worker
         self._emit = emit
         self._loader = Loader(worker.loads, start, wake)
+        self.has_outcomes = self._loader.has_outcomes  # whether `tell` has something to tell
         self._loaded: set[str] = set()
         self._placements: dict[str, ModelPlacement] = {}
         self._told_counts: BackingCounts | None = None
@@ -28,10 +29,6 @@ class RankModels:
     def is_busy(self) -> bool:
         """Whether a model is loading."""
         return self._loader.is_busy
-
-    def has_outcomes(self) -> bool:
-        """Whether `tell` has something to tell."""
-        return self._loader.has_outcomes()
 
     def placement(self, model: str) -> ModelPlacement | None:
         return self._placements.get(model)

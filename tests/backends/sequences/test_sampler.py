@@ -255,8 +255,8 @@ def test_a_mask_leaves_only_what_it_allows_whatever_else_is_asked():
     free = SamplingParams(max_tokens=9, temperature=1.0, logit_bias=((9, 100.0), (49, 100.0)), repetition_penalty=1.5)
     logits = random_logits(3, 200)
     for params in (GREEDY, WARM, free, replace(free, top_k=5, top_p=0.3, min_p=0.2)):
-        masked = [replace(row(params, output=[5] * idx), allowed=allowed) for idx in range(200)]
+        masked = [row(params, output=[5] * idx)._replace(allowed=allowed) for idx in range(200)]
         assert set(draw(logits, *masked)) <= {3, 17, 40}
     alone = draw(logits, *[row(WARM)] * 200)
-    half = [replace(row(WARM), allowed=allowed) if idx % 2 else row(WARM) for idx in range(200)]
+    half = [row(WARM)._replace(allowed=allowed) if idx % 2 else row(WARM) for idx in range(200)]
     assert draw(logits, *half)[::2] == alone[::2]  # neighbours without a mask feel nothing

@@ -9,7 +9,7 @@ token is the first, in id order, whose cumulative probability over the kept toke
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,7 @@ Float64Array = npt.NDArray[np.float64]
 LOGPROB_FLOOR = -9999.0
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """What one row's token depends on beside its logits.
 
     token_ids: prompt, then output; the first `num_prompt_tokens` are the prompt. position: of the token to draw; what

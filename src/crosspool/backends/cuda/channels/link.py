@@ -140,6 +140,8 @@ class DeviceLink:
 
     def is_open(self) -> bool:
         """Whether the peer's memory is mapped here; maps it once the peer has offered it."""
+        if self._outbox is not None:
+            return True
         with self._lock:
             if self._outbox is None:
                 offer = handoff.find(self._theirs)

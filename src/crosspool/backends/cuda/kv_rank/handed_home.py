@@ -22,7 +22,7 @@ from crosspool.backends.cuda.kv_rank.kv_models import KVModel
 from crosspool.backends.cuda.prefill_rank.handed_plan import CROSSINGS_AHEAD, HandedPlan, handed_plan
 from crosspool.backends.cuda.prefill_rank.handed_slots import HandedCrossing, SlotPlaces, earlier_places
 from crosspool.backends.cuda.steps.batch import Batch
-from crosspool.backends.cuda.steps.lane import LaneIdle, WorkerLane
+from crosspool.backends.cuda.steps.lane import WorkerLane
 from crosspool.backends.cuda.steps.outcome import Outcome
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepHeader
@@ -38,7 +38,7 @@ def run_handed(
     has_neighbours: Callable[[], bool],
 ) -> HalfStep[tuple[SampledToken, ...]]:
     """Lead the step; its tokens. inlet: of the link with the prefill rank; has_neighbours: of `run_pieces`."""
-    yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
+    yield Wait((lane.idle, inlet), OPEN_EPOCH)
     link = inlet.link.map()
     cached = [row.num_cached_tokens for row in batch.rows]
     most = 4 * link.inbox.capacity // model.geometry.token_layer_bytes

@@ -17,7 +17,7 @@ from crosspool.backends.cuda.kv_rank.kv_chunk import kv_chunk
 from crosspool.backends.cuda.kv_rank.kv_models import KVModel
 from crosspool.backends.cuda.kv_rank.kv_passes import KVWay
 from crosspool.backends.cuda.steps.batch import Batch
-from crosspool.backends.cuda.steps.lane import LaneIdle, WorkerLane
+from crosspool.backends.cuda.steps.lane import WorkerLane
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
 from crosspool.backends.cuda.steps.outcome import Outcome
 from crosspool.backends.cuda.weights_rank.patience import Patience
@@ -37,7 +37,7 @@ def run_kv_chunk(
     """The chunk's kernels and the tokens of rows that end here. has_neighbours: of `run_pieces`."""
     model, lane = way.model, way.lane
     plan = chunk_plan(header.num_tokens, header.step_seq, model.spec.num_layers)
-    yield Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
+    yield Wait((lane.idle, *inlets), OPEN_EPOCH)
     outcome = Outcome(batch, lane)
     graphs = take_graphs(model, lane.memory)
     streams = lane.prefill_streams if graphs else None

@@ -1,6 +1,7 @@
 """A run of decode steps on the KV rank that leads them: by the device alone, or step by step by the host."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as ListOf
 
 from crosspool.backends.base import HalfStep, Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet
@@ -12,6 +13,7 @@ from crosspool.backends.cuda.kv_rank.kv_step import run_step, set_tables
 from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.decode_run import push_run, read_run
 from crosspool.backends.cuda.steps.passes import bucket_of
+from crosspool.backends.sequences.sequence import Sequence
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, epoch, run_over
 
@@ -20,7 +22,7 @@ def run_by_device(
     found: KVPasses,
     step: StepDescriptor,
     way: KVWay,
-    inlets: Sequence[DeviceInlet],
+    inlets: ListOf[DeviceInlet],
     batch: Batch,
     *,
     is_ahead: bool = False,
@@ -52,18 +54,15 @@ def run_by_host(
     kernels: Launcher,
     step: StepDescriptor,
     way: KVWay,
-    inlets: Sequence[DeviceInlet],
+    inlets: ListOf[DeviceInlet],
     batch: Batch,
-    batch_of: Callable[[int], Batch],
+    sequences: Mapping[int, Sequence],
 ) -> HalfStep[tuple[SampledToken, ...]]:
-    """A run step by step: rows that the host samples, and kernels without a device.
-
-    batch: the rows of its first step. batch_of: those of a later one, known once the step before it has ended.
-    """
+    """A run step by step: rows that the host samples, and kernels without a device. batch: the rows of its first."""
     ended: set[int] = set()
     for idx in range(step.num_steps):
         if idx:
-            batch = batch_of(idx)
+            batch = Batch(step.part(idx), sequences, way.model.geometry.page_tokens)
         sampled = yield from run_step(found, step.header, way, inlets, batch, idx)
         ended |= batch.ended(dict(enumerate(sampled)))
         left = step.num_steps - 1 - idx

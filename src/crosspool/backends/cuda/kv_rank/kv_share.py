@@ -23,7 +23,7 @@ from crosspool.backends.cuda.kv_rank.exchange import TokenShare
 from crosspool.backends.cuda.kv_rank.head_exchange import HeadShare
 from crosspool.backends.cuda.kv_rank.kv_pass import KVRows
 from crosspool.backends.cuda.loading.weights import AttentionWeights
-from crosspool.backends.cuda.steps.lane import LaneIdle, WorkerLane
+from crosspool.backends.cuda.steps.lane import WorkerLane
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
 from crosspool.backends.cuda.steps.passes import passes
 from crosspool.backends.sequences.page_reader import PageReader
@@ -152,7 +152,7 @@ def answers(
     """Run the share's passes of a step; its block tables are remembered after the last."""
     header, num_layers = step.header, share.spec.num_layers
     plan = passes(header.num_tokens, header.step_seq, num_layers)
-    yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
+    yield Wait((lane.idle, inlet), OPEN_EPOCH)
     last_epoch = plan[-1].base + num_layers
     has_ended = False
     try:

@@ -32,7 +32,7 @@ from crosspool.backends.cuda.loading.kv_loading import check_placement, is_share
 from crosspool.backends.cuda.loading.weights import AttentionWeights
 from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.given_up import GivenUp
-from crosspool.backends.cuda.steps.lane import LaneIdle, device_inlets, enter, finish
+from crosspool.backends.cuda.steps.lane import device_inlets, enter, finish
 from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.backends.cuda.steps.lanes import WorkerLanes
 from crosspool.backends.sequences.page_reader import PageReader
@@ -175,14 +175,11 @@ class CudaAttentionWorker:
         model, lane = self._models.led(header.model), self._lanes[header.lane]
         self._take_in(step, model.spec, model.geometry, model.pages)
 
-        def batch_of(idx: int) -> Batch:
-            return Batch(step.part(idx) if idx else step, self._sequences, model.geometry.page_tokens)
-
         ahead = self._ahead.take(step)
-        batch = batch_of(0) if ahead is None else ahead
+        batch = ahead or Batch(step, self._sequences, model.geometry.page_tokens)
         shares = self._taking_part(step, model, batch, links)
         inlets = device_inlets((*links.inlets.values(), *shares))
-        ends = tuple(inlet.link for inlet in inlets)
+        ends = tuple([inlet.link for inlet in inlets])
 
         is_fixed = not self._site.is_alone
         if header.prefill_rank is not None:
@@ -193,7 +190,7 @@ class CudaAttentionWorker:
             beside = self._lanes.neighbours_of(lane, is_fixed=is_fixed and way.joined is None)
             return (yield from run_kv_chunk(kernels, header, way, inlets, batch, beside))
         if ahead is None:
-            idle = Wait((LaneIdle(lane.memory), *inlets), OPEN_EPOCH)
+            idle = Wait((lane.idle, *inlets), OPEN_EPOCH)
             if not idle.satisfied():  # a turn of the loop costs the host as much as the launch
                 yield idle
         is_ahead, goes_by_itself = ahead is not None, lane.stream is not None and not self._is_host_driven
@@ -207,7 +204,7 @@ class CudaAttentionWorker:
         finally:
             lane.memory.nears_end = False  # what comes next has to be on the device first
             self._ahead.ended(header.lane, batch)
-        return (yield from run_by_host(found, kernels, step, way, inlets, batch, batch_of))
+        return (yield from run_by_host(found, kernels, step, way, inlets, batch, self._sequences))
 
     def may_begin_ahead(self, work: StepDescriptor | StepHeader) -> bool:
         """Whether a step may be handed to the device now (`cluster.worker.BeginsAhead`)."""

@@ -24,7 +24,7 @@ from crosspool.backends.cuda.prefill_rank.handed_slots import HandedCrossing, Sl
 from crosspool.backends.cuda.prefill_rank.host_model import load_whole
 from crosspool.backends.cuda.prefill_rank.prefill_models import ModelsInTurn, PrefillModel, attention_of, warm_up
 from crosspool.backends.cuda.prefill_rank.swap import InPlace
-from crosspool.backends.cuda.steps.lane import LaneIdle, WorkerLane, device_inlets, enter, finish
+from crosspool.backends.cuda.steps.lane import WorkerLane, device_inlets, enter, finish
 from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.backends.cuda.steps.lanes import WorkerLanes
 from crosspool.cluster.base import ModelPlacement
@@ -101,7 +101,7 @@ class CudaPrefillWorker:
         (inlet,) = device_inlets(links.inlets.values())
         lane = self._lanes[header.lane]
         prompt = prompt_rows(step, model.geometry.page_tokens)
-        yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
+        yield Wait((lane.idle, inlet), OPEN_EPOCH)
         link, spec = inlet.link.map(), model.host.spec
         most = 4 * link.inbox.capacity // model.geometry.token_layer_bytes
         plan = handed_plan(header.num_tokens, sum(prompt.num_cached), header.step_seq, spec.num_layers, most)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
-from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -124,7 +123,7 @@ class Batch:
     def sampling_row(self, sampled: SampledRow, ahead: int = 0) -> SamplingRow:
         """How a row's token is drawn, or that of a step of its run `ahead` of this one."""
         row = self._sequences[sampled.row].sampling_row(self.rows[sampled.row])
-        return replace(row, position=row.position + ahead) if ahead else row
+        return row._replace(position=row.position + ahead) if ahead else row
 
     def commit(self, tokens: Mapping[int, SampledToken]) -> None:
         """Make the step's outcome visible: block tables, and the SampledToken of each row that drew one."""

@@ -59,6 +59,7 @@ class WorkerLane:
         self._replayed_s = -math.inf
         with on_device(site.device), torch.cuda.stream(self.stream):
             self.memory = LaneMemory(site.device, rule)
+        self.idle = LaneIdle(self.memory)
         self.links: dict[str, Link] = {}
         self._lock = threading.Lock()
         self._passes: dict[tuple[str, Links, Hashable], Capturable] = {}

@@ -11,7 +11,6 @@ from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
 from crosspool.backends.cuda.chunks.chunk_plan import ChunkPlan, chunk_plan
 from crosspool.backends.cuda.chunks.chunk_run import run_pieces
 from crosspool.backends.cuda.device.launch import Launcher
-from crosspool.backends.cuda.steps.lane import LaneIdle
 from crosspool.backends.cuda.weights_rank.ffn_passes import FFNPasses, FFNWay
 from crosspool.backends.cuda.weights_rank.fused_turns import FusedTurns, NoneFused
 from crosspool.backends.cuda.weights_rank.patience import Patience
@@ -45,7 +44,7 @@ def run_ffn_chunk(
     """The chunk's kernels, and a wait for their end. inlet: of the way's link; has_neighbours: of `run_pieces`."""
     lane, spec = way.lane, way.model.spec
     plan = chunk_plan(header.num_tokens, header.step_seq, spec.num_layers)
-    yield Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
+    yield Wait((lane.idle, inlet), OPEN_EPOCH)
     ffn = found.chunks_of(way.model, way.number)
     crossing = ChunkCrossing(kernels, lane.memory, [inlet.link.map()], plan, spec.hidden_size)
     has_ended = False

@@ -24,7 +24,7 @@ from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights
 from crosspool.backends.cuda.loading.random_slices import draw_share, num_bytes
 from crosspool.backends.cuda.loading.streaming import stream_share
 from crosspool.backends.cuda.loading.weights import pack_ffn_weights
-from crosspool.backends.cuda.steps.lane import LaneIdle, device_inlets, enter, finish
+from crosspool.backends.cuda.steps.lane import device_inlets, enter, finish
 from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.backends.cuda.steps.lanes import WorkerLanes
 from crosspool.backends.cuda.steps.passes import PASS_TOKENS, bucket_of
@@ -182,7 +182,7 @@ class CudaFFNWorker:
             return
         is_ahead = self._fit.pop(header.lane, 0) == header.step_seq
         if not is_ahead:
-            idle = Wait((LaneIdle(lane.memory), inlet), OPEN_EPOCH)
+            idle = Wait((lane.idle, inlet), OPEN_EPOCH)
             if not idle.satisfied():  # a turn of the loop costs the host as much as the launch
                 yield idle
         try:
