@@ -1,7 +1,7 @@
 """From token ids to text, one token at a time: whole characters only, and never past a stop string."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -57,8 +57,7 @@ class StopStrings:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Text that one token released, and the stop string that ended the sequence with it, if one did."""
 
     text: str

@@ -74,8 +74,9 @@ class Flight:
         self.abandon()
 
     def leave(self) -> None:
+        left = self.num_left
         for sequence in self.sequences:
-            sequence.leave_step(self.num_left)
+            sequence.leave_step(left)
 
 
 @dataclass(slots=True)

@@ -1,6 +1,7 @@
 """What a stream yields: RequestOutput, with text, tokens, usage and times."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from crosspool.core import FinishReason, TokenLogprob
 from crosspool.errors import CrossPoolError
@@ -15,8 +16,7 @@ class TokenLogprobs:
     top: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Usage:
+class Usage(NamedTuple):
     """Tokens of one sequence so far.
 
     The end token and the tokens of a matched stop string count as completion tokens; tokens after them do not.
@@ -28,8 +28,7 @@ class Usage:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timings:
+class Timings(NamedTuple):
     """Moments of one sequence on the engine's monotonic clock, in seconds; None until reached."""
 
     arrival_s: float

@@ -89,8 +89,8 @@ class OutputBuilder:
             request_id=self._request.request_id,
             index=self._index,
             text=text,
-            token_ids=tuple(token.token_id for token, _ in tokens),
-            token_times_s=tuple(time_s for _, time_s in tokens),
+            token_ids=tuple([token.token_id for token, _ in tokens]),
+            token_times_s=tuple([time_s for _, time_s in tokens]),
             logprobs=logprobs,
             usage=Usage(
                 prompt_tokens=len(self._request.prompt_token_ids),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Self
+from typing import NamedTuple, Self
 
 from crosspool.core import FinishReason, Request, SampledToken
 from crosspool.errors import CrossPoolError
@@ -135,8 +135,7 @@ class Sequence:
         return FinishReason.LENGTH if self.num_generated_tokens >= sampling.max_tokens else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SequenceUpdate:
+class SequenceUpdate(NamedTuple):
     """What happened to a sequence: a token, its end, or both. cached_tokens: as `Sequence.num_reused_tokens`."""
 
     sequence_id: int
