@@ -84,8 +84,8 @@ class ChunkFFN:
         assert weights.gate_up is not None
         assert weights.down is not None
         ints = torch.empty(4, pairs, dtype=torch.int32, device=self.device)
-        ids, ranks, places, row_experts = ints
-        bounds = torch.empty(2, spec.num_experts, dtype=torch.int32, device=self.device)
+        ids, ranks, places, row_experts = ints.unbind()
+        starts, ends = torch.empty(2, spec.num_experts, dtype=torch.int32, device=self.device).unbind()
         floats = torch.empty(pairs + tokens, dtype=torch.float32, device=self.device)
         choice_weights, shared_scale = floats[:pairs], floats[pairs:]
         parts = linear_fp32(x, router)
@@ -111,16 +111,16 @@ class ChunkFFN:
             num_parts=router.shape[0] // rows,
         )
         self._launch("chunk_route", ceil_div(tokens, _ROUTER_WARPS), _BLOCK, ROUTER_SMEM_BYTES, params)
-        starts = ExpertStartsParams(
-            counts=address(self._counts), starts=address(bounds[0]), ends=address(bounds[1]), experts=spec.num_experts
+        bounds = ExpertStartsParams(
+            counts=address(self._counts), starts=address(starts), ends=address(ends), experts=spec.num_experts
         )
-        self._launch("expert_starts", 1, MAX_EXPERTS, 2 * MAX_EXPERTS * 4, starts)
+        self._launch("expert_starts", 1, MAX_EXPERTS, 2 * MAX_EXPERTS * 4, bounds)
         sorted_rows = torch.empty(len(x) * spec.top_k, hidden, dtype=torch.bfloat16, device=self.device)
         sort = SortRowsParams(
             x=address(x),
             ids=address(ids),
             ranks=address(ranks),
-            starts=address(bounds[0]),
+            starts=address(starts),
             sorted=address(sorted_rows),
             places=address(places),
             row_experts=address(row_experts),
@@ -128,10 +128,10 @@ class ChunkFFN:
             top_k=spec.top_k,
         )
         self._launch("sort_rows", tokens, _BLOCK, 4 * spec.top_k, sort)
-        gate_up = grouped_linear(sorted_rows, weights.gate_up, bounds[1])
+        gate_up = grouped_linear(sorted_rows, weights.gate_up, ends)
         width = weights.width
         activated = self._activate(gate_up, width, width, ACTIVATIONS[spec.activation], weights, row_experts)
-        down = grouped_linear(activated, weights.down, bounds[1])
+        down = grouped_linear(activated, weights.down, ends)
         combine.down, combine.places, combine.ids = address(down), address(places), address(ids)
         combine.weights, combine.top_k = address(choice_weights), spec.top_k
         combine.bias = address(weights.down_bias)
@@ -145,11 +145,11 @@ class ChunkFFN:
         assert weights.shared_up is not None
         assert weights.shared_down is not None
         rows = len(x)
-        halves = torch.empty(2, rows, width, dtype=torch.bfloat16, device=self.device)
-        linear_into(x, weights.shared_gate, halves[0])
-        linear_into(x, weights.shared_up, halves[1])
+        gate, up = torch.empty(2, rows, width, dtype=torch.bfloat16, device=self.device).unbind()
+        linear_into(x, weights.shared_gate, gate)
+        linear_into(x, weights.shared_up, up)
         kind = "silu" if isinstance(weights.spec, MoEFFNSpec) else weights.spec.activation
-        return linear(self._activate(halves[0], rows * width, width, ACTIVATIONS[kind]), weights.shared_down)
+        return linear(self._activate(gate, rows * width, width, ACTIVATIONS[kind]), weights.shared_down)
 
     def _activate(
         self,

@@ -11,6 +11,7 @@ logits = half.logits(tokens)
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +50,17 @@ def head_logits(kernels: Launcher, head: torch.Tensor, normed: torch.Tensor) -> 
         part = slice(first, first + HEAD_ROWS)
         gemv(kernels, head, normed[part], out[part], overlap=False)
     return out
+
+
+class PieceRows(NamedTuple):
+    """What layers read and write of a piece's rows, made once a step.
+
+    residual: (tokens, hidden) fp32. normed: (tokens, hidden) bf16. padded: the same, and what lies behind them.
+    """
+
+    residual: torch.Tensor
+    normed: torch.Tensor
+    padded: torch.Tensor
 
 
 class ChunkHalf:
@@ -93,6 +105,7 @@ class ChunkHalf:
         self.residual = torch.empty(tokens, spec.hidden_size, dtype=torch.float32, device=device)
         rows = tokens + PADDED_ROWS[-1]  # products of the last piece may run over its end
         self._normed = torch.empty(rows, spec.hidden_size, dtype=torch.bfloat16, device=device)
+        self._rows = [self._piece_rows(piece) for piece in plan.pieces]
 
     def embed(self) -> None:
         """Residual stream of every row, normed for the first layer, and all rows' angles."""
@@ -118,7 +131,7 @@ class ChunkHalf:
             attended = self._mla(layer, piece, weights, weights.attention)
         out = linear(attended.flatten(1), weights.attention.o, weights.attention.o_bias)
         self._norm(piece, weights.post_attention_norm, [out[: piece.num_tokens]])
-        return self._normed[piece.start : piece.stop]
+        return self._rows[piece.index].normed
 
     def add(self, layer: int, piece: Piece, partials: Sequence[Rows | torch.Tensor]) -> None:
         """Add the FFN's partial sums (tokens, hidden) fp32 in rank order, and norm for the next layer or the head."""
@@ -137,12 +150,12 @@ class ChunkHalf:
         return self.residual.index_select(0, index)
 
     def _norm(self, piece: Piece, norm: torch.Tensor, partials: Sequence[Rows | torch.Tensor]) -> None:
-        part = slice(piece.start, piece.stop)
+        rows = self._rows[piece.index]
         residual_norm(
             self._kernels,
-            self.residual[part],
+            rows.residual,
             norm,
-            self._normed[part],
+            rows.normed,
             eps=self.spec.norm_eps,
             partials=partials,
             overlap=False,
@@ -151,6 +164,10 @@ class ChunkHalf:
     def _cached(self, layer: int) -> int:
         """The layer of the cache that holds this one."""
         return 0 if self._has_one_layer else layer
+
+    def _piece_rows(self, piece: Piece) -> PieceRows:
+        own, padded = slice(piece.start, piece.stop), slice(piece.start, piece.start + padded_rows(piece.num_tokens))
+        return PieceRows(self.residual[own], self._normed[own], self._normed[padded])
 
     def _part(self, piece: Piece, attention: PieceAttention, library: Library, spec: GQASpec | MLASpec) -> ChunkPart:
         rows, whole = slice(piece.start, piece.stop), self._ropes[spec.rope]
@@ -244,7 +261,7 @@ class ChunkHalf:
 
     def padded(self, piece: Piece) -> torch.Tensor:
         """A piece's normed rows, and what lies behind them."""
-        return self._normed[piece.start : piece.start + padded_rows(piece.num_tokens)]
+        return self._rows[piece.index].padded
 
     def _norm_rows(self, x: torch.Tensor, rows: int, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """(padded rows, width) bf16: RMSNorm of the first `rows` of x (padded rows, width), strided."""
