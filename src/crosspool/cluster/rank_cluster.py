@@ -263,6 +263,7 @@ class RankCluster:
                     if ready is not None:
                         self._events.append(ready)
                     elif self._supervisor.state(rank) is RankState.LOADING and self._roster.is_announced(model):
+                        logger.info("%s serves %s again, and loads others still", rank, model)
                         self._events.append(ModelBack(rank=rank, model=model))
             case messages.LoadFailed(model, load_id, error):
                 if self._roster.is_current(model, rank, load_id):
