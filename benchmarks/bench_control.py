@@ -178,7 +178,7 @@ class Bench:
         ranks.submit(ranks.begin(0, sequence))
         while not any(has_ended for _, _, has_ended in ranks.take()):
             ranks.turn()
-        ranks.submit(ranks.decode(0, sequence, self.steps))
+        ranks.submit(ranks.decode(0, [sequence], self.steps))
         while not ranks.may_nap:
             ranks.turn()
         step_s = self.report.metrics[f"step_ms.{name}.{way}"] / 1e3

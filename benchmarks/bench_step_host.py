@@ -1,12 +1,13 @@
-"""What does a single decode step cost the thread of each rank: its descriptor, the launch, and the read of its token?
+"""What does a single decode step cost the thread of each rank: its descriptor, the launch, and the read of its tokens?
 
-    python -m benchmarks.bench_step_host [--models a,b] [--modes graphs,resident] [--out DIRECTORY]
+    python -m benchmarks.bench_step_host [--models a,b] [--modes graphs,resident] [--batches 1,8] [--out DIRECTORY]
     python -m benchmarks.bench_step_host --no-devices
 
-Real workers and rank loops of one KV rank and one weights rank in one thread, batch 1, both on one GPU; all layers of a
-kind share weights, since no host knows. `lone`: the host has slept while the devices were at the step, as in serving.
-`steady`: it has not. With --no-devices there is no GPU and none of a driver's calls in the figures, and `lone` steps
-find nothing of their host in the processor's caches, which is more than a sleep does to them.
+Real workers and rank loops of one KV rank and one weights rank in one thread, both on one GPU; all layers of a kind
+share weights, since no host knows. Metrics of more rows than one name them (`b8`). `lone`: the host has slept while the
+devices were at the step, as in serving. `steady`: it has not. With --no-devices there is no GPU and none of a driver's
+calls in the figures, and `lone` steps find nothing of their host in the processor's caches, which is more than a sleep
+does to them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from crosspool.models.spec import ModelSpec
 from crosspool.pools_config import Control
 from crosspool.units import MiB
 
-SEED, CONTEXT, FRAMES = 7, 1024, 128
+SEED, CONTEXT, FRAMES_A_ROW = 7, 1024, 128
 WARM_UP, COUNTED = 24, 120
 LIMIT_US = 60.0
 CACHE_BYTES = 64 * MiB
@@ -56,7 +57,7 @@ class Weights:
 
 class Bench:
     def __init__(self, options: argparse.Namespace, report: Report) -> None:
-        self._report, self._has_devices = report, not options.no_devices
+        self._report, self._has_devices, self._batch = report, not options.no_devices, 1
         self._kernels: tuple[Any, Any]
         if options.no_devices:
             from benchmarks.ranks.without_devices import NoKernels
@@ -72,11 +73,13 @@ class Bench:
         whole = DeviceKernels(self._device)
         self._kernels = (MostOfAGpu(whole, whole.num_sms - options.server_sms), MostOfAGpu(whole, options.server_sms))
 
-    def model(self, name: str, modes: list[Control]) -> None:
+    def model(self, name: str, modes: list[Control], batch: int) -> None:
+        self._batch = batch
         spec = full_spec(name) if self._has_devices else small_spec(name)
         weights, devices = Weights(spec, self._device), (self._device, self._device)
         for control in modes:
-            arena = torch.zeros(FRAMES, 2 * MiB, dtype=torch.uint8, device=self._device)
+            make = torch.zeros if self._has_devices else torch.empty  # memory that nobody touches is not taken
+            arena = make(batch * FRAMES_A_ROW, 2 * MiB, dtype=torch.uint8, device=self._device)
             with self._devices():
                 ranks = DrivenRanks(
                     self._kernels,
@@ -89,7 +92,7 @@ class Bench:
                     num_lanes=1,
                     ahead=(),
                 )
-                self._measure(ranks, f"{name}.{control}")
+                self._measure(ranks, f"{name}.{control}" if batch == 1 else f"{name}.{control}.b{batch}")
             del ranks, arena
             gc.collect()
 
@@ -104,21 +107,24 @@ class Bench:
             yield
 
     def _measure(self, ranks: DrivenRanks, label: str) -> None:
-        sequence, step_s = warmed_up(ranks, CONTEXT, WARM_UP)
+        sequences, step_s = warmed_up(ranks, CONTEXT, WARM_UP, self._batch)
         for way in ("steady", "lone"):
-            for rank, used_us in self._used_us(ranks, sequence, way, step_s).items():
-                name, limit = f"host_us_per_step.{label}.{way}.{rank}", LIMIT_US
-                self._report.samples(name, used_us, limit=limit, note="of a core; asked")
+            for rank, used_us in self._used_us(ranks, sequences, way, step_s).items():
+                name, is_asked = f"host_us_per_step.{label}.{way}.{rank}", self._batch == 1
+                limit, note = (LIMIT_US, "of a core; asked") if is_asked else (None, "of a core")
+                self._report.samples(name, used_us, limit=limit, note=note)
                 print(f"{name}: {sorted(used_us)[len(used_us) // 2]:.1f}", flush=True)
 
-    def _used_us(self, ranks: DrivenRanks, sequence: Sequence_, way: str, step_s: float) -> dict[str, list[float]]:
+    def _used_us(
+        self, ranks: DrivenRanks, sequences: Sequence[Sequence_], way: str, step_s: float
+    ) -> dict[str, list[float]]:
         if self._has_devices or way == "steady":
-            return host_us(ranks, sequence, 2 * step_s if way == "lone" else 0.0, COUNTED)
+            return host_us(ranks, sequences, 2 * step_s if way == "lone" else 0.0, COUNTED)
         found: dict[str, list[float]] = {"kv0": [], "w0": []}
         others = bytearray(CACHE_BYTES)
         for _ in range(COUNTED):
             others[:] = bytes(CACHE_BYTES)
-            for rank, used_us in host_us(ranks, sequence, 0.0, 1).items():
+            for rank, used_us in host_us(ranks, sequences, 0.0, 1).items():
                 found[rank] += used_us
         return found
 
@@ -127,22 +133,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(CONFIGS))
     parser.add_argument("--modes", default="graphs,resident")
+    parser.add_argument("--batches", default="1", help="rows of a step, of each in turn")
     parser.add_argument("--no-devices", action="store_true", help="hosts' Python alone, by graphs")
     parser.add_argument("--server-sms", type=int, default=92, help="multiprocessors of the weights rank")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--hang-seconds", type=float, default=120.0, help="give up where nothing ends")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
-    config = {"context": CONTEXT, "batch": 1, "steps": COUNTED}
+    config = {"context": CONTEXT, "batches": options.batches, "steps": COUNTED}
     hardware = "cpu" if options.no_devices else "h200"
     report = Report("step_host", hardware=hardware, config=config, seed=SEED)
     on = "no device: Python alone" if options.no_devices else "both ranks on one GPU"
-    report.summary = f"Processor time of each rank's thread for a decode step: descriptor, launch, token's read; {on}."
+    report.summary = f"Processor time of each rank's thread for a decode step: descriptor, launch, tokens' read; {on}."
     bench = Bench(options, report)
     gc.disable()  # what frees device memory waits for the device, which may wait for this thread
     for name in options.models.split(","):
-        bench.model(name, ["graphs"] if options.no_devices else options.modes.split(","))
-        report.write(options.out)
+        for batch in map(int, options.batches.split(",")):
+            bench.model(name, ["graphs"] if options.no_devices else options.modes.split(","), batch)
+            report.write(options.out)
     print(report.as_markdown(), flush=True)
 
 

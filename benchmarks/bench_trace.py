@@ -15,7 +15,7 @@ import argparse
 import gc
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -61,12 +61,12 @@ def named_segments() -> Iterator[None]:
         setattr(RankSteps, "run_segment", run)  # noqa: B010
 
 
-def record(ranks: DrivenRanks, sequence: Sequence_, path: Path) -> dict[str, Any]:
+def record(ranks: DrivenRanks, sequences: Sequence[Sequence_], path: Path) -> dict[str, Any]:
     """A trace of some steps, as Chrome's format has it, in `path` too."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with named_segments(), torch.profiler.profile(activities=activities) as profiler:
         for _ in range(RECORDED):
-            one_step(ranks, sequence)
+            one_step(ranks, sequences)
         for gpu in range(2):
             torch.cuda.synchronize(gpu)  # a server leaves once it has nothing to do
     profiler.export_chrome_trace(str(path))
@@ -101,14 +101,14 @@ class Bench:
             num_lanes=1,
             ahead=(),
         )
-        sequence, step_s = warmed_up(ranks, CONTEXT, WARM_UP)
+        sequences, step_s = warmed_up(ranks, CONTEXT, WARM_UP)
         label = f"{self.name}.{control}"
-        for rank, used_us in host_us(ranks, sequence, 2 * step_s, COUNTED).items():
+        for rank, used_us in host_us(ranks, sequences, 2 * step_s, COUNTED).items():
             self.report.samples(
                 f"host_us_per_step.{label}.{rank}", used_us[10:], limit=LIMIT_US, note="of a core; asked"
             )
             print(f"host_us_per_step.{label}.{rank}: {sorted(used_us)[len(used_us) // 2]:.1f}", flush=True)
-        trace = record(ranks, sequence, self.out / f"trace_{control}.json")
+        trace = record(ranks, sequences, self.out / f"trace_{control}.json")
         spans = read_spans(trace)
         steps = decode_steps(spans, "0")
         if len(steps) < LEAST_RECORDED:

@@ -196,18 +196,22 @@ class DrivenRanks:
         sequence.num_cached = context
         return StepDescriptor(header=self._header(lane, "prefill", 1), rows=(row,), joining=(new,))
 
-    def decode(self, lane: int, sequence: Sequence_, num_steps: int) -> StepDescriptor:
-        """The next `num_steps` steps, behind all that were handed out."""
-        row = StepRow(
-            sequence_id=sequence.sequence_id,
-            token_ids=None,
-            num_cached_tokens=sequence.num_cached,
-            num_new_tokens=1,
-        )
-        sequence.num_cached += num_steps
-        return StepDescriptor(header=self._header(lane, "decode", num_steps), rows=(row,))
+    def decode(self, lane: int, sequences: Sequence[Sequence_], num_steps: int) -> StepDescriptor:
+        """The next `num_steps` steps, behind all that were handed out, of a row for each sequence."""
+        rows = [
+            StepRow(
+                sequence_id=sequence.sequence_id,
+                token_ids=None,
+                num_cached_tokens=sequence.num_cached,
+                num_new_tokens=1,
+            )
+            for sequence in sequences
+        ]
+        for sequence in sequences:
+            sequence.num_cached += num_steps
+        return StepDescriptor(header=self._header(lane, "decode", num_steps, len(rows)), rows=tuple(rows))
 
-    def _header(self, lane: int, phase: str, num_steps: int) -> StepHeader:
+    def _header(self, lane: int, phase: str, num_steps: int, num_tokens: int = 1) -> StepHeader:
         self._seq[lane] += 1
         assert phase in ("prefill", "decode")
         return StepHeader(
@@ -215,7 +219,7 @@ class DrivenRanks:
             model="model",
             step_seq=self._seq[lane],
             phase="prefill" if phase == "prefill" else "decode",
-            num_tokens=1,
+            num_tokens=num_tokens,
             num_steps=num_steps,
         )
 
@@ -279,7 +283,7 @@ class DrivenRanks:
                 if left[lane] > 0 and flying[lane] < 2:
                     steps = min(num_steps, left[lane])
                     behind = self._seq[lane] if flying[lane] else 0
-                    self.submit(self.decode(lane, sequence, steps), behind)
+                    self.submit(self.decode(lane, [sequence], steps), behind)
                     flying[lane] += 1
                     left[lane] -= steps
             self.turn()

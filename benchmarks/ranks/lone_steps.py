@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from benchmarks.ranks.driven import DrivenRanks, Sequence_
 
@@ -13,24 +14,25 @@ def finish_step(ranks: DrivenRanks) -> None:
         ranks.turn()
 
 
-def one_step(ranks: DrivenRanks, sequence: Sequence_) -> None:
-    """A decode step, from its descriptor to its token."""
-    ranks.submit(ranks.decode(0, sequence, 1))
+def one_step(ranks: DrivenRanks, sequences: Sequence[Sequence_]) -> None:
+    """A decode step, from its descriptor to its tokens."""
+    ranks.submit(ranks.decode(0, sequences, 1))
     finish_step(ranks)
 
 
-def warmed_up(ranks: DrivenRanks, context: int, num_steps: int) -> tuple[Sequence_, float]:
-    """A sequence of `context` tokens that has taken some steps, and the seconds of the last one."""
-    sequence = ranks.sequence(context)
-    ranks.submit(ranks.begin(0, sequence))
-    finish_step(ranks)
+def warmed_up(ranks: DrivenRanks, context: int, num_steps: int, batch: int = 1) -> tuple[Sequence[Sequence_], float]:
+    """A batch of sequences of `context` tokens that has taken some steps, and the seconds of the last one."""
+    sequences = [ranks.sequence(context, slot) for slot in range(batch)]
+    for sequence in sequences:
+        ranks.submit(ranks.begin(0, sequence))
+        finish_step(ranks)
     for _ in range(num_steps):
         begin_s = time.perf_counter()
-        one_step(ranks, sequence)
-    return sequence, time.perf_counter() - begin_s
+        one_step(ranks, sequences)
+    return sequences, time.perf_counter() - begin_s
 
 
-def host_us(ranks: DrivenRanks, sequence: Sequence_, pause_s: float, count: int) -> dict[str, list[float]]:
+def host_us(ranks: DrivenRanks, sequences: Sequence[Sequence_], pause_s: float, count: int) -> dict[str, list[float]]:
     """Microseconds of processor time of each rank for a step: taking and launching it, then reading what it left.
 
     pause_s: in which the devices end a step, and the host sleeps; 0: it looks for the end all the time, which is not
@@ -38,7 +40,7 @@ def host_us(ranks: DrivenRanks, sequence: Sequence_, pause_s: float, count: int)
     """
     found: dict[str, list[float]] = {"kv0": [], "w0": []}
     for _ in range(count):
-        launching = ranks.submit_timed(ranks.decode(0, sequence, 1))
+        launching = ranks.submit_timed(ranks.decode(0, sequences, 1))
         if pause_s:
             time.sleep(pause_s)
         while not ranks.has_ended():

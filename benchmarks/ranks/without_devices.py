@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 
+from crosspool.backends.cuda.chunks import chunk_ffn, chunk_half, prefill_attention
 from crosspool.backends.cuda.steps.lane import WorkerLane
 from crosspool.backends.cuda.steps.lane_memory import DONE
 
@@ -56,5 +57,25 @@ def no_devices() -> Iterator[None]:
         patch.object(WorkerLane, "__init__", made),
         patch.object(WorkerLane, "_capture", lambda lane, *_: _DoneAtOnce(lane)),
         patch.object(torch.cuda, "stream", lambda stream: nullcontext()),
+    ):
+        yield
+
+
+def _no_product(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    """(rows, out) of whatever lies there, for a weight (out, k) or one an expert."""
+    return torch.empty(x.shape[0], weight.shape[-2], dtype=x.dtype)
+
+
+@contextmanager
+def no_products() -> Iterator[None]:
+    """Within it a piece of a prompt multiplies nothing, and no compiled attention runs."""
+    with (
+        patch.object(chunk_half, "linear", _no_product),
+        patch.object(chunk_ffn, "linear", _no_product),
+        patch.object(chunk_ffn, "linear_fp32", _no_product),
+        patch.object(chunk_ffn, "grouped_linear", _no_product),
+        patch.object(chunk_ffn, "linear_into", lambda *_: None),
+        patch.object(prefill_attention, "expand", lambda spec, weights, slots, *_: (slots[None], slots[None])),
+        patch.object(prefill_attention, "_launch", lambda *_: None),
     ):
         yield

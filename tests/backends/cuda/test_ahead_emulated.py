@@ -119,7 +119,7 @@ def test_a_run_behind_one_that_ended_with_all_its_rows_does_not_begin(model, mon
     sequence = rig.ranks.sequence(CONTEXT, stop_ids=(apart[last],))
     rig.finish(rig.ranks.begin(0, sequence))
     begun, num_ahead = [stream.num_begun for stream in rig.streams], rig.num_ahead
-    first, second = rig.finish(rig.ranks.decode(0, sequence, 4), rig.ranks.decode(0, sequence, 4))
+    first, second = rig.finish(rig.ranks.decode(0, [sequence], 4), rig.ranks.decode(0, [sequence], 4))
     assert first == apart[1 : last + 1]
     assert len(second) == 1, "tokens that nobody wants"
     assert last == 2 or rig.num_ahead > num_ahead
@@ -133,7 +133,7 @@ def test_a_step_handed_over_ahead_is_given_up_with_the_one_before(model, monkeyp
     rig.generate(1)
     sequence = rig.ranks.sequence(CONTEXT)
     rig.finish(rig.ranks.begin(0, sequence))
-    steps, num_ahead = [rig.ranks.decode(0, sequence, 1) for _ in range(2)], rig.num_ahead
+    steps, num_ahead = [rig.ranks.decode(0, [sequence], 1) for _ in range(2)], rig.num_ahead
     for stream in rig.streams:
         stream.synchronize()
     rig.ranks.submit(steps[0])
