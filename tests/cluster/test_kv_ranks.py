@@ -13,14 +13,13 @@ from crosspool.cluster.channel import link_bytes
 from crosspool.cluster.channel_book import ChannelBook, Link
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.make_worker import make_worker
-from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
+from crosspool.cluster.rank_loop import RankLoop
 from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.worker import RankWorker
 from crosspool.models.directory import read_model_dir
-from crosspool.scheduler.order import by_priority
 from crosspool.scheduler.step import StepDescriptor, StepHeader
 from tests.support.lane_driver import wait_for
-from tests.support.loading import start_now
+from tests.support.lone_rank import alone
 from tests.support.monolithic import MonolithicModel
 from tests.support.real_cluster import running
 from tests.support.scripted_steps import FRAME_BYTES, NUM_FRAMES, PAGE_TOKENS, scripted_steps
@@ -246,22 +245,10 @@ def test_a_step_of_a_model_must_be_led_by_one_of_its_homes(directories):
     stepped.cluster.close()
 
 
-def surroundings(said):
-    return RankSurroundings(
-        emit=said.append,
-        ring=lambda peer: lambda: None,
-        wake=lambda: None,
-        clock=lambda: 0.0,
-        order=by_priority,
-        step_deadline_s=1.0,
-        start=start_now,
-    )
-
-
 def test_a_backend_that_cannot_hold_shares_says_so():
     said = []
     worker = make_worker(make_config("inprocess", 2), "kv1")
-    loop = RankLoop("kv1", RankWorker(attention_worker=worker.attention), surroundings(said))
+    loop = RankLoop("kv1", RankWorker(attention_worker=worker.attention), alone(said.append))
     loop.handle(messages.OpenChannels(0, "kv0", 64, ArrayRegion(link_bytes(64)), is_far=True))
     header = StepHeader(lane=0, model="m", step_seq=1, phase="decode", num_tokens=1, kv_rank="kv0")
     loop.handle(messages.Step(StepDescriptor(header=header, rows=())))
@@ -290,7 +277,7 @@ class SharesInTurn:
 def test_steps_that_a_share_has_no_part_in_are_over_for_it_at_once():
     """The home does not wait for it there, so several may come before its loop turns."""
     said, worker = [], SharesInTurn()
-    loop = RankLoop("kv1", RankWorker(attention_worker=worker, share_worker=worker), surroundings(said))
+    loop = RankLoop("kv1", RankWorker(attention_worker=worker, share_worker=worker), alone(said.append))
     loop.handle(messages.OpenChannels(0, "kv0", 64, ArrayRegion(link_bytes(64)), is_far=True))
     for seq, phase in ((1, "prefill"), (2, "prefill"), (3, "decode"), (4, "prefill")):
         header = StepHeader(lane=0, model="m", step_seq=seq, phase=phase, num_tokens=1, kv_rank="kv0")
@@ -303,7 +290,7 @@ def test_steps_that_a_share_has_no_part_in_are_over_for_it_at_once():
 def test_a_share_does_not_begin_the_step_behind_one_that_it_gave_up():
     """It has not taken in the pages of the one before: the home refuses the step behind, and the share forgets it."""
     said, worker = [], SharesInTurn()
-    loop = RankLoop("kv1", RankWorker(attention_worker=worker, share_worker=worker), surroundings(said))
+    loop = RankLoop("kv1", RankWorker(attention_worker=worker, share_worker=worker), alone(said.append))
     loop.handle(messages.OpenChannels(0, "kv0", 64, ArrayRegion(link_bytes(64)), is_far=True))
     for seq in (1, 2):
         header = StepHeader(lane=0, model="m", step_seq=seq, phase="decode", num_tokens=1, kv_rank="kv0")

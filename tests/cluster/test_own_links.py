@@ -5,12 +5,11 @@ from __future__ import annotations
 from crosspool.backends.base import Wait
 from crosspool.cluster import messages
 from crosspool.cluster.channel import link_bytes
-from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
+from crosspool.cluster.rank_loop import RankLoop
 from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.worker import RankWorker
-from crosspool.scheduler.order import by_priority
 from crosspool.scheduler.step import StepHeader
-from tests.support.loading import start_now
+from tests.support.lone_rank import alone
 
 
 class End:
@@ -45,16 +44,7 @@ class WorkerWithLinks:
 
 
 def loop_of(worker, emitted):
-    around = RankSurroundings(
-        emit=emitted.append,
-        ring=lambda peer: lambda: None,
-        wake=lambda: None,
-        clock=lambda: 0.0,
-        order=by_priority,
-        step_deadline_s=1.0,
-        start=start_now,
-    )
-    return RankLoop("w0", RankWorker(ffn_worker=worker, links=worker), around)
+    return RankLoop("w0", RankWorker(ffn_worker=worker, links=worker), alone(emitted.append))
 
 
 def header(step_seq):

@@ -9,14 +9,14 @@ from crosspool.cluster import messages
 from crosspool.cluster.channel import ChannelOutlet, WorkClock, a2f_part, f2a_part, link_bytes
 from crosspool.cluster.lane_run import TELL_EVERY_S
 from crosspool.cluster.messages import StepEnded, StepFinished
-from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
+from crosspool.cluster.rank_loop import RankLoop
 from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.worker import RankWorker
 from crosspool.core import SampledToken
 from crosspool.scheduler.order import ORDER_POLICIES
 from crosspool.scheduler.step import StepHeader, epoch
 from tests.support.fake_backend import FakeFFNWorker, FakeModel
-from tests.support.loading import start_now
+from tests.support.lone_rank import alone
 from tests.support.rank_rig import CAPACITY, DEADLINE_S, Clock, KVRig
 
 
@@ -292,15 +292,7 @@ def test_an_abort_is_answered_if_the_step_still_ran(make_rig):
 
 def test_a_weights_rank_waits_longer_than_a_kv_rank_and_stays_silent_at_the_end(tmp_path):
     clock, said = Clock(), []
-    around = RankSurroundings(
-        emit=said.append,
-        ring=lambda peer: lambda: None,
-        wake=lambda: None,
-        clock=clock,
-        order=ORDER_POLICIES["ticket"],
-        step_deadline_s=DEADLINE_S,
-        start=start_now,
-    )
+    around = alone(said.append, clock=clock, order=ORDER_POLICIES["ticket"], step_deadline_s=DEADLINE_S)
     loop = RankLoop("w0", RankWorker(ffn_worker=FakeFFNWorker("w0")), around)
     model = FakeModel(num_layers=1)
     loop.handle(messages.AddModel(model.placement("m", tmp_path / "m", ("w0",)), 1))

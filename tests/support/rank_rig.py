@@ -5,13 +5,13 @@ import numpy as np
 from crosspool.backends.base import Wait
 from crosspool.cluster import messages
 from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, a2f_part, f2a_part, link_bytes
-from crosspool.cluster.rank_loop import RankLoop, RankSurroundings
+from crosspool.cluster.rank_loop import RankLoop
 from crosspool.cluster.region import ArrayRegion
 from crosspool.cluster.worker import RankWorker
 from crosspool.scheduler.order import ORDER_POLICIES
 from crosspool.scheduler.step import StepDescriptor, StepHeader, epoch
 from tests.support.fake_backend import FakeModel
-from tests.support.loading import start_now
+from tests.support.lone_rank import alone
 
 CAPACITY = 64
 DEADLINE_S = 5.0
@@ -83,14 +83,12 @@ class KVRig:
         self.worker.clock = self.clock
         self.said = []
         self.rung = []
-        around = RankSurroundings(
-            emit=self.said.append,
+        around = alone(
+            self.said.append,
             ring=lambda peer: lambda: self.rung.append(peer),
-            wake=lambda: None,
             clock=self.clock,
             order=ORDER_POLICIES[order],
             step_deadline_s=DEADLINE_S,
-            start=start_now,
         )
         ahead = self.worker if goes_ahead else None
         self.loop = RankLoop("kv0", RankWorker(attention_worker=self.worker, share_worker=share, ahead=ahead), around)

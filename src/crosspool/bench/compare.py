@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from crosspool.bench.result import ALL
+
 Verdict = Literal["better", "worse", "same", ""]
 TIMES = ("ttft_ms", "tbt_ms", "tpot_ms", "e2e_ms")
 LOADS = ("endpoint", "trace", "num_prompts", "request_rate", "burstiness", "max_concurrency", "seed", "goodput_limits")
@@ -56,7 +58,7 @@ def _told(value: Any) -> Any:
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
     """Every figure that both have, model by model. Raises ValueError where no model is in both."""
     names = [name for name in first["models"] if name in second["models"]]
-    both = [name for name in names if name != "all"]
+    both = [name for name in names if name != ALL]
     if not both:
         raise ValueError("the two results have no model in common; serve them under the same names")
     if all(len(result["models"]) == 2 for result in (first, second)):

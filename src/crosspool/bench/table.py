@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from crosspool.bench.compare import FEWEST_REQUESTS, Difference
+from crosspool.bench.result import ALL
 
 
 def cell(estimate: Mapping[str, float], *, with_interval: bool = True) -> str:
@@ -25,7 +26,7 @@ def shown_models(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Figures by model, `all` first where there are several."""
     models = dict(result["models"])
     if len(models) == 2:
-        del models["all"]
+        del models[ALL]
     return models
 
 
@@ -42,7 +43,7 @@ def counts_table(result: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]
     rates = result["realised_rates"]
     rows = []
     for name, figures in shown_models(result).items():
-        rate = sum(rates.values()) if name == "all" else rates.get(name, 0.0)
+        rate = sum(rates.values()) if name == ALL else rates.get(name, 0.0)
         row = [name, f"{rate:.2f}" if rate else "", str(figures["completed"])]
         row += [str(figures["refused"]), str(figures["failed"]), number(figures["output_throughput"])]
         row += [f"{100 * figures['goodput_share']:.1f}"] if has_goodput else []
@@ -144,7 +145,7 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
     together = [
         f"{name} {per_event:.2f}"
         for name, figures in result["models"].items()
-        if name != "all" and (per_event := figures["tokens_per_event"] or 0.0) > TOGETHER
+        if name != ALL and (per_event := figures["tokens_per_event"] or 0.0) > TOGETHER
     ]
     if together:
         lines.append(f"tokens come together ({', '.join(together)} an event): TBT is the time between events")
@@ -153,6 +154,6 @@ def remarks(result: Mapping[str, Any]) -> list[str]:
 
 
 def percentile_names(result: Mapping[str, Any]) -> list[str]:
-    figures = result["models"]["all"]
+    figures = result["models"][ALL]
     first: dict[str, Any] = next((figures[metric] for metric, _ in SHOWN if metric in figures), {})
     return [key for key, value in first.items() if isinstance(value, dict)]
