@@ -1,5 +1,6 @@
 """A Hugging Face id: fetched once with a progress bar, then served from the cache, and refused in one line."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,12 +13,21 @@ from crosspool.demo.scenario import demo_model_dirs
 from crosspool.deployment.model_source import is_hub_id, model_directory
 from crosspool.errors import CheckpointError
 from tests.support.fake_hub import fake_hub
+from tests.support.tiny_models import tiny_config
 
 
 @pytest.fixture
-def hub() -> Iterator[str]:
+def hub(tmp_path: Path) -> Iterator[str]:
     austen = demo_model_dirs()["austen"]
-    with fake_hub({"acme/austen": austen, "acme/gated": austen}, gated=frozenset({"acme/gated"})) as endpoint:
+    quantised, adapter = tmp_path / "quantised", tmp_path / "adapter"
+    config = tiny_config("qwen3_moe", quantization_config={"quant_method": "fp8"})
+    for directory in (quantised, adapter):
+        directory.mkdir()
+        (directory / "model.safetensors").write_bytes(bytes(1000))
+    (quantised / "config.json").write_text(json.dumps(config))
+    (adapter / "adapter_config.json").write_text("{}")
+    repositories = {"acme/austen": austen, "acme/gated": austen, "acme/fp8": quantised, "acme/adapter": adapter}
+    with fake_hub(repositories, gated=frozenset({"acme/gated"})) as endpoint:
         yield endpoint
 
 
@@ -41,13 +51,22 @@ def test_an_id_is_fetched_with_a_bar_and_then_served_without_a_network(hub: str,
     assert cached.stdout == fetched.stdout
 
 
-@pytest.mark.parametrize(("repository", "said"), [("acme/gated", "HF_TOKEN"), ("acme/none", "neither a directory")])
+@pytest.mark.parametrize(
+    ("repository", "said"),
+    [
+        ("acme/gated", "HF_TOKEN"),
+        ("acme/none", "neither a directory"),
+        ("acme/fp8", "config.json: quantization_config asks for 'fp8'"),
+        ("acme/adapter", "config.json: no such file; a model directory holds config.json and its weights"),
+    ],
+)
 def test_what_the_hub_refuses_is_one_line(hub: str, tmp_path: Path, repository: str, said: str) -> None:
     refused = _generate(repository, tmp_path, HF_ENDPOINT=hub)
     assert refused.returncode == 1
-    assert said in refused.stderr
+    assert said in refused.stderr, refused.stderr
     assert repository in refused.stderr
     assert len(refused.stderr.strip().splitlines()) == 1
+    assert not list((tmp_path / "hf").rglob("*.safetensors"))  # seen before any weights came
 
 
 def test_an_unreachable_hub_is_one_line(tmp_path: Path) -> None:

@@ -35,6 +35,9 @@ def fake_hub(repositories: dict[str, Path], *, gated: frozenset[str] = frozenset
             repository, _, rest = path.partition("/resolve/")
             directory = repositories.get(repository)
             file = directory / rest.partition("/")[2] if directory else None
+            if repository in gated:
+                self._error("GatedRepo", 403)
+                return
             if file is None or not file.is_file():
                 self._error("RepoNotFound" if directory is None else "EntryNotFound", 404)
                 return

@@ -1,13 +1,20 @@
 """Where a served model's files are: a directory here, a demo model's name, or a Hugging Face id, fetched once."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from crosspool.errors import CheckpointError
+from crosspool.models.config_json import read_json
+from crosspool.models.families.registry import spec_from_config
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
 """No pickles and no code: what CrossPool reads and nothing else."""
+
+UNWANTED = ("*/*.safetensors", "consolidated*.safetensors")
+"""The same weights once more in another form, as some repositories have them."""
 
 DEMO_MODELS = {
     config.parent.name: config.parent
@@ -29,6 +36,8 @@ def named_source(source: str) -> tuple[str | None, str]:
 
 def model_directory(source: str, *, revision: str | None = None, download_dir: str | None = None) -> Path:
     """The directory of `source`; a Hugging Face id is downloaded first, with a progress bar, unless it is cached.
+
+    Of a model that no family implements nothing but small files is: that raises UnsupportedModelError.
 
     A directory of a demo model's name goes before that model.
 
@@ -55,11 +64,24 @@ def _download(repository: str, revision: str | None, download_dir: str | None) -
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+    from huggingface_hub.utils.tqdm import tqdm
+
+    def fetched(wanted: Sequence[str], **options: Any) -> Path:
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=list(wanted),
+                ignore_patterns=list(UNWANTED),
+                **options,
+            )
+        )
 
     try:
-        return Path(
-            snapshot_download(repository, revision=revision, cache_dir=download_dir, allow_patterns=list(WANTED))
-        )
+        small = fetched(["*.json"], tqdm_class=_silent(tqdm))
+        spec_from_config(read_json(small / "config.json"), f"{repository}: config.json")
+        return fetched(WANTED)
     except GatedRepoError:
         raise CheckpointError(
             f"{repository} is gated on Hugging Face; accept its terms there and set HF_TOKEN, or give a directory"
@@ -76,3 +98,12 @@ def _download(repository: str, revision: str | None, download_dir: str | None) -
             f"cannot fetch {repository} from Hugging Face and it is not in the cache ({cause}); "
             "check the network, or give a model directory"
         ) from None
+
+
+def _silent(bar: type[Any]) -> type[Any]:
+    """The progress bar's class, its bars never shown."""
+
+    def start(self: Any, *args: Any, **options: Any) -> None:
+        bar.__init__(self, *args, **{**options, "disable": True})
+
+    return type("Silent", (bar,), {"__init__": start})
