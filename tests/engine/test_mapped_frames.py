@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import httpx2
@@ -13,7 +12,6 @@ import pytest
 
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.engine.limit_change import LimitChange
-from crosspool.kv_pool.backing.base import BackingCounts
 from crosspool.pools_config import KVBacking, PoolsConfig
 from crosspool.units import KiB
 from tests.support.live_deployment import LiveDeployment, live_deployment
@@ -22,6 +20,9 @@ from tests.support.tiny_models import write_tiny_model
 FAMILIES = {"P": "deepseek_v2", "Q": "qwen3_moe", "R": "glm4_moe_lite"}
 SHORT, AMPLE = 60, 600
 """Frames of a pool that fifteen requests fill many times over, and of one that they do not."""
+PAGES, LONG_PAGES = (16, 8, 32), (32, 32, 32)
+"""Tokens of each model's pages. Prompts end at the beginning of a long page, so that the next one, hinted at from the
+start, is needed 27 steps later: a busy machine may hold up the mapper's thread for a few."""
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +35,16 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def deployment(
-    directories: dict[str, Path], backing: KVBacking, num_frames: int = SHORT, layout: str = "inprocess"
+    directories: dict[str, Path],
+    backing: KVBacking,
+    num_frames: int = SHORT,
+    layout: str = "inprocess",
+    page_tokens: tuple[int, ...] = PAGES,
 ) -> DeploymentConfig:
     return DeploymentConfig(
         models=tuple(
             ModelConfig(source=str(path), page_tokens=tokens)
-            for path, tokens in zip(directories.values(), (16, 8, 32), strict=True)
+            for path, tokens in zip(directories.values(), page_tokens, strict=True)
         ),
         pools=PoolsConfig(
             layout=layout, kv_pool_bytes=(num_frames + 1) * 64 * KiB, frame_bytes=64 * KiB, kv_backing=backing
@@ -53,7 +58,7 @@ async def answers(live: LiveDeployment) -> list[list[int]]:
     async with httpx2.AsyncClient(base_url=live.url, timeout=60) as http:
 
         async def ask(model: str, number: int) -> list[int]:
-            prompt = [(7 * number + position) % 300 + 5 for position in range(20 + 13 * number)]
+            prompt = [(7 * number + position) % 300 + 5 for position in range(33 + number)]
             body = {"model": model, "prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
             answer = await http.post("/v1/completions", json={**body, "logprobs": 1})
             assert answer.status_code == 200, answer.text
@@ -63,17 +68,6 @@ async def answers(live: LiveDeployment) -> list[list[int]]:
         for wave in ("PQR", "P", "Q", "R", "PQ"):
             found += await asyncio.gather(*(ask(model, number) for model in wave for number in range(5)))
         return found
-
-
-async def without_decode_waits(run: Callable[[], Awaitable[BackingCounts]]) -> None:
-    """One of a few runs is without: a busy machine may hold up the mapper's thread for as long as a page lasts."""
-    for _ in range(5):
-        counts = await run()
-        assert counts.maps > 30
-        assert counts.full_waits == 0
-        if counts.decode_waits == 0:
-            return
-    raise AssertionError(f"a decode step waited in every run: {counts}")
 
 
 @pytest.fixture(scope="module")
@@ -101,43 +95,40 @@ async def test_frames_that_move_from_model_to_model_give_the_tokens_of_an_arena(
 async def test_while_frames_are_free_no_decode_step_waits_for_a_page_to_be_mapped(
     expected: list[list[int]], directories: dict[str, Path], layout: str
 ) -> None:
-    async def run() -> BackingCounts:
-        with live_deployment(deployment(directories, "vmm", AMPLE, layout)) as live:
-            assert await answers(live) == expected
-            counts = live.stats().backings["kv0"]
-            async with httpx2.AsyncClient(base_url=live.url) as http:
-                text = (await http.get("/metrics")).text
-            assert f'crosspool:kv_mapping_waits_total{{path="decode",rank="kv0"}} {counts.decode_waits}.0' in text
-            assert 'crosspool:kv_budget_bytes{rank="kv0"}' in text
-            return counts
-
-    await without_decode_waits(run)
+    with live_deployment(deployment(directories, "vmm", AMPLE, layout, LONG_PAGES)) as live:
+        assert await answers(live) == expected
+        counts = live.stats().backings["kv0"]
+        assert counts.maps > 30
+        assert (counts.decode_waits, counts.full_waits) == (0, 0), counts
+        async with httpx2.AsyncClient(base_url=live.url) as http:
+            text = (await http.get("/metrics")).text
+        assert 'crosspool:kv_mapping_waits_total{path="decode",rank="kv0"} 0.0' in text
+        assert 'crosspool:kv_budget_bytes{rank="kv0"}' in text
 
 
 async def test_after_the_kv_rank_was_killed_nothing_is_lost_and_pages_are_mapped_ahead_again(
     directories: dict[str, Path],
 ) -> None:
-    async def run() -> BackingCounts:
-        with live_deployment(deployment(directories, "vmm", AMPLE, "processes")) as live:
-            async with httpx2.AsyncClient(base_url=live.url, timeout=60) as http:
+    with live_deployment(deployment(directories, "vmm", AMPLE, "processes", LONG_PAGES)) as live:
+        async with httpx2.AsyncClient(base_url=live.url, timeout=60) as http:
 
-                async def ask(model: str) -> str:
-                    body = {"model": model, "prompt": [7, 8, 9] * 20, "max_tokens": 300, "temperature": 0}
-                    answer = await http.post("/v1/completions", json={**body, "ignore_eos": True})
-                    return answer.json()["choices"][0]["text"]
+            async def ask(model: str) -> str:
+                body = {"model": model, "prompt": [7, 8, 9] * 11, "max_tokens": 300, "temperature": 0}
+                answer = await http.post("/v1/completions", json={**body, "ignore_eos": True})
+                return answer.json()["choices"][0]["text"]
 
-                undisturbed = {model: await ask(model) for model in "PQR"}
-                running = [asyncio.create_task(ask(model)) for model in "PQRPQR"]
-                while not any(load.num_decoding for load in live.stats().models):
-                    await asyncio.sleep(0.002)
-                cluster = live.engine.engine._cluster
-                os.kill(cluster.pids()["kv0"], signal.SIGKILL)
-                assert [await answer for answer in running] == [undisturbed[model] for model in "PQRPQR"]
-            stats = live.stats()
-            assert stats.num_ranks_lost == 1
-            return stats.backings["kv0"]
-
-    await without_decode_waits(run)
+            undisturbed = {model: await ask(model) for model in "PQR"}
+            running = [asyncio.create_task(ask(model)) for model in "PQRPQR"]
+            while not any(load.num_decoding for load in live.stats().models):
+                await asyncio.sleep(0.002)
+            cluster = live.engine.engine._cluster
+            os.kill(cluster.pids()["kv0"], signal.SIGKILL)
+            assert [await answer for answer in running] == [undisturbed[model] for model in "PQRPQR"]
+        stats = live.stats()
+        assert stats.num_ranks_lost == 1
+        counts = stats.backings["kv0"]
+        assert counts.maps > 30
+        assert (counts.decode_waits, counts.full_waits) == (0, 0), counts
 
 
 @pytest.mark.parametrize("layout", ["inprocess", "processes"])
