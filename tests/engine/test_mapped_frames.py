@@ -14,6 +14,7 @@ from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig
 from crosspool.engine.limit_change import LimitChange
 from crosspool.pools_config import KVBacking, PoolsConfig
 from crosspool.units import KiB
+from tests.support.awaited import PATIENCE_S
 from tests.support.live_deployment import LiveDeployment, live_deployment
 from tests.support.tiny_models import write_tiny_model
 
@@ -131,6 +132,13 @@ async def test_after_the_kv_rank_was_killed_nothing_is_lost_and_pages_are_mapped
         assert (counts.decode_waits, counts.full_waits) == (0, 0), counts
 
 
+async def until_absent(live: LiveDeployment, num_frames: int) -> None:
+    """The mapper's thread may be late, and ranks tell of it after steps alone: so there are more of them."""
+    async with asyncio.timeout(PATIENCE_S):
+        while live.stats().backings["kv0"].absent_frames != num_frames:
+            await answers(live)
+
+
 @pytest.mark.parametrize("layout", ["inprocess", "processes"])
 async def test_memory_beyond_the_budget_goes_back_to_the_driver_and_comes_again(
     expected: list[list[int]], directories: dict[str, Path], layout: str
@@ -138,14 +146,13 @@ async def test_memory_beyond_the_budget_goes_back_to_the_driver_and_comes_again(
     with live_deployment(deployment(directories, "vmm", AMPLE, layout)) as live:
         live.engine.set_limits(LimitChange(budget_bytes=SHORT * 64 * KiB))
         assert await answers(live) == expected
-        assert live.stats().backings["kv0"].absent_frames == AMPLE - SHORT
+        await until_absent(live, AMPLE - SHORT)
         kv_cache = live.engine.memory_bytes()["kv0"]["kv_cache"]
         assert kv_cache == (SHORT + 1) * 64 * KiB
         live.engine.set_limits(LimitChange(budget_bytes=AMPLE * 64 * KiB))
         assert await answers(live) == expected
-        counts = live.stats().backings["kv0"]
-        assert counts.absent_frames == 0
-        assert counts.failures == 0
+        await until_absent(live, 0)
+        assert live.stats().backings["kv0"].failures == 0
 
 
 async def test_a_model_that_goes_gives_its_range_back(expected: list[list[int]], directories: dict[str, Path]) -> None:
