@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -70,6 +71,17 @@ async def test_a_schema_is_followed_however_tokens_are_drawn(
     assert found["city"] in ("Oslo", "Rome")
     assert 1 <= found["nights"] <= 9
     assert reason == "stop"
+
+
+async def test_a_format_that_nobody_checks_is_a_remark(http: httpx2.AsyncClient) -> None:
+    path = {"type": "string", "format": "path", "maxLength": 3}
+    schema = {"type": "array", "prefixItems": [path, {"const": {"format": "path"}}], "items": False, "minItems": 2}
+    text, _ = await answer(http, response_format=response_format(schema), temperature=0)
+    first, second = json.loads(text)
+    assert (len(first) <= 3, second) == (True, {"format": "path"})
+    when = {"type": "string", "format": "date"}
+    text, _ = await answer(http, response_format=response_format(when), temperature=1.5, seed=1)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", json.loads(text))
 
 
 async def test_json_object_regex_choice_and_grammar(http: httpx2.AsyncClient) -> None:

@@ -150,6 +150,10 @@ async def test_a09_tool_turns_reach_the_prompt(live: LiveDeployment, http: httpx
             assert response.status_code == 200, response.text
 
 
+def function(name: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required", "tools": []}, "tool_choice"),
     ({"tool_choice": "always"}, "tool_choice"),
@@ -168,6 +172,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
             "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": "oops"}}}}],
         },
         "tools[0].function.parameters",
+    ),
+    (
+        {"tool_choice": "required", "tools": [BOOK_ROOM, function("f", x={"type": "array", "uniqueItems": True})]},
+        "tools[1].function.parameters.properties.x",
     ),
 ]
 

@@ -17,7 +17,7 @@ from crosspool.server.parsed_chat import ParsedChatShape
 from crosspool.server.prompts import chat_prompt
 from crosspool.server.protocol import ChatBody
 from crosspool.server.schemas import check_schema
-from crosspool.server.structured import GrammarSource, asked_grammar, compiled, refused
+from crosspool.server.structured import GrammarSource, asked_grammar, compiled, refused, refused_schema
 from crosspool.server.tools import ToolUse, tool_use
 
 TAIL_TOKENS = 16
@@ -91,16 +91,18 @@ def _check(body: ChatBody, use: ToolUse, form: AnswerFormat, model: ModelFronten
 
 def _calls(use: ToolUse, form: AnswerFormat, model: ModelFrontend, vocabulary: GrammarSource) -> TokenConstraint:
     """The grammar of forced calls. Runs in a thread."""
+    places = {}
     for name in use.forced:
         try:
-            check_schema(use.parameters(name))
+            places[use.place(name)] = check_schema(use.parameters(name))
         except GrammarError as error:
             raise refused(use.place(name), str(error)) from None
     assert form.calls is not None, "checked before"
     try:
         return vocabulary.grammar(forced_calls(use, form.calls, model.tokenizer.special_tokens))
     except (GrammarError, ValueError) as error:
-        raise refused("tools", f": {error}") from None
+        blamed = (refused_schema(place, parts) for place, parts in places.items())
+        raise next(filter(None, blamed), None) or refused("tools", f": {error}") from None
 
 
 def _properties(function: dict[str, object]) -> dict[str, object]:

@@ -22,6 +22,9 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLES = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 
+FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+"""Values of `format` that the compiler enforces."""
+
 Place = tuple[str, Any]
 """A path such as `.properties.name` and the subschema there."""
 
@@ -62,6 +65,23 @@ def blame(places: list[Place], compiles: Callable[[Any], str | None]) -> tuple[s
         if (error := compiles({**shared, **part})) is not None:
             return path, error
     return None
+
+
+def without_unknown_formats(schema: Any) -> Any:
+    """A checked schema less each `format` that the compiler does not know: a remark (JSON Schema 2020-12, 7.2.3)."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = dict(schema)
+    if isinstance(kept.get("format"), str) and kept["format"] not in FORMATS:
+        del kept["format"]
+    for key, value in kept.items():
+        if key in MAPS:
+            kept[key] = {name: without_unknown_formats(item) for name, item in value.items()}
+        elif key in LISTS or (key == "items" and isinstance(value, list)):
+            kept[key] = [without_unknown_formats(item) for item in value]
+        elif key in SINGLES:
+            kept[key] = without_unknown_formats(value)
+    return kept
 
 
 def check_pattern(pattern: str) -> None:

@@ -11,7 +11,7 @@ from crosspool.core import TokenConstraint
 from crosspool.server.errors import APIError, bad_request, shorten
 from crosspool.server.grammar import GrammarError, first_line
 from crosspool.server.protocol import GenerationBody
-from crosspool.server.schemas import blame, check_pattern, check_schema
+from crosspool.server.schemas import Place, blame, check_pattern, check_schema, without_unknown_formats
 
 MAX_CHOICES = 1_000
 MAX_CHOICE_CHARACTERS = 1_000
@@ -107,8 +107,8 @@ def _structured_outputs(outputs: dict[str, Any]) -> Compile | None:
 
 
 def schema_grammar(schema: Any) -> str:
-    """The compiler's source for one JSON schema."""
-    written = json.dumps({} if schema is True else schema)
+    """The compiler's source for one checked JSON schema."""
+    written = json.dumps({} if schema is True else without_unknown_formats(schema))
     source: str = LLMatcher.grammar_from_json_schema(written, overrides={"whitespace_pattern": JSON_WHITESPACE})
     return source
 
@@ -125,8 +125,13 @@ def _from_schema(schema: Any, place: str, vocabulary: GrammarSource) -> TokenCon
     try:
         return vocabulary.grammar(schema_grammar(schema))
     except GrammarError as error:
-        blamed = blame(places, _compile_error) if places else None
-        raise refused(place + (blamed[0] if blamed else ""), f": {blamed[1] if blamed else error}") from None
+        raise refused_schema(place, places) or refused(place, f": {error}") from None
+
+
+def refused_schema(place: str, places: list[Place]) -> APIError | None:
+    """The refusal of what in a schema does not compile by itself; None where all of it does."""
+    blamed = blame(places, _compile_error) if places else None
+    return None if blamed is None else refused(place + blamed[0], f": {blamed[1]}")
 
 
 def _compile_error(schema: Any) -> str | None:
