@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx2
 import pytest
 
 from tests.support.fake_engine import FakeEngine
+from tests.support.live_server import live_server
 from tests.support.server_fixtures import connect, fake_app
 
 PROMPT = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
@@ -85,6 +89,30 @@ async def test_large_bodies_are_refused_by_length_and_while_they_arrive(http_wit
             assert response.json()["error"]["code"] == "request_too_large"
             assert "10000" in response.json()["error"]["message"]
         assert (await http.post("/v1/completions", json={**PROMPT, "user": "x" * 9000})).status_code == 200
+
+
+def test_a_client_that_sends_all_of_a_large_body_sees_why_it_is_refused(tmp_path: Path) -> None:
+    body = b" " * 20_000_000  # more than any socket buffers
+    app = fake_app(FakeEngine(), tmp_path, max_body_bytes=10_000)
+    with live_server(app) as url, closing(HTTPConnection(url.removeprefix("http://"), timeout=60)) as connection:
+        for content, headers in ((body, {}), (iter([body[:9_000], body]), {"Transfer-Encoding": "chunked"})):
+            connection.request("POST", "/v1/completions", content, headers, encode_chunked=bool(headers))
+            response = connection.getresponse()
+            assert (response.status, json.load(response)["error"]["code"]) == (413, "request_too_large")
+        connection.request("GET", "/version")
+        assert connection.getresponse().status == 200
+
+
+async def test_a_path_that_nearly_is_a_route_is_told_which(http: httpx2.AsyncClient) -> None:
+    for path, meant in (
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+    ):
+        response = await http.post(path, json={})
+        assert response.status_code == 404
+        assert f"did you mean {meant}?" in response.json()["error"]["message"]
+    assert "GET /openapi.json lists them" in (await http.get("/api/generate")).text
 
 
 async def test_cors_is_off_unless_origins_are_named(http: httpx2.AsyncClient, http_with: MakeHTTP) -> None:

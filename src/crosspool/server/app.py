@@ -2,10 +2,12 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -28,6 +30,7 @@ from crosspool.server import (
 )
 from crosspool.server.admin_routes import Prepare
 from crosspool.server.catalogue import Catalogue
+from crosspool.server.context import route_path
 from crosspool.server.direct_routes import DirectRoutes, direct_routes
 from crosspool.server.engine_client import EngineClient
 from crosspool.server.engine_metrics import EngineCollector
@@ -59,6 +62,18 @@ class DocumentedApp(FastAPI):
 
 logger = logging.getLogger(__name__)
 
+GENERATION = (generation_routes.router, messages_routes.router, responses_routes.router)
+ROUTERS = (
+    *GENERATION,
+    token_routes.router,
+    models_routes.router,
+    health.router,
+    stats_routes.router,
+    ui_routes.router,
+    admin_routes.router,
+    kv_pool_routes.router,
+)
+PATHS = [route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
@@ -91,19 +106,8 @@ def create_app(
     app.state.metrics = RequestMetrics()
     app.state.metrics.registry.register(EngineCollector(engine))
     app.state.vllm_metrics = vllm_registry(app.state.metrics.registry) if config.metrics_compat == "vllm" else None
-    for routes in (
-        generation_routes,
-        messages_routes,
-        responses_routes,
-        token_routes,
-        models_routes,
-        health,
-        stats_routes,
-        ui_routes,
-        admin_routes,
-        kv_pool_routes,
-    ):
-        app.include_router(routes.router)
+    for router in ROUTERS:
+        app.include_router(router)
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
     return app
@@ -128,9 +132,8 @@ def _middleware(config: ServerConfig) -> Sequence[Middleware]:
     found.append(Middleware(HeaderLimit, max_header_bytes=config.max_header_bytes))
     found.append(Middleware(KeyGuard, api_keys=config.api_keys, admin_api_keys=config.admin_api_keys))
     found.append(Middleware(BodyLimit, max_body_bytes=config.max_body_bytes))
-    routers = [routes.router for routes in (generation_routes, messages_routes, responses_routes)]
     handlers = {kind: handler for kind, handler in HANDLERS.items() if kind is not Exception}
-    found.append(Middleware(DirectRoutes, routes=direct_routes(routers), handlers=handlers))
+    found.append(Middleware(DirectRoutes, routes=direct_routes(GENERATION), handlers=handlers))
     return found
 
 
@@ -153,7 +156,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "registered for HTTPException"
     detail, path = str(error.detail), ascii(request.url.path)[1:-1][:200]
     if error.status_code == 404:
-        detail = f"no route {request.method} {path}; GET /openapi.json lists them"
+        detail = f"no route {request.method} {path}; {_nearest(request)}"
     if error.status_code == 405:
         detail = f"{path} takes {(error.headers or {}).get('Allow', 'other methods')}, not {request.method}"
     if error.status_code == 400:
@@ -163,6 +166,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
             detail = f"bodies in Content-Encoding {ascii(encoding)[1:-1][:40]} are not read; send it as plain JSON"
     code = CODES.get(error.status_code, "invalid_request")
     return await _api_error(request, APIError(error.status_code, detail, code=code, headers=dict(error.headers or {})))
+
+
+def _nearest(request: Request) -> str:
+    """The route that was meant, most often with or without /v1, or where all of them are listed."""
+    found = get_close_matches(route_path(request.scope)[:200], PATHS, 1, 0.75)
+    return f"did you mean {found[0]}?" if found else "GET /openapi.json lists them"
 
 
 async def _client_left(request: Request, error: Exception) -> Response:

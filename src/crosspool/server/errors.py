@@ -28,6 +28,12 @@ from crosspool.server.context import route_path
 MAX_REPORTED = 10  # validation errors in one message
 MAX_ECHO = 200  # characters of the client's own words in one of them
 
+SUBJECT = re.compile(r"^(Value error, |Input |String |List |Dictionary )")
+"""How pydantic's messages begin; the field's name takes its place."""
+
+BRANCHES = ("str", "int", "float", "bool")
+"""Names that pydantic gives the plain types of a union."""
+
 MESSAGES_PATH = "/v1/messages"
 """Where Anthropic's API begins."""
 
@@ -157,7 +163,7 @@ def _describe(item: Mapping[str, Any]) -> str:
         return f"the body is not valid JSON: {reason}" + (f" (character {place})" if isinstance(place, int) else "")
     if item["type"] == "missing":
         return f"{field or 'the body'} is missing"
-    message = shorten(str(item["msg"]).removeprefix("Value error, ").removeprefix("Input "))
+    message = shorten(SUBJECT.sub("", str(item["msg"])))
     if field is None and item["type"] in ("model_attributes_type", "dict_type"):
         return "the body must be a JSON object, sent with Content-Type: application/json"
     value = item.get("input")
@@ -169,6 +175,8 @@ def _field(item: Mapping[str, Any]) -> str | None:
     """`messages.0.content` from pydantic's location, without the body and the names of union branches."""
     if item["type"] == "json_invalid":
         return None
-    loc = [part for part in item["loc"] if part != "body"] or [item.get("ctx", {}).get("field", "")]
+    loc = [part for part in item["loc"] if part != "body" and part not in BRANCHES] or [
+        item.get("ctx", {}).get("field", "")
+    ]
     parts = [str(part) for part in loc if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", str(part))]
     return ".".join(parts) or None

@@ -95,7 +95,11 @@ class HeaderLimit:
 
 
 class BodyLimit:
-    """Refuses bodies above a number of bytes with 413, by their declared length or while they arrive."""
+    """Refuses bodies above a number of bytes with 413, by their declared length or while they arrive.
+
+    The connection stays, and uvicorn throws away what still comes: one that is closed while a client sends is reset,
+    and most clients then never see the answer.
+    """
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
@@ -123,7 +127,7 @@ class BodyLimit:
 
     def _too_large(self) -> APIError:
         message = f"the body is larger than the limit of {self._max_body_bytes} bytes"
-        return APIError(413, message, code="request_too_large", headers={"Connection": "close"})
+        return APIError(413, message, code="request_too_large")
 
 
 OPEN_PATHS = frozenset({"/", "/docs", "/ui", "/health", "/health/ready"})
