@@ -123,13 +123,29 @@ def test_forms_and_forced_calls_are_grammars(client: OpenAI, scripted: FakeEngin
         ({"top_logprobs": 3}, "logprobs"),
         ({"include": ["message.output_text.logprobs"]}, "logprobs"),
         ({"guided_json": {}, "regex": "a"}, "regex"),
-        ({"text": {"format": {"type": "json_schema", "name": "it", "schema": {"type": "nosuch"}}}}, "schema.type"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "it", "schema": {"type": "nosuch"}}}},
+            "text.format.schema.type",
+        ),
+        ({"text": {"format": {"type": "json_schema", "name": "it"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_object"}}, "tools": [TOOL]}, "text.format"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+        ({"instructions": "Be brief.", "input": [{"role": "wizard", "content": "a"}]}, "input"),
+        ({"max_output_tokens": 10**6}, "lower max_output_tokens"),
+        ({"tools": [{**TOOL, "name": "two words"}]}, "tools[0].name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "always"}}, '{"type": "function", "name": ...}'),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(client: OpenAI, change: dict[str, Any], place: str) -> None:
+def test_what_cannot_be_honoured_is_refused_in_words_of_this_api(
+    client: OpenAI, change: dict[str, Any], place: str
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.post("/responses", body={"model": "tiny", "input": "hi", **change}, cast_to=object)
-    assert place in str(caught.value)
+    error: Any = caught.value.body
+    assert place in error["message"]
+    words_of_chat = ("response_format", "structured_outputs", "messages", "max_tokens", "reasoning_effort", ".function")
+    assert not [word for word in words_of_chat if word in f"{error['message']} {error['param']}"]
 
 
 def test_a20_a_failure_in_mid_stream_is_one_failed_event(client: OpenAI, scripted: FakeEngine) -> None:

@@ -24,6 +24,7 @@ from crosspool.errors import (
     WorkerLostError,
 )
 from crosspool.server.context import route_path
+from crosspool.server.field_names import in_words_of
 
 MAX_REPORTED = 10  # validation errors in one message
 MAX_ECHO = 200  # characters of the client's own words in one of them
@@ -93,8 +94,11 @@ class APIError(Exception):
 
 
 def error_response(error: APIError, scope: Scope) -> JSONResponse:
-    """The answer to a refused request, in the shape of the API that its path belongs to."""
-    body = error.message_body() if route_path(scope).startswith(MESSAGES_PATH) else error.body()
+    """The answer to a refused request, in the shape and the words of the API that its path belongs to."""
+    path = route_path(scope)
+    body = error.message_body() if path.startswith(MESSAGES_PATH) else error.body()
+    told: dict[str, str | None] = body["error"]
+    told |= {name: in_words_of(path, text) for name in ("message", "param") if (text := told.get(name)) is not None}
     return JSONResponse(body, error.status, error.headers)
 
 
