@@ -72,6 +72,9 @@ def serve(
     check: Annotated[bool, typer.Option("--check", help="look at settings and model files, start nothing")] = False,
     host: Annotated[str | None, typer.Option(help="address to listen on  [127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="port to listen on; 0: any free one  [8000]")] = None,
+    listen_fd: Annotated[
+        int | None, typer.Option(help="descriptor of a listening socket that is handed over, in place of both  [none]")
+    ] = None,
     api_key: Annotated[
         Words, typer.Option(help="key that requests must carry; repeat for more", show_default=False)
     ] = None,

@@ -115,6 +115,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    listen_fd: int | None = None  # a socket that listens already; host and port are its own
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: no key is asked for
     admin_api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: admin routes are closed
     allowed_origins: tuple[str, ...] = ()  # none: CORS headers are not sent

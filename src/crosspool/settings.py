@@ -76,6 +76,11 @@ class Settings(BaseSettings):
     models: Annotated[list[ModelSettings], NoDecode] = Field([], description="the models; default: the demo models")
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, description="port to listen on; 0: any free one")
+    listen_fd: int | None = Field(
+        None,
+        ge=0,
+        description="descriptor of a listening socket that whoever starts the server hands over; default: none",
+    )
     api_key: Words = Field([], description="keys that requests must carry one of; health routes are open")
     admin_api_key: Words = Field([], description="keys of the admin routes; default: they are closed")
     allowed_origins: Words = Field([], description="origins that browsers may call from (CORS); default: none")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from crosspool.demo.run import _free_port, _server, _url
+from crosspool.demo.run import _listener, _server, _url
 from crosspool.demo.scenario import DEMO_MODELS, demo_requests
 from crosspool.errors import CrossPoolError
 
@@ -35,7 +35,7 @@ def test_the_demo_serves_all_three_models_and_gives_every_page_back():
 
 
 def test_ctrl_c_of_a_terminal_reaches_the_demo_alone_which_ends_its_server():
-    with _server("127.0.0.1", 1, Console(quiet=True)) as server:
+    with _server(_listener("127.0.0.1", 0), Console(quiet=True)) as server:
         os.kill(server.pid, signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             server.wait(timeout=0.3)
@@ -45,7 +45,7 @@ def test_ctrl_c_of_a_terminal_reaches_the_demo_alone_which_ends_its_server():
 def test_ctrl_c_while_the_server_is_begun_ends_it_too(monkeypatch: pytest.MonkeyPatch):
     begun: list[subprocess.Popen[bytes]] = []
 
-    def begin(command: list[str]) -> "subprocess.Popen[bytes]":
+    def begin(command: list[str], **_: object) -> "subprocess.Popen[bytes]":
         begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # to this thread, which holds it back
         return begun[0]
@@ -53,7 +53,7 @@ def test_ctrl_c_while_the_server_is_begun_ends_it_too(monkeypatch: pytest.Monkey
     monkeypatch.setattr("crosspool.demo.run.subprocess", SimpleNamespace(Popen=begin))
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
     try:
-        with pytest.raises(KeyboardInterrupt), _server("127.0.0.1", 1, Console(quiet=True)):
+        with pytest.raises(KeyboardInterrupt), _server(_listener("127.0.0.1", 0), Console(quiet=True)):
             pytest.fail("a Ctrl-C went by")
     finally:
         signal.signal(signal.SIGINT, inherited)
@@ -76,10 +76,14 @@ def test_a_taken_port_is_a_one_line_error_and_never_another_server():
 
 
 def test_a_host_of_ipv6_has_a_port_and_an_address_in_brackets():
-    port = _free_port("::1", None)
-    with socket.socket(socket.AF_INET6) as listener:
-        listener.bind(("::1", port))
+    with _listener("::1", None) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(CrossPoolError, match=rf"cannot listen on ::1:{port}: .*; give another --host or --port"):
-            _free_port("::1", port)
+            _listener("::1", port)
     assert _url("::1", port) == f"http://[::1]:{port}"
     assert _url("127.0.0.1", 8000) == "http://127.0.0.1:8000"
+
+
+def test_demos_that_start_together_have_ports_of_their_own_from_the_beginning():
+    with _listener("127.0.0.1", None) as one, _listener("127.0.0.1", None) as other:
+        assert one.getsockname()[1] != other.getsockname()[1]

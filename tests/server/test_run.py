@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from pathlib import Path
@@ -48,6 +49,27 @@ def test_an_address_that_is_not_ours_is_told() -> None:
 def test_any_free_port(host: str) -> None:
     with listen(ServerConfig(host=host, port=0)) as bound:
         assert bound.getsockname()[1] > 0
+
+
+def test_a_listening_socket_is_handed_over(caplog: pytest.LogCaptureFixture) -> None:
+    with listen(ServerConfig(host="0.0.0.0", port=0, api_keys=("k",))) as one:
+        port = one.getsockname()[1]
+        os.set_inheritable(one.fileno(), True)
+        with listen(ServerConfig(listen_fd=one.detach())) as other:
+            assert other.getsockname()[1] == port
+            assert not other.get_inheritable()  # ranks would keep the port after the server
+    assert [record.getMessage() for record in caplog.records] == [
+        "no api_key is set, and other machines may reach 0.0.0.0: whoever does may use it"
+    ]
+
+
+def test_what_is_handed_over_has_to_listen() -> None:
+    with socket.socket() as idle, socket.socket(type=socket.SOCK_DGRAM) as datagrams:
+        for wrong in (idle, datagrams):
+            with pytest.raises(CrossPoolError, match=f"listen_fd is {wrong.fileno()}, no TCP socket that listens"):
+                listen(ServerConfig(listen_fd=wrong.fileno()))
+    with pytest.raises(CrossPoolError, match="listen_fd is 12345: Bad file descriptor"):
+        listen(ServerConfig(listen_fd=12345))
 
 
 def test_a_slash_behind_the_root_path_means_nothing(tmp_path: Path) -> None:

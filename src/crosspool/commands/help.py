@@ -7,7 +7,7 @@ from typer.core import TyperCommand, TyperGroup
 
 GROUPS: Mapping[str, str] = {
     "Models": "config plan plan_group check served_model_name max_model_len chat_template dtype weights download_dir",
-    "Server": "host port api_key admin_api_key ssl_certfile ssl_keyfile allowed_origins root_path "
+    "Server": "host port listen_fd api_key admin_api_key ssl_certfile ssl_keyfile allowed_origins root_path "
     "sse_keep_alive_interval shutdown_timeout",
     "Requests": "max_num_seqs max_num_batched_tokens max_queue max_queue_per_key queue_timeout admission "
     "enable_prefix_caching batch_invariant prefill_share decode_steps seed",

@@ -26,15 +26,16 @@ from crosspool.errors import CrossPoolError
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
 SAMPLE_INTERVAL_S = 0.05
+BACKLOG = 128
 
 
 def run_demo(*, host: str, port: int | None, keep: bool, as_json: bool, seed: int) -> None:
     """Run the demo; `keep` leaves the server up until Ctrl-C. Raises CrossPoolError, with the reason, if it fails."""
     console = Console(stderr=as_json)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is ended too
-    port = _free_port(host, port)
-    base_url = _url(host, port)
-    with _server(host, port, console) as server:
+    listener = _listener(host, port)
+    base_url = _url(host, listener.getsockname()[1])
+    with _server(listener, console) as server:
         try:
             report = asyncio.run(_ask(base_url, server, console, seed))
         except* httpx2.HTTPError as errors:
@@ -51,14 +52,14 @@ def run_demo(*, host: str, port: int | None, keep: bool, as_json: bool, seed: in
 
 
 @contextmanager
-def _server(host: str, port: int, console: Console) -> Iterator[subprocess.Popen[bytes]]:
-    """`crosspool serve` with the three models, two pools in two processes, as a user would start it."""
+def _server(listener: socket.socket, console: Console) -> Iterator[subprocess.Popen[bytes]]:
+    """`crosspool serve` with the three models, two pools in two processes, on `listener`, which becomes its own."""
     directories = demo_model_dirs()
     missing = [str(path) for path in directories.values() if not (path / "config.json").is_file()]
     if missing:
         raise CrossPoolError(f"the package lacks its demo models ({', '.join(missing)}); install it again")
     command = [sys.executable, "-m", "crosspool", "serve", *(str(path) for path in directories.values())]
-    command += ["--host", host, "--port", str(port), "--layout", "processes", "--log-level", "warning"]
+    command += ["--listen-fd", str(listener.fileno()), "--layout", "processes", "--log-level", "warning"]
     command += ["--kv-pool-bytes", "8MiB", "--frame-bytes", "64KiB"]
     console.print(
         f"[dim]starting {' '.join([Path(sys.executable).name, *command[1:3]])} with {len(directories)} models[/]"
@@ -67,8 +68,9 @@ def _server(host: str, port: int, console: Console) -> Iterator[subprocess.Popen
     try:
         held = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # the server never sees it: the demo ends it
         try:
-            server = subprocess.Popen(command)
+            server = subprocess.Popen(command, pass_fds=(listener.fileno(),))
         finally:
+            listener.close()  # so that what asks is refused once the server has ended
             signal.pthread_sigmask(signal.SIG_SETMASK, held)  # raises a Ctrl-C that has come in between
         yield server
     finally:
@@ -169,7 +171,7 @@ async def _until_ready(http: httpx2.AsyncClient, server: subprocess.Popen[bytes]
         try:
             if (await http.get("/health/ready")).status_code == 200:
                 return
-        except httpx2.TransportError:  # not listening yet
+        except httpx2.TransportError:  # it has just ended, or is slow to start
             pass
         await asyncio.sleep(0.1)
     raise CrossPoolError(f"the server was not ready after {START_TIMEOUT_S:.0f} s")
@@ -179,25 +181,26 @@ def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _free_port(host: str, asked: int | None) -> int:
-    """`asked`, or else 8000, as the guides say, or any free one where something listens there already.
+def _listener(host: str, asked: int | None) -> socket.socket:
+    """Listens on `asked`, or else on 8000, as the guides say, or any free port where something listens there already.
 
     Raises CrossPoolError where none can be had: a server that is there already must not be taken for the demo's own.
     """
     wanted = (8000, 0) if asked is None else (asked,)
     for candidate in wanted:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, candidate))
-            except (OSError, OverflowError) as error:
-                if candidate == wanted[-1]:
-                    where = host if asked is None else f"{host}:{asked}"
-                    reason = getattr(error, "strerror", None) or error
-                    raise CrossPoolError(f"cannot listen on {where}: {reason}; give another --host or --port") from None
-                continue
-            port: int = probe.getsockname()[1]
-            return port
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, candidate))
+            listener.listen(BACKLOG)
+        except (OSError, OverflowError) as error:
+            listener.close()
+            if candidate == wanted[-1]:
+                where = host if asked is None else f"{host}:{asked}"
+                reason = getattr(error, "strerror", None) or error
+                raise CrossPoolError(f"cannot listen on {where}: {reason}; give another --host or --port") from None
+        else:
+            return listener
     raise AssertionError("unreachable")
 
 

@@ -92,6 +92,15 @@ class SignalledServer(uvicorn.Server):
 
 def listen(config: ServerConfig) -> socket.socket:
     """A listening socket. Raises CrossPoolError, naming address and remedy, where it cannot be had."""
+    listener = _bound(config) if config.listen_fd is None else _handed_over(config.listen_fd)
+    host = listener.getsockname()[0]
+    if not config.api_keys and not ip_address(host).is_loopback:
+        where = config.host if config.listen_fd is None else host
+        logger.warning("no api_key is set, and other machines may reach %s: whoever does may use it", where)
+    return listener
+
+
+def _bound(config: ServerConfig) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -109,8 +118,20 @@ def listen(config: ServerConfig) -> socket.socket:
         raise CrossPoolError(
             f"cannot listen on {config.host}:{config.port}: {reason}; choose another --host or --port"
         ) from None
-    if not config.api_keys and not ip_address(address[0]).is_loopback:
-        logger.warning("no api_key is set, and other machines may reach %s: whoever does may use it", config.host)
+    return listener
+
+
+def _handed_over(descriptor: int) -> socket.socket:
+    """The socket of whoever started this process, kept from the processes that this one starts."""
+    try:
+        listener = socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise CrossPoolError(f"listen_fd is {descriptor}: {error.strerror}; hand over a listening TCP socket") from None
+    is_tcp = listener.family in (socket.AF_INET, socket.AF_INET6) and listener.type == socket.SOCK_STREAM
+    if not is_tcp or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        listener.detach()
+        raise CrossPoolError(f"listen_fd is {descriptor}, no TCP socket that listens; hand over one")
+    listener.set_inheritable(False)
     return listener
 
 
