@@ -132,6 +132,7 @@ def test_forms_and_forced_calls_are_grammars(client: OpenAI, scripted: FakeEngin
         ({"text": {"format": {"type": "json_object"}}, "tools": [TOOL]}, "text.format"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
         ({"instructions": "Be brief.", "input": [{"role": "wizard", "content": "a"}]}, "input"),
+        ({"input": "a" * 1_000_000}, "input has 1000000 characters"),
         ({"max_output_tokens": 10**6}, "lower max_output_tokens"),
         ({"tools": [{**TOOL, "name": "two words"}]}, "tools[0].name"),
         ({"tools": [TOOL], "tool_choice": {"type": "always"}}, '{"type": "function", "name": ...}'),

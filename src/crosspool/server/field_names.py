@@ -12,7 +12,8 @@ Names = Sequence[tuple[str, str]]
 OF_RESPONSES: Names = (
     (r"structured_outputs", "text.format"),
     (r"response_format(?:\.json_schema)?\b", "text.format"),
-    (r"(?<!\w)messages(?:\[\d+\]|\.\d+(?=\.))|^messages\b", "input"),  # turns are counted otherwise than items
+    (r"\bmessages(?:\[\d+\]|\.\d+(?=\.))", "input"),  # turns are counted otherwise than items
+    (r"(^|; )messages\b", r"\1input"),
     (r"\bmax_tokens\b", "max_output_tokens"),
     (r"\breasoning_effort\b", "reasoning.effort"),
     (r"\b(tools\[\d+\])\.function\b", r"\1"),
