@@ -46,6 +46,12 @@ def test_a_model_without_requests_has_no_times(tmp_path):
     assert "-" not in shown["glm-4.7-flash"]
 
 
+def test_a_time_without_requests_is_told_with_a_remedy(tmp_path):
+    told = "- no request arrived in that time; give more --seconds, or a later --start"
+    assert told in run(tmp_path, text=GOOD.replace("rate: 2", "rate: 0.000001")).output
+    assert told not in run(tmp_path).output
+
+
 def test_the_report_is_written_and_both_modes_agree(tmp_path):
     reports = {}
     for mode in ("steps", "exact"):

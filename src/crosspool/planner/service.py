@@ -70,7 +70,8 @@ class RooflineCost:
         if live > self.max_num_seqs:
             raise CapacityError(
                 f"{item.facts.name} would have {live:.1f} requests at once at {item.rate_rps:g} requests/s, more than "
-                f"max_num_seqs {self.max_num_seqs}; its queue would grow for ever: lower the rate, or add weights GPUs"
+                f"max_num_seqs {self.max_num_seqs}; its queue would grow for ever: lower the rate, raise engine: "
+                "max_num_seqs, or add weights GPUs"
             )
         requests = item.requests
         held = float((requests.service_s * (requests.prompt_tokens + requests.output_tokens / 2)).mean())

@@ -37,6 +37,9 @@ def show_report(results: Sequence[GroupResult], console: Console) -> None:
             highlight=False,
         )
         wide.print(_table(result))
+        if not result.total.num_arrived:
+            console.print("- no request arrived in that time; give more --seconds, or a later --start", highlight=False)
+            continue
         for index, station in enumerate(result.stations):
             console.print(f"- {station}: idle for {result.bubble_share(index):.1%} of the time with work in flight")
         for rank, average in result.occupancy.items():
