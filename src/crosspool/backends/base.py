@@ -18,6 +18,7 @@ from crosspool.scheduler.step import StepDescriptor, StepHeader
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
 R = TypeVar("R")
 
 

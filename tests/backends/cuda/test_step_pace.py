@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from crosspool.backends.cuda.steps.pace import EASY_NAP_S, NUM_KEPT, RESTED, SHORTEST_NAP_S, StepPace
 
 LOOK_S = 2e-6
@@ -67,9 +65,3 @@ def test_an_end_that_has_a_step_behind_it_may_be_seen_a_little_late():
     late = [host.step(2.5e-3) for _ in range(20)]
     assert max(late) < EASY_NAP_S + 2 * LOOK_S
     assert host.num_looks < 20 * 4
-
-
-@pytest.mark.parametrize("layer", [0, 3])
-def test_it_carries_no_rows(layer):
-    with pytest.raises(TypeError, match="no rows"):
-        StepPace().take(layer, 1, 8)

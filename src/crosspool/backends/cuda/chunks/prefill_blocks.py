@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from crosspool.backends.cuda.device.uploads import Int32Array
+from crosspool.backends.base import Int32Array
 from crosspool.units import ceil_div
 
 FIELDS = 8

@@ -7,13 +7,10 @@ happen while lanes run: sizes are few, and a load goes through all of them.
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from crosspool.backends.base import Int32Array
 from crosspool.units import align_up
-
-Int32Array = npt.NDArray[np.int32]
 
 _ALIGNED = 32
 """Elements at whose multiples an array begins: 128 bytes."""

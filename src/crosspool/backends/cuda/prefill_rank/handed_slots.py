@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from crosspool.backends.base import Int32Array
 from crosspool.backends.cuda.channels.channel_map import LinkMap
 from crosspool.backends.cuda.channels.transport_params import Flags, Slots
 from crosspool.backends.cuda.chunks.chunk_crossing import cross
 from crosspool.backends.cuda.chunks.row_launch import launch_rows
 from crosspool.backends.cuda.device.launch import Launcher
-from crosspool.backends.cuda.device.uploads import Int32Array
 from crosspool.backends.cuda.kernels.chunk_params import GatherSlotsParams, ScatterSlotsParams
 from crosspool.backends.cuda.kernels.params import address
 from crosspool.backends.cuda.kv_frames.cache import PagedCache
