@@ -1,5 +1,8 @@
 """What happens to steps and requests when ranks are lost, come back, or do not."""
 
+import json
+from dataclasses import asdict
+
 import pytest
 
 from crosspool.cluster.base import RankFailed, RankLost, RankReady, StepDone, StepFailed
@@ -316,6 +319,14 @@ def test_a_request_to_a_model_that_is_back_waits_for_nothing_past_the_bound():
         drive.add("r", 4, 3)
     drive.run(until_s=drive.now + 1.0)
     assert drive.ends[late].finish_reason is FinishReason.LENGTH
+
+
+def test_what_is_told_of_a_rank_on_its_way_back_is_plain_json():
+    drive = Drive(a_config(256), three_models())
+    drive.cluster.lose("w0", drive.now, back_in_s=None, models_in_s={"r": 0.2, "p": 0.1})
+    drive.run(until_s=drive.now + 0.5)
+    told = json.loads(json.dumps(asdict(drive.core.stats(drive.now))))
+    assert (list(told["ranks_down"]), told["held_again"]) == (["w0"], {"w0": ["p", "r"]})
 
 
 def test_models_with_more_requests_to_end_are_wanted_more():

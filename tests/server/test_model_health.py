@@ -50,8 +50,8 @@ def moment(
         (replace(moment(ranks_down={"w0": 99.0}), ranks_given_up={"w0": "w0 does not come back"}), "stuck", 1.0),
         (replace(moment(ranks_down={"w0": 99.0, "kv0": 60.0}), ranks_given_up={"w0": "gone"}), "stuck", 1.0),
         (replace(moment(ranks_down={"w0": 99.0}), ranks_given_up={"w7": "gone"}), "recovering", 1.0),
-        (replace(moment(ranks_down={"w0": 60.0}), held_again={"w0": frozenset({"tiny"})}), "idle", None),
-        (replace(moment(ranks_down={"w0": 60.0}), held_again={"w0": frozenset({"else"})}), "recovering", 40.0),
+        (replace(moment(ranks_down={"w0": 60.0}), held_again={"w0": ("tiny",)}), "idle", None),
+        (replace(moment(ranks_down={"w0": 60.0}), held_again={"w0": ("else",)}), "recovering", 40.0),
     ],
 )
 def test_a_model_is_judged_by_its_own_steps_and_ranks(stats: EngineStats, state: str, for_s: float | None) -> None:

@@ -32,7 +32,7 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
         busy_since_s=min(busy, default=None),
         ranks_down=dict(core.ranks.down_since_s),
         ranks_given_up={rank: core.ranks.reasons[rank] for rank in core.ranks.given_up},
-        held_again={rank: frozenset(models) for rank, models in core.ranks.holds_again.items()},
+        held_again={rank: tuple(sorted(models)) for rank, models in core.ranks.holds_again.items()},
         prefill_switches=core.dispatcher.prefill_ranks.num_switches,
         recovery_timeout_s=core.ranks.recovery_timeout_s,
     )

@@ -169,7 +169,7 @@ class EngineStats:
     busy_since_s: float | None
     ranks_down: dict[str, float]
     ranks_given_up: dict[str, str] = field(default_factory=dict)
-    held_again: dict[str, frozenset[str]] = field(default_factory=dict)
+    held_again: dict[str, tuple[str, ...]] = field(default_factory=dict)
     backings: dict[str, BackingCounts] = field(default_factory=dict)  # by KV rank with mapped frames
     prefill_switches: dict[str, int] = field(default_factory=dict)  # by prefill rank: models brought in
     recovery_timeout_s: float = 60.0  # how long requests wait for a lost rank
