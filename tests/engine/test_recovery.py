@@ -321,6 +321,23 @@ def test_a_request_to_a_model_that_is_back_waits_for_nothing_past_the_bound():
     assert drive.ends[late].finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("rank", ["w0", "kv0"])
+def test_a_model_that_is_first_loaded_by_a_rank_on_its_way_back_is_served_at_once(rank):
+    drive = Drive(a_config(256), three_models())
+    drive.cluster.lose(rank, drive.now, back_in_s=2.0)
+    drive.run(until_s=drive.now + 0.5)
+    new = a_model("new")
+    drive.cluster.models[new.name] = new
+    drive.cluster.down[rank].add(new.name)  # as every rank of a model has loaded it once it is ready
+    drive.core.add_model(new)
+    [sequence_id], [late] = drive.add("new", 4, 3), drive.add("p", 4, 3)
+    drive.run(until_s=drive.now + 1.0)
+    assert drive.ends[sequence_id].finish_reason is FinishReason.LENGTH
+    assert late not in drive.ends
+    drive.run()
+    drive.check_all_ended()
+
+
 def test_what_is_told_of_a_rank_on_its_way_back_is_plain_json():
     drive = Drive(a_config(256), three_models())
     drive.cluster.lose("w0", drive.now, back_in_s=None, models_in_s={"r": 0.2, "p": 0.1})

@@ -39,7 +39,7 @@ class RankLosses:
         return updates
 
     def back(self, rank: str, model: str) -> None:
-        """The rank is back with this model, and loads others still."""
+        """The rank, if it was lost, is back with this model, and loads others still."""
         self._ranks.back(rank, model)
         self._started_anew(rank)
 

@@ -81,6 +81,8 @@ class EngineCore:
         """Serve a model whose ranks have loaded it. Raises as `ModelLoads.add`."""
         self._models.add(model)
         self.dispatcher.add_model(model.name)
+        for rank in model.placement.ranks:
+            self._losses.back(rank, model.name)  # one that was lost meanwhile may load others still
 
     def drain_model(self, name: str) -> None:
         """Refuse new requests to the model; accepted ones go on."""
