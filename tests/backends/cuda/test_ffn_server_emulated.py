@@ -27,6 +27,8 @@ pytestmark = pytest.mark.judge
 
 CPU = torch.device("cpu")
 BASE = 7 * 1024
+FAILED = 1
+"""Word of a lane: base of its last failed pass (`csrc/crossing.cuh`)."""
 
 
 def layers_of(family, tmp_path, num_layers=3):
@@ -303,6 +305,21 @@ def test_nobody_is_told_of_sums_whose_rows_did_not_come(words, is_last, tmp_path
     server.post(lane.memory, lane.served, BASE * 2)
     lane.check(2)
     assert lane.epochs(2) == {BASE * 2 + 3} if words else lane.answered == BASE * 2 + 3
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_nobody_is_told_of_sums_whose_rows_came_as_a_wait_gave_up(words, tmp_path):
+    """Blocks that gave up have read what lay there before; others find the rows, but take what those make of theirs."""
+    lane = Lane(layers_of("qwen3_moe", tmp_path), 2, words=words)
+    server = FFNServer(EmulatedKernels(num_sms=3), CPU, [lane.memory], idle_s=0.0)
+    lane.memory.words[FAILED] = BASE
+    lane.raise_flag(BASE + 3)
+    server.post(lane.memory, lane.served, BASE)
+    assert lane.memory.done_epoch == BASE + 3
+    assert [lane.epochs(layer) for layer in (1, 2)] == [{0}, {0}] if words else lane.answered == 0
+    lane.raise_flag(BASE * 2 + 3)
+    server.post(lane.memory, lane.served, BASE * 2)
+    lane.check(2)
 
 
 @pytest.mark.parametrize("deadline_s", [0.2, None])

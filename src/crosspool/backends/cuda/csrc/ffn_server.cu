@@ -294,7 +294,12 @@ DEVICE const ServedLayer* serve(const ServerParams& p, ServerSmem& s, GridMeetin
   }
   await_rows(s);
   const u64 base = s.order[PASS];
-  work.run(meeting, base, s.is_void ? VOID_EPOCH : word_epoch(base, s.served.layer.moe.departure.layer));
+  // As `has_failed`, but on its way until the sums are there. Also where this block has found the rows: what it takes from
+  // blocks that gave up is void.
+  const u64 failed = load_relaxed(s.served.layer.route.arrival.view.lane + FAILED);
+  work.run(meeting, base, [&] {
+    return failed / STEP == base / STEP ? VOID_EPOCH : word_epoch(base, s.served.layer.moe.departure.layer);
+  });
   return layer;
 }
 

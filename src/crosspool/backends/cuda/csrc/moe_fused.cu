@@ -11,7 +11,8 @@ DEVICE void compute(const FusedParams& p) {
   grid_wait();
   GridMeeting meeting(p.meetings);
   const u64 base = base_of(p.moe);
-  layer.run(meeting, base, out_epoch(p.moe, base));
+  const u32 epoch_out = out_epoch(p.moe, base);
+  layer.run(meeting, base, [=] { return epoch_out; });
   depart(p.moe.departure, gridDim.x);
 }
 

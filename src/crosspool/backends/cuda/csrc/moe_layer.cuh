@@ -44,8 +44,9 @@ struct FusedLayer {
   // Start on what does not depend on the rows.
   DEVICE void load_shared() { up.load_shared(); }
 
-  // The rows are there, or the pass of this base was given up. epoch_out: that words of the output carry.
-  DEVICE void run(GridMeeting& meeting, u64 base, u32 epoch_out) {
+  // The rows are there, or the pass of this base was given up. epoch_of_out(): that words of the output carry.
+  template <class Epoch>
+  DEVICE void run(GridMeeting& meeting, u64 base, const Epoch& epoch_of_out) {
     const MoeParams& m = p.moe;
     const u32 epoch = meeting.epoch();
     if (p.rows > 0) choose_here(epoch);
@@ -93,6 +94,7 @@ struct FusedLayer {
       down.acts = Acts(m, own);
       block_sync();
     }
+    const u32 epoch_out = epoch_of_out();
     for (int tile = blockIdx.x; tile < row_tiles; tile += gridDim.x) {
       if (tile != static_cast<int>(blockIdx.x)) down.begin(tile);
       if constexpr (FEW) {
