@@ -239,6 +239,7 @@ def test_one_goodput_flag_takes_several_limits():
 
 WRONG = {
     "--request-rate paced=0": "--request-rate is 'paced=0': give requests per second above 0",
+    "--request-rate paced=1": "fast has no rate, and its requests would come all at once beside the others'",
     "--request-rate nobody=1": "--request-rate names 'nobody'; the models are fast, paced",
     "--burstiness 0 --request-rate 1": "burstiness is 0.0; it must be above 0",
     "--ramp-up-strategy fast": "ramp-up-strategy is 'fast'; it must be linear or exponential",

@@ -32,6 +32,12 @@ def planned_requests(settings: BenchSettings, models: Sequence[str]) -> list[Pla
     rates = by_model("request-rate", settings.request_rate, models, parse_rate)
     pairs = _lengths(settings, models)
     clients = _clients(settings, models)
+    unpaced = [name for name in models if name not in rates and name not in clients]
+    if unpaced and len(unpaced) < len(models) and settings.ramp is None:
+        raise ValueError(
+            f"{unpaced[0]} has no rate, and its requests would come all at once beside the others'; give a "
+            "--request-rate for it or for all, or name those that are asked with --model"
+        )
     num = settings.num_prompts
     traffic = []
     for name in models:
