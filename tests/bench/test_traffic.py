@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from crosspool.bench.by_model import arrivals, by_model, lengths, parse_length, parse_rate
+from crosspool.bench.requests import planned_requests
+from crosspool.bench.settings import BenchSettings
 from crosspool.bench.traffic import ModelTraffic, drawn_requests, realised_rates, traced_requests
 from crosspool.workload.arrivals import GammaBursts, Poisson, RateWindow, WindowedBursts
 from crosspool.workload.lengths import Fixed
@@ -122,3 +125,22 @@ def test_a_run_may_begin_within_rates_by_time_of_day():
     assert 0 <= min(due) <= max(due) < 20
     counted = ModelTraffic(model="a", arrivals=bursts, lengths=SHORT, num_prompts=10, start_s=700.0)
     assert max(request.due_s for request in drawn_requests([counted], seed=0)) < 10
+
+
+def test_models_beside_a_recorded_client_need_a_pace_too(tmp_path):
+    (tmp_path / "rates.csv").write_text("client,t_s,rate_rps,cv,pattern,p1,p2\n7,0,2.0,1.0,G,1,1\n")
+    hist = {"hist": [[0, 1.0]]}
+    lengths = {"bin_edges": [10, 20], "clients": {"7": {"input": hist, "output": hist}}}
+    (tmp_path / "lengths.json").write_text(json.dumps(lengths))
+    common = {
+        "base_url": ("http://x",),
+        "duration_s": 30.0,
+        "servegen_clients": ("a=7",),
+        "servegen_rates": tmp_path / "rates.csv",
+        "servegen_lengths": tmp_path / "lengths.json",
+    }
+    with pytest.raises(ValueError, match=r"b has no rate, .*--model"):
+        planned_requests(BenchSettings(**common), ["a", "b"])
+    assert {request.model for request in planned_requests(BenchSettings(**common), ["a"])} == {"a"}
+    rated = BenchSettings(**common, request_rate=("a=2", "b=1"))
+    assert {request.model for request in planned_requests(rated, ["a", "b"])} == {"a", "b"}

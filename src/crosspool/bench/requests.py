@@ -20,6 +20,9 @@ from crosspool.workload.formats.servegen import ServeGenClient, read_servegen
 from crosspool.workload.lengths import Lengths
 from crosspool.workload.traces import read_trace
 
+ALL_AT_ONCE = ("inf",)
+"""The rate where none is asked for."""
+
 NUM_PROMPTS = 100
 """Of each model, where neither their number nor a duration is given."""
 
@@ -32,7 +35,8 @@ def planned_requests(settings: BenchSettings, models: Sequence[str]) -> list[Pla
     rates = by_model("request-rate", settings.request_rate, models, parse_rate)
     pairs = _lengths(settings, models)
     clients = _clients(settings, models)
-    unpaced = [name for name in models if name not in rates and name not in clients]
+    paced = {*clients} if clients and settings.request_rate == ALL_AT_ONCE else {*rates, *clients}
+    unpaced = [name for name in models if name not in paced]
     if unpaced and len(unpaced) < len(models) and settings.ramp is None:
         raise ValueError(
             f"{unpaced[0]} has no rate, and its requests would come all at once beside the others'; give a "
