@@ -23,7 +23,7 @@ CASES = [
     ("/v1/completions", {"prompt": " " * 6_000_000}, "prompt"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": WORDS}]}, "messages"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 600}] * 5000}, "messages"),
-    ("/v1/responses", {"input": WORDS}, "messages"),
+    ("/v1/responses", {"input": WORDS}, "input"),
     ("/tokenize", {"prompt": WORDS}, "prompt"),
     ("/tokenize", {"messages": [{"role": "user", "content": WORDS}]}, "messages"),
 ]
