@@ -31,7 +31,7 @@ def shape(tmp_path):
 
 
 def library(shape) -> Library:
-    return Library(Graphs(shape, SIZES, SpanBuffers.allocate(shape, SIZES, CPU)))
+    return Library(Graphs(shape, SpanBuffers.allocate(shape, SIZES, CPU)))
 
 
 def spans_of(*rows_at):
