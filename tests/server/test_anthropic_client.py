@@ -200,6 +200,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"regex": "a"}, "say the answer's form in output_config.format"),
     ({"output_config": {"effort": 3}}, "output_config.effort"),
+    ({"stop": ["a"]}, "stop is not taken here; send stop_sequences"),
+    ({"max_output_tokens": 5}, "max_output_tokens is not taken here; send max_tokens"),
+    ({"parallel_tool_calls": False}, "send disable_parallel_tool_use in tool_choice"),
+    ({"timeout": 3}, "send the header X-Request-Timeout"),
+    ({"seed": 7}, "seed is not taken here; /v1/chat/completions takes it"),
     ({"mcp_servers": [{"type": "url", "name": "x", "url": "http://x"}]}, "mcp_servers"),
 ]
 

@@ -178,6 +178,31 @@ async def test_a_refused_field_names_what_to_send_instead(http: httpx2.AsyncClie
         assert remedy in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "value", "remedy"),
+    [
+        ("/v1/chat/completions", "max_output_tokens", 9, "send max_tokens"),
+        ("/v1/chat/completions", "stop_sequences", ["a"], "send stop"),
+        ("/v1/chat/completions", "instructions", "Be brief.", "send a message of role system"),
+        ("/v1/completions", "max_completion_tokens", 9, "send max_tokens"),
+        ("/v1/completions", "tools", [{}], "/v1/chat/completions takes it"),
+    ],
+)
+async def test_a_field_of_another_route_is_refused_with_its_name_here(
+    http: httpx2.AsyncClient, path: str, field: str, value: Any, remedy: str
+) -> None:
+    ok = CHAT_OK if "chat" in path else OK
+    error = (await http.post(path, json={**ok, field: value})).json()["error"]
+    assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+    assert error["message"].startswith(f"{field} is not taken here; {remedy}")
+
+
+async def test_one_limit_under_two_names_is_taken(http: httpx2.AsyncClient) -> None:
+    """As load generators send it, which ask every route the same."""
+    both = {**OK, "max_tokens": 9, "max_completion_tokens": 9}
+    assert (await http.post("/v1/completions", json=both)).status_code == 200
+
+
 async def test_a_broken_body_says_where_and_a_packed_one_how_to_send_it(http: httpx2.AsyncClient) -> None:
     headers = {"Content-Type": "application/json"}
     broken = await http.post("/v1/completions", content=b'{"model": "tiny",}', headers=headers)

@@ -149,6 +149,35 @@ def test_what_cannot_be_honoured_is_refused_in_words_of_this_api(
     assert not [word for word in words_of_chat if word in f"{error['message']} {error['param']}"]
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "remedy"),
+    [
+        ("max_tokens", 5, "send max_output_tokens"),
+        ("max_completion_tokens", 5, "send max_output_tokens"),
+        ("messages", [{"role": "user", "content": "hi"}], "send input"),
+        ("response_format", {"type": "json_object"}, "send text.format"),
+        ("system", "Be brief.", "send instructions"),
+        ("seed", 7, "/v1/chat/completions takes it"),
+        ("n", 2, "/v1/chat/completions takes it"),
+    ],
+)
+def test_a_field_of_another_route_is_refused_with_its_name_here(
+    client: OpenAI, field: str, value: Any, remedy: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="tiny", input="hi", max_output_tokens=9, extra_body={field: value})
+    error: Any = caught.value.body
+    assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+    assert error["message"].startswith(f"{field} is not taken here; ")
+    assert remedy in error["message"]
+
+
+def test_fields_of_another_route_that_change_nothing_are_taken(client: OpenAI) -> None:
+    neutral = {"max_tokens": 9, "n": 1, "frequency_penalty": 0, "stop": [], "user": "u", "client_metadata": {"a": "b"}}
+    response = client.responses.create(model="tiny", input="hi", max_output_tokens=9, extra_body=neutral)
+    assert response.status == "completed"
+
+
 def test_a20_a_failure_in_mid_stream_is_one_failed_event(client: OpenAI, scripted: FakeEngine) -> None:
     scripted.scripts["tiny"] = Script(words=["hm</think>", "One"], fail_after=3)
     events = list(client.responses.create(model="tiny", input="hi", stream=True))

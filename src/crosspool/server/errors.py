@@ -65,7 +65,10 @@ class ErrorBody(BaseModel):
 
 
 class APIError(Exception):
-    """A request that ends with `status`; `param` is the field to blame."""
+    """A request that ends with `status`; `param` is the field to blame.
+
+    is_verbatim: it names fields as they were sent, so that they are not put in the words of the route's API.
+    """
 
     def __init__(
         self,
@@ -75,6 +78,7 @@ class APIError(Exception):
         code: str,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        is_verbatim: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -82,6 +86,7 @@ class APIError(Exception):
         self.code = code
         self.param = encodable(param) if param is not None else None
         self.headers = dict(headers or {})
+        self.is_verbatim = is_verbatim
 
     def body(self) -> dict[str, Any]:
         detail = {"message": self.message, "type": error_type(self.status), "param": self.param, "code": self.code}
@@ -98,7 +103,8 @@ def error_response(error: APIError, scope: Scope) -> JSONResponse:
     path = route_path(scope)
     body = error.message_body() if path.startswith(MESSAGES_PATH) else error.body()
     told: dict[str, str | None] = body["error"]
-    told |= {name: in_words_of(path, text) for name in ("message", "param") if (text := told.get(name)) is not None}
+    if not error.is_verbatim:
+        told |= {name: in_words_of(path, text) for name in ("message", "param") if (text := told.get(name)) is not None}
     return JSONResponse(body, error.status, error.headers)
 
 
@@ -111,8 +117,10 @@ def error_type(status: int) -> str:
     return "invalid_request_error"
 
 
-def bad_request(message: str, *, param: str | None = None, code: str = "invalid_value") -> APIError:
-    return APIError(400, message, code=code, param=param)
+def bad_request(
+    message: str, *, param: str | None = None, code: str = "invalid_value", is_verbatim: bool = False
+) -> APIError:
+    return APIError(400, message, code=code, param=param, is_verbatim=is_verbatim)
 
 
 def from_engine(error: CrossPoolError) -> APIError:

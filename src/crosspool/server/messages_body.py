@@ -1,8 +1,9 @@
 """Request bodies of Anthropic's Messages API, brought to the chat body that the rest of the server takes."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
@@ -53,6 +54,19 @@ class CountBody(RequestBody):
 class MessagesBody(CountBody):
     """POST /v1/messages."""
 
+    other_names: ClassVar[Mapping[str, str]] = {
+        "chat_template_kwargs": "thinking",
+        "instructions": "system",
+        "max_completion_tokens": "max_tokens",
+        "max_output_tokens": "max_tokens",
+        "parallel_tool_calls": "disable_parallel_tool_use in tool_choice",
+        "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
+        "stop": "stop_sequences",
+        "structured_outputs": "output_config.format",
+        "timeout": "the header X-Request-Timeout",
+    }
+
     max_tokens: Count
     temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
@@ -66,7 +80,7 @@ class MessagesBody(CountBody):
     cache_salt: CacheSalt | None = None
 
     def chat(self) -> ChatBody:
-        refuse_extra(self.model_extra)
+        refuse_extra(self)
         return super().chat()
 
     def _sampling(self) -> dict[str, Any]:

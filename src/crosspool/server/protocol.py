@@ -1,11 +1,12 @@
 """Request bodies of the OpenAI API, every bound checked: a wrong value is a 400 that names the field and its limit.
 
-null means absent. Fields this server does not know are accepted and logged; fields it knows but does not offer,
-and fields that contradict each other, are refused: both by `refusals.py`.
+null means absent. Fields this server does not know are accepted and logged; fields it does not offer, or offers on
+another route or under another name, and fields that contradict each other, are refused: all by `refusals.py`.
 """
 
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -22,6 +23,9 @@ MAX_PROMPTS = 256
 MAX_TIMEOUT_S = 86_400
 MAX_CACHE_SALT = 256
 SEED_RANGE = 2**63
+
+SYSTEM = "a message of role system"
+OTHER_NAMES: Mapping[str, str] = {"max_output_tokens": "max_tokens", "stop_sequences": "stop"}
 
 
 def _stop_strings(value: Any) -> list[str]:
@@ -140,6 +144,9 @@ class RequestBody(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
+    other_names: ClassVar[Mapping[str, str]] = {}
+    """Fields of other bodies here, and which of this one has their meaning."""
+
     @model_validator(mode="before")
     @classmethod
     def _prepare(cls, data: Any) -> Any:
@@ -219,6 +226,8 @@ class GenerationBody(RequestBody):
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
+    other_names = {"max_completion_tokens": "max_tokens", **OTHER_NAMES}
+
     prompt: Prompts
     logprobs: Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: Flag = Field(True, description="let the tokenizer add its begin token")
@@ -237,6 +246,8 @@ class CompletionBody(GenerationBody):
 
 class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
+
+    other_names = {"instructions": SYSTEM, "system": SYSTEM, **OTHER_NAMES}
 
     messages: Messages
     max_completion_tokens: Count | None = Field(None, description="the newer name of max_tokens; wins over it")

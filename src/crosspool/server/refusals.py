@@ -1,11 +1,10 @@
 """Fields that are known and not offered, or that contradict each other: refused by name, never silently ignored."""
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from crosspool.server.errors import APIError, bad_request, shorten
-from crosspool.server.protocol import ChatBody, CompletionBody, GenerationBody
+from crosspool.server.protocol import ChatBody, CompletionBody, GenerationBody, RequestBody
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +51,14 @@ WITHOUT_EFFECT = frozenset(
 HARMLESS: tuple[Any, ...] = (None, False, "", "none", [], {})
 MAX_LOGGED_FIELDS = 20
 
+_CHAT = {
+    name: field.get_default(call_default_factory=True)
+    for name, field in ChatBody.model_fields.items()
+    if name not in {*WITHOUT_EFFECT, "stream_options", "tool_choice"}
+} | {"parallel_tool_calls": True}
+"""What changes an answer of the route with most fields, each with the value that means nothing; elsewhere to drop one
+would be a wrong answer too."""
+
 
 def refuse_unsupported(body: GenerationBody) -> None:
     """Raise APIError for the first field that cannot be honoured; log the fields that nobody knows."""
@@ -65,13 +72,21 @@ def refuse_unsupported(body: GenerationBody) -> None:
         _completion(body)
     elif isinstance(body, ChatBody):
         _chat(body)
-    refuse_extra(body.model_extra)
+    refuse_extra(body)
 
 
-def refuse_extra(extra: Mapping[str, Any] | None) -> None:
+def refuse_extra(body: RequestBody) -> None:
     """The same of the fields that a body of any API does not declare."""
+    extra = body.model_extra
     if not extra:
         return
+    for name in sorted(extra.keys() & (body.other_names.keys() | _CHAT.keys())):
+        there = body.other_names.get(name)
+        if extra[name] not in (_CHAT.get(name), getattr(body, there or "", None)):
+            remedy = f"send {there}" if there else "/v1/chat/completions takes it; ask there, or leave it out"
+            raise bad_request(
+                f"{name} is not taken here; {remedy}", param=name, code="unsupported_parameter", is_verbatim=True
+            )
     for name in sorted(extra.keys() & NOT_OFFERED.keys()):
         value = extra[name]
         if not (isinstance(value, bool | str | list | dict | None) and value in HARMLESS):

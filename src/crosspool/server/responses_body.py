@@ -3,7 +3,8 @@
 The server keeps no conversation: each request brings its own, and what refers to a kept one is refused.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, ValidationError
 
@@ -17,6 +18,17 @@ TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 class ResponsesBody(RequestBody):
     """POST /v1/responses."""
+
+    other_names: ClassVar[Mapping[str, str]] = {
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "messages": "input",
+        "reasoning_effort": "reasoning.effort",
+        "response_format": "text.format",
+        "structured_outputs": "text.format",
+        "system": "instructions",
+        "timeout": "the header X-Request-Timeout",
+    }
 
     model: str | None = None
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1)]
@@ -52,7 +64,7 @@ class ResponsesBody(RequestBody):
                 param="top_logprobs" if self.top_logprobs else "include",
                 code="unsupported_parameter",
             )
-        refuse_extra(self.model_extra)
+        refuse_extra(self)
         effort = (self.reasoning or {}).get("effort")
         found = {
             "model": self.model,
