@@ -36,6 +36,7 @@ from crosspool.server.engine_client import EngineClient
 from crosspool.server.engine_metrics import EngineCollector
 from crosspool.server.errors import APIError, error_response, from_engine, from_validation
 from crosspool.server.guards import BodyLimit, HeaderLimit, KeyGuard, RequestContext
+from crosspool.server.lingering import Lingering
 from crosspool.server.metrics import RequestMetrics
 from crosspool.server.metrics_compat import vllm_registry
 from crosspool.server.request_form import RequestForm
@@ -115,7 +116,11 @@ def create_app(
 
 def _middleware(config: ServerConfig) -> Sequence[Middleware]:
     """Outermost first."""
-    found = [Middleware(RequestContext, quiet_paths=config.quiet_paths), Middleware(RequestForm)]
+    found = [
+        Middleware(Lingering, max_body_bytes=config.max_body_bytes),
+        Middleware(RequestContext, quiet_paths=config.quiet_paths),
+        Middleware(RequestForm),
+    ]
     if config.otlp_traces_endpoint is not None:
         provider = make_provider(config.otlp_traces_endpoint)
         found.append(Middleware(Traces, provider=provider, quiet_paths=config.quiet_paths))

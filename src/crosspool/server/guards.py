@@ -95,11 +95,7 @@ class HeaderLimit:
 
 
 class BodyLimit:
-    """Refuses bodies above a number of bytes with 413, by their declared length or while they arrive.
-
-    The connection stays, and uvicorn throws away what still comes: one that is closed while a client sends is reset,
-    and most clients then never see the answer.
-    """
+    """Refuses bodies above a number of bytes with 413, by their declared length or while they arrive."""
 
     def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
         self._app = app
