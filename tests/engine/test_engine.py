@@ -372,7 +372,7 @@ async def test_outputs_of_the_step_in_which_the_engine_fails_are_still_told():
         real = rig.engine._core.schedule
 
         def failing(now: float):
-            if rig.engine._core.loads["p"].num_finished[FinishReason.LENGTH]:
+            if rig.engine._core.live_models["p"].num_finished[FinishReason.LENGTH]:
                 raise RuntimeError("a bug")
             return real(now)
 

@@ -35,7 +35,7 @@ def held(drive):
 def test_one_request_may_take_all_pages_of_all_ranks(split, width, tokens):
     """40 frames a rank, 4 tokens a page: two ranks hold 2 x (40 // width) pages, or each its part of 40 // width."""
     drive = drive_of(split_model("m", split, frames_per_page=width, max_context=4096))
-    assert drive.core.context_limit(drive.core.loads["m"].model) == tokens
+    assert drive.core.context_limit(drive.core.live_models["m"].model) == tokens
     with pytest.raises(CapacityError, match=f"the KV pool holds {tokens} tokens of one sequence"):
         drive.add("m", prompt=tokens - 4, max_tokens=5)
     drive.add("m", prompt=tokens - 5, max_tokens=5)
@@ -50,7 +50,7 @@ def test_one_request_may_take_all_pages_of_all_ranks(split, width, tokens):
 
 def test_under_one_a_request_sees_one_rank():
     drive = drive_of(split_model("m", "one", max_context=4096))
-    assert drive.core.context_limit(drive.core.loads["m"].model) == 160
+    assert drive.core.context_limit(drive.core.live_models["m"].model) == 160
 
 
 def test_under_one_sequences_go_to_the_rank_with_most_free_kv_and_decode_side_by_side():
@@ -234,7 +234,7 @@ MODELS = [
 
 def recount(drive, num_frames):
     """Every rank's pool, cache and budget against the block tables of live sequences: each frame has its reason."""
-    live = [s for load in drive.core.loads.values() for s in (*load.live(), *load.lingering.values())]
+    live = [s for m in drive.core.live_models.values() for s in (*m.live_sequences(), *m.lingering.values())]
     for number, pages in enumerate(drive.core.pages.values()):
         parts = {}  # of each sequence on this rank
         for sequence in live:

@@ -68,10 +68,10 @@ def test_a_flood_of_one_model_leaves_the_other_its_floor():
         drive.add("p", prompt=8, max_tokens=8)  # four frames each
     drive.turn()
     assert held(drive)["p"] <= 12
-    assert sum(load.num_live for load in drive.core.loads.values()) == 3
+    assert sum(live.num_live for live in drive.core.live_models.values()) == 3
     (small,) = drive.add("q", prompt=4, max_tokens=12)  # four pages: its floor
     drive.turn()
-    assert drive.core.loads["q"].num_live == 1, "its floor is its own, although an older request of p waits"
+    assert drive.core.live_models["q"].num_live == 1, "its floor is its own, although an older request of p waits"
     drive.run()
     drive.check_all_ended()
     assert drive.ends[small].finish_reason is FinishReason.LENGTH
@@ -83,8 +83,8 @@ def test_a_model_at_its_ceiling_waits_for_itself_and_nobody_waits_for_it():
     drive.turn()
     drive.add("q", prompt=8, max_tokens=8)
     drive.turn()
-    assert drive.core.loads["p"].num_live == 1
-    assert drive.core.loads["q"].num_live == 1, "the aged request of p is kept out by p alone"
+    assert drive.core.live_models["p"].num_live == 1
+    assert drive.core.live_models["q"].num_live == 1, "the aged request of p is kept out by p alone"
     drive.run()
     drive.check_all_ended()
     assert drive.first_token_s[second] > drive.first_token_s[first]
@@ -105,7 +105,7 @@ def test_shrinking_touches_nothing_live_and_ends_what_can_never_fit():
         drive.add("q", prompt=8, max_tokens=9)
     (small,) = drive.add("q", prompt=4, max_tokens=4)
     drive.turn()
-    assert drive.core.loads["q"].num_live == 0, "admitted while more than the budget is promised"
+    assert drive.core.live_models["q"].num_live == 0, "admitted while more than the budget is promised"
     drive.run()
     drive.check_all_ended()
     assert len(drive.tokens[live]) == 40
@@ -118,10 +118,10 @@ def test_a_higher_ceiling_lets_the_waiting_in_at_once():
     drive.add("p", prompt=8, max_tokens=8)
     drive.add("p", prompt=8, max_tokens=8)
     drive.turn()
-    assert drive.core.loads["p"].num_live == 1
+    assert drive.core.live_models["p"].num_live == 1
     limited(drive, ceiling_bytes={"p": None})
     drive.turn()
-    assert drive.core.loads["p"].num_live == 2
+    assert drive.core.live_models["p"].num_live == 2
 
 
 @pytest.mark.parametrize("admission", ["reserve", "forecast"])
@@ -134,13 +134,13 @@ def test_a31_at_a_fifth_of_the_need_all_requests_end_and_every_model_has_its_flo
         for _ in range(200):
             drive.add(name, prompt=rng.randint(3, 9), max_tokens=rng.randint(1, 12))
         drive.run(until_s=drive.now + 0.3)
-        assert drive.core.loads["p"].queue, "the pool is not short"
+        assert drive.core.live_models["p"].queue, "the pool is not short"
     while drive.num_unended:
         drive.run(until_s=drive.now + 0.05)
         pages, held_now = drive.core.pages["kv0"], held(drive)
         assert pages.limits.charge(held_now) <= 180
         for name, other in (("p", "q"), ("q", "p")):
-            if len(drive.core.loads[name].queue) and drive.core.loads[name].num_live < 32:
+            if len(drive.core.live_models[name].queue) and drive.core.live_models[name].num_live < 32:
                 assert held_now[other] <= 120, f"{other} holds what is kept for {name}"
     drive.check_all_ended()
     assert {end.finish_reason for end in drive.ends.values()} == {FinishReason.LENGTH}

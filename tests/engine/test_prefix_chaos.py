@@ -32,7 +32,9 @@ def recount(drive: Drive) -> None:
     """The cache's, the pool's and the budget's numbers against the block tables they stand for."""
     pages = drive.core.pages["kv0"]
     prefix = pages.prefix
-    live = {s.sequence_id: s for load in drive.core.loads.values() for s in (*load.live(), *load.lingering.values())}
+    live = {
+        s.sequence_id: s for m in drive.core.live_models.values() for s in (*m.live_sequences(), *m.lingering.values())
+    }
     holders: Counter[tuple[int, ...]] = Counter(page for s in live.values() for page in s.table.pages)
     for name in PAGE_TOKENS:
         used = {page for s in live.values() if s.request.model == name for page in s.table.pages}
@@ -175,7 +177,7 @@ def test_the_chaos_reaches_what_it_is_for():
             told[name] += [[*prompt, *drive.expected(sequence_id)] for sequence_id in ids]
         drive.run(until_s=drive.now + 0.03)
         recount(drive)
-        live = [s for load in drive.core.loads.values() for s in load.live()]
+        live = [s for m in drive.core.live_models.values() for s in m.live_sequences()]
         shared += any(claim.is_shared for claim in drive.core.pages["kv0"].budget.claims.values())
         twins += any(s.prefix is not None and None in s.prefix.filled for s in live)
     drive.run()

@@ -82,7 +82,7 @@ def test_a_lost_kv_rank_sends_its_sequences_back_to_the_head_of_their_queues():
     got = {sequence_id: len(drive.tokens[sequence_id]) for sequence_id in ids}
     drive.cluster.lose("kv0", drive.now, back_in_s=0.2)
     drive.run(until_s=drive.now + 0.1)
-    assert [sequence.sequence_id for sequence in drive.core.loads["p"].queue] == [*ids, *waiting]
+    assert [sequence.sequence_id for sequence in drive.core.live_models["p"].queue] == [*ids, *waiting]
     assert drive.core.stats(drive.now).pools[0].frames_used == 0
     count = len(drive.cluster.steps)
     drive.run()

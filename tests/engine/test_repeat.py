@@ -39,7 +39,7 @@ def ready_core(models=("a", "b"), prompts=(8, 12), output=40, **config) -> Engin
         for prompt in prompts:
             add(core, name, prompt, output)
     core.schedule(0.0)
-    while any(load.prefilling or len(load.decoding) != len(prompts) for load in core.loads.values()):
+    while any(live.prefilling or len(live.decoding) != len(prompts) for live in core.live_models.values()):
         for lane in core.dispatcher.lanes:
             if lane.step is not None:
                 end(core, lane.index, 1.0)
@@ -54,14 +54,14 @@ def ready_core(models=("a", "b"), prompts=(8, 12), output=40, **config) -> Engin
 def state(core: EngineCore) -> tuple:
     sequences = [
         (s.sequence_id, s.state, s.num_cached_tokens, list(s.request.output_token_ids), s.in_step, len(s.table.pages))
-        for load in core.loads.values()
-        for s in load.unended()
+        for live in core.live_models.values()
+        for s in live.unended()
     ]
     lanes = [
         (lane.step, lane.present and lane.present.started_s, [s.sequence_id for s in lane.sequences])
         for lane in core.dispatcher.lanes
     ]
-    turns = [core.dispatcher._turns["decode"].ready(set(core.loads))]
+    turns = [core.dispatcher._turns["decode"].ready(set(core.live_models))]
     return core.stats(2.0), sequences, lanes, turns
 
 
@@ -129,7 +129,7 @@ def test_a_sequence_that_joins_ends_the_repeats():
 def test_a_lower_lane_that_is_idle_takes_the_next_step():
     core = ready_core(models=("a", "b"), output=12)
     short = core.dispatcher.lanes[0].step.header.model
-    while core.loads[short].decoding:
+    while core.live_models[short].decoding:
         end(core, 0, 1.5)
         core.schedule(1.5)
     assert core.dispatcher.lanes[0].step is None

@@ -90,7 +90,7 @@ def test_the_engine_holds_to_the_plans_floors_and_ceilings_and_to_its_contexts(t
         assert model.floor_pages > 0
         assert told[model.name].frames_floor == model.floor_pages * model.frames_per_page
         assert told[model.name].frames_ceiling == model.ceiling_pages * model.frames_per_page
-        assert core.context_limit(core.loads[model.name].model) == model.longest_context_tokens
+        assert core.context_limit(core.live_models[model.name].model) == model.longest_context_tokens
 
 
 def test_catalogue_names_become_ids_of_the_hub():

@@ -142,7 +142,7 @@ def test_elastic_models_share_what_static_ones_keep_apart():
         driver = CoreDriver(simulated)
         for request in work:
             driver.accept(request, 0.0)
-        admitted[simulated.layout] = driver.core.loads[model].num_live
+        admitted[simulated.layout] = driver.core.live_models[model].num_live
     assert 0 < 2 * admitted["static"] <= admitted["elastic"] <= 2 * admitted["static"] + 1
 
 

@@ -197,11 +197,11 @@ class Drive:
             assert sum(parts) == pool.frames_budget
             reusable = 0 if pages.prefix is None else pages.prefix.num_reusable
             assert pool.frames_used == pages.pool.budget - pages.pool.num_free - reusable
-            names = [name for name, load in self.core.loads.items() if pool.kv_rank in load.model.kv_ranks]
+            names = [name for name, live in self.core.live_models.items() if pool.kv_rank in live.model.kv_ranks]
             assert sum(pages.frames_used(name) for name in names) == pool.frames_used
             assert can_all_end(pages.pool.num_free + reusable, pages.budget.claims.values())
         for model in stats.models:
-            ranks = self.core.loads[model.name].model.kv_ranks
+            ranks = self.core.live_models[model.name].model.kv_ranks
             assert model.frames_used == sum(self.core.pages[rank].frames_used(model.name) for rank in ranks)
             assert model.num_queued <= self.core.config.max_queue + model.num_accepted * self.core.ranks.num_lost
             assert model.num_prefilling + model.num_decoding <= self.core.config.max_num_seqs
@@ -220,7 +220,7 @@ class Drive:
             assert pages.pool.num_free + reusable == pages.pool.budget
             assert not pages.budget.claims
             assert not pages.stalled
-        assert all(load.is_idle for load in self.core.loads.values())
+        assert all(live.is_idle for live in self.core.live_models.values())
         assert not any(known for known in self.cluster.known.values())
         assert not self.core._sequences
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Lane
-from crosspool.engine.model_loads import ModelLoad
+from crosspool.engine.live_models import LiveModel
 from crosspool.engine.sequence import Sequence
 from crosspool.scheduler.step import NewSequence, Phase, StepDescriptor, StepHeader, StepRow
 
@@ -122,7 +122,7 @@ class StepStart:
     def start(
         self,
         lane: Lane,
-        load: ModelLoad,
+        live: LiveModel,
         home: str,
         batch: Items[Sequence],
         rows: Items[StepRow],
@@ -132,7 +132,7 @@ class StepStart:
         next_model: str | None = None,
     ) -> StepDescriptor:
         """`rows`: one for each sequence of the batch, in its order. num_steps: of a run."""
-        self._turns[lane.phase].take(load.model.name)
+        self._turns[lane.phase].take(live.model.name)
         joining: list[NewSequence] = []
         for sequence in batch:
             if not sequence.joined:
@@ -143,7 +143,7 @@ class StepStart:
                 sequence.scheduled_s = now
         header = StepHeader(
             lane=lane.index,
-            model=load.model.name,
+            model=live.model.name,
             step_seq=lane.next_seq(),
             phase=lane.phase,
             num_tokens=sum(row.num_new_tokens for row in rows),

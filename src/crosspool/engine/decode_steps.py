@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from crosspool.engine.batcher import StepStart, Turns, decode_row
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Lane
-from crosspool.engine.model_loads import ModelLoad, num_decode_batches
+from crosspool.engine.live_models import LiveModel, num_decode_batches
 from crosspool.engine.parked_steps import ParkedSteps
 from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence
@@ -21,22 +21,22 @@ class RunLength:
 
     longest: int
     num_decode_lanes: int
-    loads: Mapping[str, ModelLoad]
+    live_models: Mapping[str, LiveModel]
     kv: KVPages
     ranks: RankHealth
 
-    def of(self, load: ModelLoad, batch: Items[Sequence]) -> int:
+    def of(self, live: LiveModel, batch: Items[Sequence]) -> int:
         """How many steps the batch may take by itself: one, unless nobody would wait longer for that.
 
         None of its sequences reaches `max_tokens` or lacks a page within them, and none ends in a way that only the
         engine sees. Others of the model that wait to join, and other models that wait for a lane, come in after each
         step.
         """
-        most = min(self.longest, MAX_RUN_STEPS, (LAYERS_PER_STEP - 1) // load.model.spec.num_layers)
-        if most == 1 or len(batch) > MAX_RUN_ROWS or load.model.kv_split != "one":
+        most = min(self.longest, MAX_RUN_STEPS, (LAYERS_PER_STEP - 1) // live.model.spec.num_layers)
+        if most == 1 or len(batch) > MAX_RUN_ROWS or live.model.kv_split != "one":
             return 1
-        waiting = load.prefilling or not load.queue.is_empty or self.kv.has_stalled
-        if waiting or num_decode_batches(self.loads.values(), self.ranks) > self.num_decode_lanes:
+        waiting = live.prefilling or not live.queue.is_empty or self.kv.has_stalled
+        if waiting or num_decode_batches(self.live_models.values(), self.ranks) > self.num_decode_lanes:
             return 1
         for sequence in batch:
             request = sequence.request
@@ -57,7 +57,7 @@ class DecodeSteps:
     lanes: Items[Lane]
     parked: ParkedSteps
     turns: Turns
-    loads: Mapping[str, ModelLoad]
+    live_models: Mapping[str, LiveModel]
     kv: KVPages
     ranks: RankHealth
     run_length: RunLength
@@ -68,9 +68,9 @@ class DecodeSteps:
         """The next model's whole decode batch: all its decoding sequences that have a slot for one more token."""
         flying = self.under_way()
         for name in self.turns.ready(self._decoding(flying)):
-            load = self.loads[name]
-            for home in load.homes_of(load.decoding.values(), self.ranks):
-                step = None if (name, home) in flying else self._batch(lane, load, home, now)
+            live = self.live_models[name]
+            for home in live.homes_of(live.decoding.values(), self.ranks):
+                step = None if (name, home) in flying else self._batch(lane, live, home, now)
                 if step is not None:
                     return step
         return None
@@ -84,13 +84,13 @@ class DecodeSteps:
         assert lane.step is not None
         flying = self.under_way()
         for name in self.turns.ready(self._decoding(flying)):
-            load, home = self.loads[name], lane.step.header.kv_rank
-            homes = [own for own in load.homes_of(load.decoding.values(), self.ranks) if (name, own) not in flying]
+            live, home = self.live_models[name], lane.step.header.kv_rank
+            homes = [own for own in live.homes_of(live.decoding.values(), self.ranks) if (name, own) not in flying]
             if not homes:
                 continue
             if home not in homes:
                 return None
-            step = self._batch(lane, load, home, now)
+            step = self._batch(lane, live, home, now)
             if step is not None:
                 return step
         return None
@@ -105,15 +105,15 @@ class DecodeSteps:
         """Models with decoding sequences that may be in no step yet."""
         return {
             name
-            for name, load in self.loads.items()
-            if load.decoding and any((name, home) not in flying for home in load.needs)
+            for name, live in self.live_models.items()
+            if live.decoding and any((name, home) not in flying for home in live.needs)
         }
 
-    def _batch(self, lane: Lane, load: ModelLoad, home: str, now: float) -> StepDescriptor | None:
-        decoding = [sequence for sequence in load.decoding.values() if sequence.kv_rank == home]
+    def _batch(self, lane: Lane, live: LiveModel, home: str, now: float) -> StepDescriptor | None:
+        decoding = [sequence for sequence in live.decoding.values() if sequence.kv_rank == home]
         batch = [sequence for sequence in decoding if self.kv.of(sequence).ensure_slot(sequence)]
         self.num_stalls += len(decoding) - len(batch)
         if not batch:
             return None
-        num_steps = self.run_length.of(load, batch)
-        return self.starter.start(lane, load, home, batch, [decode_row(sequence) for sequence in batch], now, num_steps)
+        num_steps = self.run_length.of(live, batch)
+        return self.starter.start(lane, live, home, batch, [decode_row(sequence) for sequence in batch], now, num_steps)

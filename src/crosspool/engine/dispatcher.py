@@ -7,7 +7,7 @@ from crosspool.engine.config import EngineConfig
 from crosspool.engine.decode_steps import DecodeSteps, RunLength
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Flight, Lane
-from crosspool.engine.model_loads import ModelLoad
+from crosspool.engine.live_models import LiveModel
 from crosspool.engine.parked_steps import ParkedSteps
 from crosspool.engine.prefill_ranks import PrefillRanks
 from crosspool.engine.prefill_steps import PrefillSteps
@@ -23,25 +23,25 @@ class Dispatcher:
     def __init__(
         self,
         config: EngineConfig,
-        loads: Mapping[str, ModelLoad],
+        live_models: Mapping[str, LiveModel],
         kv: KVPages,
         ranks: RankHealth,
     ) -> None:
         self.lanes = [
             Lane(index, "decode" if index < config.num_decode_lanes else "prefill") for index in range(config.num_lanes)
         ]
-        self.parked_steps = ParkedSteps(self.lanes, loads, ranks)
+        self.parked_steps = ParkedSteps(self.lanes, live_models, ranks)
         self.prefill_ranks = PrefillRanks(config, ranks)
-        self._loads = loads
+        self._live_models = live_models
         self._turns: dict[Phase, Turns] = {"decode": Turns(), "prefill": Turns()}
         starter = StepStart(self._turns, kv)
-        run_length = RunLength(config.decode_steps, config.num_decode_lanes, loads, kv, ranks)
+        run_length = RunLength(config.decode_steps, config.num_decode_lanes, live_models, kv, ranks)
         self._decode = DecodeSteps(
-            self.lanes, self.parked_steps, self._turns["decode"], loads, kv, ranks, run_length, starter
+            self.lanes, self.parked_steps, self._turns["decode"], live_models, kv, ranks, run_length, starter
         )
         self.ahead = StepsAhead(self._decode)
         self._prefill = PrefillSteps(
-            config, self.lanes, self._turns["prefill"], loads, kv, ranks, self.prefill_ranks, starter
+            config, self.lanes, self._turns["prefill"], live_models, kv, ranks, self.prefill_ranks, starter
         )
 
     @property
@@ -107,6 +107,6 @@ class Dispatcher:
         """The rank's sequences leave their steps."""
         for flight in [flight for lane in self.lanes for flight in lane.flights()]:
             header = flight.step.header
-            if kv_rank in self._loads[header.model].needs[header.kv_rank]:
+            if kv_rank in self._live_models[header.model].needs[header.kv_rank]:
                 flight.abandon()
         self.parked_steps.kv_rank_lost(kv_rank)

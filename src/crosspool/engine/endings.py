@@ -6,7 +6,7 @@ from crosspool.core import FinishReason
 from crosspool.engine.forecast import OutputEstimate
 from crosspool.engine.intake import Admitter
 from crosspool.engine.lengths import check_length
-from crosspool.engine.model_loads import ModelLoads
+from crosspool.engine.live_models import LiveModels
 from crosspool.engine.parked_steps import ParkedSteps
 from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState, SequenceUpdate
@@ -18,14 +18,14 @@ class Endings:
 
     def __init__(
         self,
-        models: ModelLoads,
+        models: LiveModels,
         parked: ParkedSteps,
         admitter: Admitter,
         estimate: OutputEstimate,
         sequences: dict[int, Sequence],
     ) -> None:
         self._models = models
-        self._loads, self._kv = models.by_name, models.kv
+        self._live_models, self._kv = models.by_name, models.kv
         self._parked = parked
         self._admitter = admitter
         self._estimate = estimate
@@ -34,17 +34,17 @@ class Endings:
 
     def end(self, sequence: Sequence, reason: FinishReason) -> None:
         """Its pages are free at once, or when the step in flight that uses them ends."""
-        load = self._loads[sequence.request.model]
+        live = self._live_models[sequence.request.model]
         del self._sequences[sequence.sequence_id]
-        load.num_finished[reason] += 1
+        live.num_finished[reason] += 1
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._estimate.record(load.model.name, sequence.num_generated_tokens)
+            self._estimate.record(live.model.name, sequence.num_generated_tokens)
         self._admitter.is_due = True
         if sequence.state is SequenceState.QUEUED:
             sequence.state = SequenceState.ENDED
-            load.queue.remove(sequence)
+            live.queue.remove(sequence)
             return
-        load.enter(sequence, SequenceState.ENDED)
+        live.enter(sequence, SequenceState.ENDED)
         self._parked.drop(sequence)
         if sequence.in_step:
             self._kv.of(sequence).stop_growing(sequence)
@@ -61,12 +61,12 @@ class Endings:
     def refuse_unfitting(self, now: float) -> list[SequenceUpdate]:
         """End queued sequences that no longer can fit, with the true numbers: nobody waits for what cannot come."""
         updates = []
-        for load in self._loads.values():
-            reach = self._models.reach(load.model)
-            for sequence in list(load.queue):
+        for live in self._live_models.values():
+            reach = self._models.reach(live.model)
+            for sequence in list(live.queue):
                 request = sequence.request
                 try:
-                    check_length(load.model, reach, len(request.prompt_token_ids), request.sampling.max_tokens)
+                    check_length(live.model, reach, len(request.prompt_token_ids), request.sampling.max_tokens)
                 except CapacityError as error:
                     updates.append(self.fail(sequence, error, now))
         return updates
@@ -79,12 +79,12 @@ class Endings:
 
     def release(self, sequence: Sequence) -> None:
         """Free the pages of a sequence that no step uses any more."""
-        load = self._loads[sequence.request.model]
-        load.leave(sequence)
+        live = self._live_models[sequence.request.model]
+        live.leave(sequence)
         self._kv.of(sequence).release(sequence)
         if sequence.joined:
-            for rank in load.needs[sequence.kv_rank]:
-                if rank in load.model.kv_ranks:
+            for rank in live.needs[sequence.kv_rank]:
+                if rank in live.model.kv_ranks:
                     self._forgotten.setdefault(rank, []).append(sequence.sequence_id)
         self._admitter.is_due = True
 
@@ -101,8 +101,8 @@ class Endings:
 class Deadlines:
     """Bounds waits: in a queue, for a lost rank, and for a replay."""
 
-    def __init__(self, models: ModelLoads, ranks: RankHealth, parked: ParkedSteps, endings: Endings) -> None:
-        self._loads, self._pages = models.by_name, models.pages
+    def __init__(self, models: LiveModels, ranks: RankHealth, parked: ParkedSteps, endings: Endings) -> None:
+        self._live_models, self._pages = models.by_name, models.pages
         self._ranks = ranks
         self._parked = parked
         self._endings = endings
@@ -111,18 +111,18 @@ class Deadlines:
         """End what has waited too long: in a queue past its deadline, or for a lost rank past the recovery bound."""
         updates = []
         any_down = self._ranks.any_down
-        for load in self._loads.values():
-            for sequence in load.queue.expired(now) if not load.queue.is_empty else ():
+        for live in self._live_models.values():
+            for sequence in live.queue.expired(now) if not live.queue.is_empty else ():
                 waited_s = now - sequence.request.arrival_s
                 error = (
-                    f"request {sequence.request.request_id} waited {waited_s:.1f} s in the queue of {load.model.name}"
+                    f"request {sequence.request.request_id} waited {waited_s:.1f} s in the queue of {live.model.name}"
                 )
                 late = DeadlineExceededError(f"{error}, past its deadline")
                 updates.append(self._endings.fail(sequence, late, now))
-            expires_s = load.expires_s(self._ranks) if any_down else None
+            expires_s = live.expires_s(self._ranks) if any_down else None
             if expires_s is not None and expires_s <= now:
-                lost = WorkerLostError(self._ranks.describe(load.ranks, load.model.name, now))
-                updates += [self._endings.fail(sequence, lost, now) for sequence in load.unended()]
+                lost = WorkerLostError(self._ranks.describe(live.ranks, live.model.name, now))
+                updates += [self._endings.fail(sequence, lost, now) for sequence in live.unended()]
         timeout_s = self._ranks.recovery_timeout_s
         for parked in list(self._parked.steps):
             if parked.trouble.first_failed_s + timeout_s <= now:
@@ -134,11 +134,11 @@ class Deadlines:
         """The next moment at which something is to be ended, replayed or mapped; None if nothing waits for time."""
         moments: list[float | None] = []
         any_down = self._ranks.any_down
-        for load in self._loads.values():
-            if not load.queue.is_empty:
-                moments.append(load.queue.next_deadline())
-            if any_down and load.owes:
-                moments.append(load.expires_s(self._ranks))
+        for live in self._live_models.values():
+            if not live.queue.is_empty:
+                moments.append(live.queue.next_deadline())
+            if any_down and live.owes:
+                moments.append(live.expires_s(self._ranks))
         moments += [pages.ahead.next_moment() for pages in self._pages.values() if pages.ahead is not None]
         for parked in self._parked.steps:
             moments.append(parked.trouble.first_failed_s + self._ranks.recovery_timeout_s)

@@ -38,7 +38,7 @@ class Models:
         """
         others = [held.model for held in self.registry if held.info.state != "failed"]
         check_whole_model(model, others, self._core.config)
-        return self.registry.add(model, self._core.context_limit(model), serving=model.name in self._core.loads)
+        return self.registry.add(model, self._core.context_limit(model), serving=model.name in self._core.live_models)
 
     def ready_model(self, name: str) -> ServedModel:
         """A model that takes requests (or is draining, which the core refuses). Raises UnknownModelError."""
@@ -71,7 +71,7 @@ class Models:
 
     def end(self, name: str, error: CrossPoolError, now: float) -> list[SequenceUpdate]:
         """End the model's requests with `error`, if it still has any."""
-        return self._core.end_model(name, error, now) if name in self._core.loads else []
+        return self._core.end_model(name, error, now) if name in self._core.live_models else []
 
     def on_event(self, event: Event, now: float) -> list[SequenceUpdate]:
         """Events of models that have been removed meanwhile are of no interest."""
@@ -96,11 +96,11 @@ class Models:
         for registered in self.registry:
             name, state = registered.model.name, registered.info.state
             leaving = registered.removed is not None or state == "failed"
-            if leaving and name in self._core.loads and self._core.is_idle(name):
+            if leaving and name in self._core.live_models and self._core.is_idle(name):
                 self._core.remove_model(name)
                 if state != "failed":  # nothing of a failed model is left on any rank
                     self._cluster.remove_model(name)
-            if registered.removed is not None and name not in self._core.loads:
+            if registered.removed is not None and name not in self._core.live_models:
                 self.registry.remove(name)
                 self.tell_contexts()  # its floor is free for the others
                 registered.removed.set_result(None)
@@ -118,7 +118,7 @@ class Models:
     def tell_contexts(self) -> None:
         """Bring every served model's context limit up to date with the limits of the pool."""
         for registered in self.registry:
-            if registered.model.name in self._core.loads:
+            if registered.model.name in self._core.live_models:
                 self.registry.update(registered.model.name, context_limit=self._core.context_limit(registered.model))
 
     def _ready(self, event: ModelReady, now: float) -> list[SequenceUpdate]:

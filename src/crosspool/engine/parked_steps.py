@@ -5,7 +5,7 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 
 from crosspool.engine.lanes import Lane, ParkedStep, Trouble, rows_of
-from crosspool.engine.model_loads import ModelLoad
+from crosspool.engine.live_models import LiveModel
 from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
 from crosspool.scheduler.step import StepDescriptor
@@ -17,11 +17,11 @@ class ParkedSteps:
     num_replays: parked steps that were started again.
     """
 
-    def __init__(self, lanes: Items[Lane], loads: Mapping[str, ModelLoad], ranks: RankHealth) -> None:
+    def __init__(self, lanes: Items[Lane], live_models: Mapping[str, LiveModel], ranks: RankHealth) -> None:
         self.num_replays = 0
         self.steps: list[ParkedStep] = []
         self._lanes = lanes
-        self._loads = loads
+        self._live_models = live_models
         self._ranks = ranks
 
     def park(self, step: StepDescriptor, sequences: tuple[Sequence, ...], trouble: Trouble, now: float) -> None:
@@ -67,7 +67,7 @@ class ParkedSteps:
             sequence.take_step(part.num_steps)
 
     def _ranks_of(self, step: StepDescriptor) -> frozenset[str]:
-        return frozenset(self._loads[step.header.model].needs[step.header.kv_rank])
+        return frozenset(self._live_models[step.header.model].needs[step.header.kv_rank])
 
     def _replay(self, parked: ParkedStep, now: float) -> StepDescriptor | None:
         phase, model = parked.step.header.phase, parked.step.header.model

@@ -5,7 +5,7 @@ from collections.abc import Sequence as Items
 
 from crosspool.engine.batcher import Chunk
 from crosspool.engine.config import EngineConfig
-from crosspool.engine.model_loads import ModelLoad
+from crosspool.engine.live_models import LiveModel
 from crosspool.engine.rank_health import RankHealth
 from crosspool.models.whole_size import whole_bytes
 from crosspool.scheduler.residency import Residency, WaitingModel
@@ -26,23 +26,23 @@ class PrefillRanks:
         """The rank of a prefill lane, up or not."""
         return self._rank_of.get(lane)
 
-    def computes(self, rank: str, load: ModelLoad) -> bool:
+    def computes(self, rank: str, live: LiveModel) -> bool:
         """Whether the rank is up for the model and can hand over its KV: a page lies whole on the home."""
-        if rank not in load.model.prefill_ranks or load.model.kv_split != "one":
+        if rank not in live.model.prefill_ranks or live.model.kv_split != "one":
             return False
-        return self._ranks.are_up((rank,), load.model.name)
+        return self._ranks.are_up((rank,), live.model.name)
 
-    def order(self, rank: str, loads: Iterable[ModelLoad], now_s: float) -> list[str]:
+    def order(self, rank: str, live_models: Iterable[LiveModel], now_s: float) -> list[str]:
         """Models with prompts to run, in the order in which they should get the rank."""
         waiting = []
-        for load in loads:
-            arrivals = [sequence.request.arrival_s for sequence in load.prefilling.values() if not sequence.in_step]
+        for live in live_models:
+            arrivals = [sequence.request.arrival_s for sequence in live.prefilling.values() if not sequence.in_step]
             if arrivals:
-                waiting.append(WaitingModel(load.model.name, min(arrivals), self._bytes(load)))
+                waiting.append(WaitingModel(live.model.name, min(arrivals), self._bytes(live)))
         return self._residencies[rank].order(waiting, now_s)
 
-    def take(self, rank: str, load: ModelLoad) -> None:
-        self._residencies[rank].take(load.model.name, self._bytes(load))
+    def take(self, rank: str, live: LiveModel) -> None:
+        self._residencies[rank].take(live.model.name, self._bytes(live))
 
     def lost(self, rank: str) -> None:
         """A rank is away; a prefill rank comes back with no model in place."""
@@ -54,10 +54,10 @@ class PrefillRanks:
         for residency in self._residencies.values():
             residency.forget(name)
 
-    def _bytes(self, load: ModelLoad) -> int:
-        name = load.model.name
+    def _bytes(self, live: LiveModel) -> int:
+        name = live.model.name
         if name not in self._sizes:
-            self._sizes[name] = whole_bytes(load.model.spec)
+            self._sizes[name] = whole_bytes(live.model.spec)
         return self._sizes[name]
 
     @property

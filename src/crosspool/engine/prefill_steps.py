@@ -7,7 +7,7 @@ from crosspool.engine.batcher import Chunk, StepStart, Turns, prefill_row
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Lane
-from crosspool.engine.model_loads import ModelLoad
+from crosspool.engine.live_models import LiveModel
 from crosspool.engine.prefill_ranks import PrefillRanks, with_bounded_past
 from crosspool.engine.prefill_rule import PrefillRule
 from crosspool.engine.rank_health import RankHealth
@@ -24,7 +24,7 @@ class PrefillSteps:
         config: EngineConfig,
         lanes: Items[Lane],
         turns: Turns,
-        loads: Mapping[str, ModelLoad],
+        live_models: Mapping[str, LiveModel],
         kv: KVPages,
         ranks: RankHealth,
         prefill_ranks: PrefillRanks,
@@ -39,7 +39,7 @@ class PrefillSteps:
         self._led: dict[str, int] = {}  # by model: the oldest sequence, where the last step had a part of it
         self._lanes = lanes
         self._turns = turns
-        self._loads = loads
+        self._live_models = live_models
         self._kv = kv
         self._ranks = ranks
         self._prefill_ranks = prefill_ranks
@@ -47,24 +47,26 @@ class PrefillSteps:
 
     def step(self, lane: Lane, now: float) -> StepDescriptor | None:
         """The next model's chunk, shared by its prefilling sequences: on the lane's prefill rank, or in the pools."""
-        names = {name for name, load in self._loads.items() if load.prefilling}
+        names = {name for name, live in self._live_models.items() if live.prefilling}
         if not names:
             return None
         rank = self._prefill_ranks.of_lane(lane.index)
         turns = self._turns.ready(names)
         if rank is not None:
-            own = [self._loads[name] for name in turns if self._prefill_ranks.computes(rank, self._loads[name])]
+            own = [
+                self._live_models[name] for name in turns if self._prefill_ranks.computes(rank, self._live_models[name])
+            ]
             ordered = self._prefill_ranks.order(rank, own, now)
             for name in ordered:
                 following = next((other for other in ordered if other != name), None)
-                step = self._step_of(lane, self._loads[name], now, rank, following)
+                step = self._step_of(lane, self._live_models[name], now, rank, following)
                 if step is not None:
                     if step.header.prefill_rank is not None:
-                        self._prefill_ranks.take(rank, self._loads[name])
+                        self._prefill_ranks.take(rank, self._live_models[name])
                     return step
-            turns = [name for name in turns if self._loads[name] not in own]
+            turns = [name for name in turns if self._live_models[name] not in own]
         for name in turns:
-            step = self._step_of(lane, self._loads[name], now)
+            step = self._step_of(lane, self._live_models[name], now)
             if step is not None:
                 return step
         return None
@@ -72,41 +74,41 @@ class PrefillSteps:
     def _step_of(
         self,
         lane: Lane,
-        load: ModelLoad,
+        live: LiveModel,
         now: float,
         prefill_rank: str | None = None,
         next_model: str | None = None,
     ) -> StepDescriptor | None:
         """next_model: whose prompts the prefill rank will probably be given next."""
-        waiting = [sequence for sequence in load.prefilling.values() if not sequence.in_step]
-        homes_up = load.homes_of(waiting, self._ranks)
+        waiting = [sequence for sequence in live.prefilling.values() if not sequence.in_step]
+        homes_up = live.homes_of(waiting, self._ranks)
         homes = homes_up
         if prefill_rank is not None:  # no weights rank has a part in it
-            homes = [home for home in load.needs if self._ranks.are_up((home,), load.model.name)]
+            homes = [home for home in live.needs if self._ranks.are_up((home,), live.model.name)]
         for home in homes:
-            chunks = self._chunks(load, home, [sequence for sequence in waiting if sequence.kv_rank == home])
+            chunks = self._chunks(live, home, [sequence for sequence in waiting if sequence.kv_rank == home])
             rank = prefill_rank
             if rank is not None:
-                chunks = with_bounded_past(chunks, load.model.model_limit)
+                chunks = with_bounded_past(chunks, live.model.model_limit)
                 if sum(chunk.num_tokens for chunk in chunks) <= self._rerun_tokens:  # decode's kernels run these
                     rank, chunks = None, chunks if home in homes_up else []
             if chunks:
-                self._note(load.model.name, waiting, chunks)
+                self._note(live.model.name, waiting, chunks)
                 batch, rows = [chunk.sequence for chunk in chunks], [prefill_row(chunk) for chunk in chunks]
                 following = None if rank is None else next_model
-                return self._starter.start(lane, load, home, batch, rows, now, prefill_rank=rank, next_model=following)
+                return self._starter.start(lane, live, home, batch, rows, now, prefill_rank=rank, next_model=following)
         return None
 
-    def _chunks(self, load: ModelLoad, home: str, waiting: Items[Sequence]) -> list[Chunk]:
+    def _chunks(self, live: LiveModel, home: str, waiting: Items[Sequence]) -> list[Chunk]:
         """What the model's next prefill step with this home runs."""
-        prefix = self._kv.prefix(load.model.name, home)
-        led = self._led.get(load.model.name)
+        prefix = self._kv.prefix(live.model.name, home)
+        led = self._led.get(live.model.name)
         if prefix is None:
             return self._rule.chunks(waiting, led)
         running = [
             Chunk(sequence, row.num_new_tokens)
             for lane in self._lanes
-            if lane.phase == "prefill" and lane.step is not None and lane.step.header.model == load.model.name
+            if lane.phase == "prefill" and lane.step is not None and lane.step.header.model == live.model.name
             for row, sequence in zip(lane.step.rows, lane.sequences, strict=False)
             if sequence.kv_rank == home
         ]

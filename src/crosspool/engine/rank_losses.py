@@ -3,7 +3,7 @@
 from crosspool.engine.dispatcher import Dispatcher
 from crosspool.engine.endings import Endings
 from crosspool.engine.intake import Admitter
-from crosspool.engine.model_loads import ModelLoads
+from crosspool.engine.live_models import LiveModels
 from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import SequenceUpdate
 from crosspool.errors import WorkerLostError
@@ -16,9 +16,9 @@ class RankLosses:
     """Sends sequences that have lost their KV back to their queues. Steps that need other ranks wait: `ParkedSteps`."""
 
     def __init__(
-        self, models: ModelLoads, ranks: RankHealth, dispatcher: Dispatcher, admitter: Admitter, endings: Endings
+        self, models: LiveModels, ranks: RankHealth, dispatcher: Dispatcher, admitter: Admitter, endings: Endings
     ) -> None:
-        self._loads, self._pages = models.by_name, models.pages
+        self._live_models, self._pages = models.by_name, models.pages
         self._ranks = ranks
         self._dispatcher = dispatcher
         self._admitter = admitter
@@ -33,9 +33,9 @@ class RankLosses:
             updates += self._kv_lost(rank, reason, now)
         if self._ranks.recovery_timeout_s == 0:
             error = WorkerLostError(f"rank {rank} was lost ({reason}); the recovery timeout is 0")
-            for load in self._loads.values():
-                if rank in load.ranks and load.expires_s(self._ranks) is not None:
-                    updates += self._endings.fail_all(list(load.unended()), error, now)
+            for live in self._live_models.values():
+                if rank in live.ranks and live.expires_s(self._ranks) is not None:
+                    updates += self._endings.fail_all(list(live.unended()), error, now)
         return updates
 
     def back(self, rank: str, model: str) -> None:
@@ -59,16 +59,16 @@ class RankLosses:
         """The rank's sequences go back to the head of their queues, to be prefilled from all tokens they have."""
         self._dispatcher.kv_rank_lost(rank)
         updates = []
-        for load in self._loads.values():
-            hit = [home for home, needs in load.needs.items() if rank in needs]
-            for sequence in [sequence for sequence in load.lingering.values() if sequence.kv_rank in hit]:
+        for live in self._live_models.values():
+            hit = [home for home, needs in live.needs.items() if rank in needs]
+            for sequence in [sequence for sequence in live.lingering.values() if sequence.kv_rank in hit]:
                 self._endings.release(sequence)
-            for sequence in [sequence for sequence in load.live() if sequence.kv_rank in hit]:
+            for sequence in [sequence for sequence in live.live_sequences() if sequence.kv_rank in hit]:
                 self._endings.release(sequence)
                 sequence.rewind()
                 sequence.num_losses += 1
-                load.num_preempted += 1
-                load.queue.push(sequence)
+                live.num_preempted += 1
+                live.queue.push(sequence)
                 if sequence.num_losses > MAX_LOSSES:
                     times = f"{sequence.num_losses} times in a row without a token"
                     error = WorkerLostError(f"rank {rank} was lost under this request {times}; last: {reason}")

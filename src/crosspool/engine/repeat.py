@@ -28,10 +28,10 @@ def num_repeats(core: EngineCore, lane: int) -> int:
     if any(other.step is None for other in lanes[:lane] if other.phase == "decode"):
         return 1  # the next step would take that lane
     carried = {other.step.header.model for other in lanes if other.step is not None and other.phase == "decode"}
-    if any(load.decoding and name not in carried for name, load in core.loads.items()):
+    if any(live.decoding and name not in carried for name, live in core.live_models.items()):
         return 1  # another model's turn comes next
-    load = core.loads[running.step.header.model]
-    if len(load.decoding) != len(running.sequences):
+    live = core.live_models[running.step.header.model]
+    if len(live.decoding) != len(running.sequences):
         return 1
     count = 1 << 62
     for sequence in running.sequences:
@@ -57,15 +57,15 @@ def repeat_step(core: EngineCore, lane: int, count: int, token_id: int, now: flo
     flight = running.present
     assert flight is not None
     step = flight.step
-    load = core.loads[step.header.model]
+    live = core.live_models[step.header.model]
     for sequence in running.sequences:
         sequence.num_cached_tokens += count
         sequence.num_losses = 0
         sequence.request.output_token_ids.extend([token_id] * count)
-    load.generated_tokens += count * len(running.sequences)
+    live.generated_tokens += count * len(running.sequences)
     result = StepResult(lane=lane, step_seq=running.step_seq, sampled=())
     core.log.add(step.header, flight.started_s, now, result, count)
-    core.dispatcher.take_turn(load.model.name, "decode")
+    core.dispatcher.take_turn(live.model.name, "decode")
     running.step_seq += count
     flight.started_s = now
     header = step.header._replace(step_seq=running.step_seq)

@@ -21,7 +21,7 @@ from crosspool.engine.endings import Deadlines, Endings
 from crosspool.engine.forecast import output_estimate
 from crosspool.engine.intake import Admitter, Intake
 from crosspool.engine.limit_change import LimitChange
-from crosspool.engine.model_loads import ModelLoads
+from crosspool.engine.live_models import LiveModels
 from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.rank_losses import RankLosses
 from crosspool.engine.sequence import Sequence, SequenceUpdate
@@ -45,8 +45,8 @@ class EngineCore:
         self.ranks = RankHealth(config.recovery_timeout_s)
         self._sequences: dict[int, Sequence] = {}  # those that have not ended
         self._estimate = output_estimate(config.admission, config.forecast_quantile)
-        self._models = models = ModelLoads(config, self._estimate)
-        self.loads, self.pages, self.kv = models.by_name, models.pages, models.kv
+        self._models = models = LiveModels(config, self._estimate)
+        self.live_models, self.pages, self.kv = models.by_name, models.pages, models.kv
         self.dispatcher = Dispatcher(config, models.by_name, models.kv, self.ranks)
         self._admitter = Admitter(config, models, self.ranks)
         self._intake = Intake(models, self.ranks, self._admitter, self._sequences)
@@ -65,7 +65,7 @@ class EngineCore:
         return self._models.context_limit(model)
 
     def set_limits(self, change: LimitChange) -> None:
-        """Change what models may hold, as `ModelLoads.set_limits`; `refuse_unfitting` comes next."""
+        """Change what models may hold, as `LiveModels.set_limits`; `refuse_unfitting` comes next."""
         self._models.set_limits(change)
         self._admitter.is_due = True
 
@@ -78,7 +78,7 @@ class EngineCore:
         return self._endings.refuse_unfitting(now)
 
     def add_model(self, model: ServedModel) -> None:
-        """Serve a model whose ranks have loaded it. Raises as `ModelLoads.add`."""
+        """Serve a model whose ranks have loaded it. Raises as `LiveModels.add`."""
         self._models.add(model)
         self.dispatcher.add_model(model.name)
         for rank in model.placement.ranks:
@@ -159,7 +159,7 @@ class EngineCore:
 
     def most_wanted(self) -> list[str]:
         """Models by the number of their sequences that wait for an end, most first."""
-        return sorted(self.loads, key=lambda name: -self.loads[name].num_unended)
+        return sorted(self.live_models, key=lambda name: -self.live_models[name].num_unended)
 
     def mapping_hints(self, now: float) -> dict[str, list[Hint]]:
         """By KV rank whose frames are mapped: pages its models will need, and pages that nobody needs."""
@@ -167,7 +167,7 @@ class EngineCore:
         for kv_rank, pages in self.pages.items():
             if pages.ahead is None:
                 continue
-            here = {name: load.num_live for name, load in self.loads.items() if kv_rank in load.model.kv_ranks}
+            here = {name: live.num_live for name, live in self.live_models.items() if kv_rank in live.model.kv_ranks}
             if hints := pages.ahead.hints(here, now, may_withdraw=not pages.budget.is_settling):
                 found[kv_rank] = hints
         return found

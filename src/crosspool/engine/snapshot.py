@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from crosspool.engine.kv_pages import KVPages
-from crosspool.engine.model_loads import ModelLoad
+from crosspool.engine.live_models import LiveModel
 from crosspool.engine.stats import EngineStats, ModelStats
 from crosspool.engine.step_log import StepLog
 
@@ -16,12 +16,14 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
     parked_steps = core.dispatcher.parked_steps
     busy = [lane.present.started_s for lane in core.dispatcher.lanes if lane.present is not None]
     busy += [parked.trouble.first_failed_s for parked in parked_steps.steps]
-    parked_seqs = dict.fromkeys(core.loads, 0)
+    parked_seqs = dict.fromkeys(core.live_models, 0)
     for parked in parked_steps.steps:
         parked_seqs[parked.step.header.model] += len(parked.sequences)
     return EngineStats(
         now_s=now,
-        models=tuple(_model_stats(load, core.kv, parked_seqs[name], core.log) for name, load in core.loads.items()),
+        models=tuple(
+            _model_stats(live, core.kv, parked_seqs[name], core.log) for name, live in core.live_models.items()
+        ),
         pools=tuple(pages.stats() for pages in core.pages.values()),
         lanes=tuple(lane.stats() for lane in core.dispatcher.lanes),
         num_steps=core.log.num_steps,
@@ -38,11 +40,11 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
     )
 
 
-def _model_stats(load: ModelLoad, kv: KVPages, num_parked: int, log: StepLog) -> ModelStats:
+def _model_stats(live: LiveModel, kv: KVPages, num_parked: int, log: StepLog) -> ModelStats:
     """Frames are those of all its KV ranks together; limits hold for each of them."""
-    model = load.model
+    model = live.model
     name, width = model.name, model.frames_per_page * (len(model.kv_ranks) if model.kv_split == "heads" else 1)
-    by_rank = kv.frames_by_rank(name, [*load.live(), *load.lingering.values()])
+    by_rank = kv.frames_by_rank(name, [*live.live_sequences(), *live.lingering.values()])
     frames_used = sum(frames.used for frames in by_rank.values())
     frames_reserved = sum(frames.reserved for frames in by_rank.values())
     frames_reusable = sum(frames.reusable for frames in by_rank.values())
@@ -50,20 +52,20 @@ def _model_stats(load: ModelLoad, kv: KVPages, num_parked: int, log: StepLog) ->
     limits = {rank: kv.by_rank[rank].limits for rank in model.kv_ranks}
     return ModelStats(
         name=name,
-        num_queued=len(load.queue),
-        num_prefilling=len(load.prefilling),
-        num_decoding=len(load.decoding),
+        num_queued=len(live.queue),
+        num_prefilling=len(live.prefilling),
+        num_decoding=len(live.decoding),
         num_parked=num_parked,
         pages_used=frames_used // width,
         pages_reserved=frames_reserved // width,
         frames_used=frames_used,
         frames_reserved=frames_reserved,
-        page_tokens=load.model.page_tokens,
+        page_tokens=live.model.page_tokens,
         frames_per_page=model.frames_per_page,
-        prompt_tokens=load.prompt_tokens,
-        generated_tokens=load.generated_tokens,
-        num_accepted=load.num_accepted,
-        num_refused=load.num_refused,
+        prompt_tokens=live.prompt_tokens,
+        generated_tokens=live.generated_tokens,
+        num_accepted=live.num_accepted,
+        num_refused=live.num_refused,
         pages_reusable=frames_reusable // width,
         frames_reusable=frames_reusable,
         prefix_queries=counts.queries,
@@ -72,22 +74,23 @@ def _model_stats(load: ModelLoad, kv: KVPages, num_parked: int, log: StepLog) ->
         frames_stowed=kv.frames_stowed(name),
         prefix_stowed=stowed.stowed,
         prefix_brought_back=stowed.brought_back,
-        num_preempted=load.num_preempted,
-        num_finished={reason.value: count for reason, count in load.num_finished.items()},
+        num_preempted=live.num_preempted,
+        num_finished={reason.value: count for reason, count in live.num_finished.items()},
         frames_floor=limits[model.kv_rank].floor(name),
         frames_ceiling=limits[model.kv_rank].ceilings.get(name),
         frames_reach=kv.reach(model, {rank: own.reach(name) for rank, own in limits.items()}),
         frames_by_rank=by_rank,
-        busy_since_s=_busy_since_s(load, log.last_end_s(name)),
+        busy_since_s=_busy_since_s(live, log.last_end_s(name)),
         steps=log.totals(name),
     )
 
 
-def _busy_since_s(load: ModelLoad, last_end_s: float | None) -> float | None:
+def _busy_since_s(live: LiveModel, last_end_s: float | None) -> float | None:
     """The later of the model's last progress and the moment its oldest live sequence came; None without any."""
-    if not load.num_live:
+    if not live.num_live:
         return None
     came_s = min(
-        sequence.request.arrival_s if sequence.scheduled_s is None else sequence.scheduled_s for sequence in load.live()
+        sequence.request.arrival_s if sequence.scheduled_s is None else sequence.scheduled_s
+        for sequence in live.live_sequences()
     )
     return came_s if last_end_s is None else max(came_s, last_end_s)

@@ -5,7 +5,7 @@ from crosspool.core import SampledToken
 from crosspool.engine.dispatcher import Dispatcher
 from crosspool.engine.endings import Endings
 from crosspool.engine.lanes import Flight, Trouble
-from crosspool.engine.model_loads import ModelLoads
+from crosspool.engine.live_models import LiveModels
 from crosspool.engine.sequence import Sequence, SequenceState, SequenceUpdate
 from crosspool.engine.step_log import StepLog
 from crosspool.errors import ConstraintError, StepError, WorkerLostError
@@ -16,9 +16,9 @@ class StepOutcomes:
     """Appends tokens, ends sequences, and parks steps that failed. Outcomes of steps given up before are ignored."""
 
     def __init__(
-        self, models: ModelLoads, dispatcher: Dispatcher, endings: Endings, log: StepLog, recovery_timeout_s: float
+        self, models: LiveModels, dispatcher: Dispatcher, endings: Endings, log: StepLog, recovery_timeout_s: float
     ) -> None:
-        self._loads, self._kv = models.by_name, models.kv
+        self._live_models, self._kv = models.by_name, models.kv
         self._dispatcher = dispatcher
         self._endings = endings
         self._log = log
@@ -74,13 +74,13 @@ class StepOutcomes:
         return updates
 
     def _accept_token(self, sequence: Sequence, token: SampledToken, now: float) -> SequenceUpdate:
-        load = self._loads[sequence.request.model]
+        live = self._live_models[sequence.request.model]
         if sequence.state is SequenceState.PREFILLING:
-            load.prompt_tokens += sequence.num_prompt_tokens if sequence.num_generated_tokens == 0 else 0
-            load.enter(sequence, SequenceState.DECODING)
+            live.prompt_tokens += sequence.num_prompt_tokens if sequence.num_generated_tokens == 0 else 0
+            live.enter(sequence, SequenceState.DECODING)
         sequence.request.output_token_ids.append(token.token_id)
         sequence.num_losses = 0
-        load.generated_tokens += 1
+        live.generated_tokens += 1
         reason = sequence.end_after(token.token_id)
         if reason is not None:
             self._endings.end(sequence, reason)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from crosspool.engine.batcher import decode_row
 from crosspool.engine.decode_steps import DecodeSteps
 from crosspool.engine.lanes import Lane
-from crosspool.engine.model_loads import num_decode_batches
+from crosspool.engine.live_models import num_decode_batches
 from crosspool.scheduler.step import StepDescriptor
 
 
@@ -35,7 +35,7 @@ class StepsAhead:
         ]
         if not open_:
             return []
-        keep_lanes = num_decode_batches(self.decode.loads.values(), self.decode.ranks) <= len(lanes)
+        keep_lanes = num_decode_batches(self.decode.live_models.values(), self.decode.ranks) <= len(lanes)
         next_step = self._same_again if keep_lanes else self.decode.step_behind
         steps = (next_step(lane, now) for _, lane in sorted(open_, key=lambda entry: entry[0]))
         return [step for step in steps if step is not None]
@@ -49,13 +49,13 @@ class StepsAhead:
         assert lane.step is not None
         known = self.decode
         name, home = lane.step.header.model, lane.step.header.kv_rank
-        load = known.loads.get(name)
-        if load is None or not known.ranks.are_up(load.needs[home], name):
+        live = known.live_models.get(name)
+        if live is None or not known.ranks.are_up(live.needs[home], name):
             return None
         if known.under_way().count((name, home)) != 1:
             return None
         batch = []
-        for sequence in load.decoding.values():
+        for sequence in live.decoding.values():
             if sequence.kv_rank != home:
                 continue
             if sequence.in_step:
@@ -68,6 +68,6 @@ class StepsAhead:
             batch.append(sequence)
         if not batch:
             return None
-        num_steps = known.run_length.of(load, batch)
+        num_steps = known.run_length.of(live, batch)
         rows = [decode_row(sequence, sequence.num_ahead) for sequence in batch]
-        return known.starter.start(lane, load, home, batch, rows, now, num_steps)
+        return known.starter.start(lane, live, home, batch, rows, now, num_steps)

@@ -1,5 +1,5 @@
-"""ModelLoads: the models that are served, each a ModelLoad, the pages of their KV ranks, and how long their sequences
-may become."""
+"""LiveModels: the models that ranks have loaded, with their sequences, the pages of their KV ranks, and how long their
+sequences may become."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,8 +19,9 @@ from crosspool.errors import CapacityError, UnknownModelError
 
 
 @dataclass(slots=True)
-class ModelLoad:
-    """Sequences by state and id. `lingering`: ended ones whose step is still in flight."""
+class LiveModel:
+    """A model that its ranks have loaded: its queue, and its sequences by state and id. `lingering`: ended ones whose
+    step is still in flight."""
 
     model: ServedModel
     queue: ModelQueue
@@ -95,31 +96,31 @@ class ModelLoad:
         for sequences in (self.prefilling, self.decoding, self.lingering):
             sequences.pop(sequence.sequence_id, None)
 
-    def live(self) -> list[Sequence]:
+    def live_sequences(self) -> list[Sequence]:
         return [*self.prefilling.values(), *self.decoding.values()]
 
     def unended(self) -> Iterator[Sequence]:
         """Every sequence that still owes its caller an end, live ones first."""
-        yield from self.live()
+        yield from self.live_sequences()
         yield from list(self.queue)
 
 
-def num_decode_batches(loads: Iterable[ModelLoad], ranks: RankHealth) -> int:
+def num_decode_batches(live_models: Iterable[LiveModel], ranks: RankHealth) -> int:
     """Decode batches that could run now: one for each model and home of its decoding sequences."""
-    return sum(len(load.homes_of(load.decoding.values(), ranks)) for load in loads if load.decoding)
+    return sum(len(live.homes_of(live.decoding.values(), ranks)) for live in live_models if live.decoding)
 
 
-class ModelLoads:
+class LiveModels:
     """Models by name and pages by KV rank. Both dicts stay the same objects: everyone who reads them holds them."""
 
     def __init__(self, config: EngineConfig, estimate: OutputEstimate) -> None:
-        self.by_name: dict[str, ModelLoad] = {}
+        self.by_name: dict[str, LiveModel] = {}
         self.pages: dict[str, KVRankPages] = {}
         self.kv = KVPages(self.pages)
         self._config = config
         self._estimate = estimate
 
-    def of(self, name: str) -> ModelLoad:
+    def of(self, name: str) -> LiveModel:
         """Raises UnknownModelError."""
         if name not in self.by_name:
             served = ", ".join(self.by_name) or "none"
@@ -152,7 +153,7 @@ class ModelLoads:
             self.of(name)
         changed = {}
         for kv_rank, pages in self.pages.items():
-            here = {name for name, load in self.by_name.items() if kv_rank in load.model.kv_ranks}
+            here = {name for name, live in self.by_name.items() if kv_rank in live.model.kv_ranks}
             changed[kv_rank] = pages.changed_limits(change.of(here))
         for kv_rank, limits in changed.items():
             self.pages[kv_rank].set_limits(limits)
@@ -170,12 +171,12 @@ class ModelLoads:
                 self.pages[kv_rank] = self._new_pages(kv_rank)
         self.kv.add_model(model)
         queue = ModelQueue(model.name, self._config.max_queue, self._config.max_queue_per_key)
-        self.by_name[model.name] = ModelLoad(model, queue)
+        self.by_name[model.name] = LiveModel(model, queue)
 
     def remove(self, name: str) -> None:
         """Forget an idle model."""
-        load = self.of(name)
-        assert load.is_idle, f"model {name} still has sequences; drain or end it first"
+        live = self.of(name)
+        assert live.is_idle, f"model {name} still has sequences; drain or end it first"
         self.kv.remove_model(name)
         del self.by_name[name]
 
