@@ -8,6 +8,9 @@ share weights, since no host knows. Metrics of more rows than one name them (`b8
 devices were at the step, as in serving. `steady`: it has not. With --no-devices there is no GPU and none of a driver's
 calls in the figures, and `lone` steps find nothing of their host in the processor's caches, which is more than a sleep
 does to them.
+
+A machine's cores may be shared, or slower than another's. So steady and lone steps take turns in rounds, the median of
+the quickest round stands beside the quartiles, and so does what a loop of Python took before each round.
 """
 
 from __future__ import annotations
@@ -21,9 +24,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.full_models import CONFIGS, full_spec
+from benchmarks.python_pace import loop_us, timer_us
 from benchmarks.ranks.driven import DrivenRanks, Sequence_
 from benchmarks.ranks.lone_steps import host_us, warmed_up
 from benchmarks.report import RESULTS, Report
@@ -34,7 +39,9 @@ from crosspool.pools_config import Control
 from crosspool.units import MiB
 
 SEED, CONTEXT, FRAMES_A_ROW = 7, 1024, 128
-WARM_UP, COUNTED = 24, 120
+WARM_UP = 24
+STEPS_A_ROUND = {"steady": 120, "lone": 40}
+RANKS = ("kv0", "w0")
 LIMIT_US = 60.0
 CACHE_BYTES = 64 * MiB
 SMALL = {"vocab_size": 512, "hidden_size": 256, "moe_intermediate_size": 32, "intermediate_size": 32}
@@ -58,6 +65,7 @@ class Weights:
 class Bench:
     def __init__(self, options: argparse.Namespace, report: Report) -> None:
         self._report, self._has_devices, self._batch = report, not options.no_devices, 1
+        self._num_rounds = options.rounds
         self._kernels: tuple[Any, Any]
         if options.no_devices:
             from benchmarks.ranks.without_devices import NoKernels
@@ -107,22 +115,40 @@ class Bench:
             yield
 
     def _measure(self, ranks: DrivenRanks, label: str) -> None:
-        sequences, step_s = warmed_up(ranks, CONTEXT, WARM_UP, self._batch)
-        for way in ("steady", "lone"):
-            for rank, used_us in self._used_us(ranks, sequences, way, step_s).items():
-                name, is_asked = f"host_us_per_step.{label}.{way}.{rank}", self._batch == 1
-                limit, note = (LIMIT_US, "of a core; asked") if is_asked else (None, "of a core")
-                self._report.samples(name, used_us, limit=limit, note=note)
-                print(f"{name}: {sorted(used_us)[len(used_us) // 2]:.1f}", flush=True)
+        rounds: dict[tuple[str, str], list[list[float]]] = {(way, rank): [] for way in STEPS_A_ROUND for rank in RANKS}
+        paces_us: list[float] = []
+        for _ in range(self._num_rounds):
+            sequences, step_s = warmed_up(ranks, CONTEXT, WARM_UP, self._batch)
+            paces_us += [loop_us() for _ in range(5)]
+            for way, count in STEPS_A_ROUND.items():
+                for rank, used_us in self._used_us(ranks, sequences, way, step_s, count).items():
+                    rounds[way, rank].append(used_us)
+        for (way, rank), found in rounds.items():
+            self._tell(f"host_us_per_step.{label}.{way}.{rank}", found)
+        self._report.samples(
+            f"python_loop_us.{label}", paces_us, note="the same work in each result: the machine's pace"
+        )
+
+    def _tell(self, name: str, rounds: list[list[float]]) -> None:
+        used_us = [each for found in rounds for each in found]
+        is_asked = self._batch == 1
+        limit, note = (LIMIT_US, "of a core; asked") if is_asked else (None, "of a core")
+        self._report.samples(name, used_us, limit=limit, note=note)
+        first, third = np.percentile(used_us, (25, 75))
+        self._report.metric(f"{name}.p25", float(first))
+        self._report.metric(f"{name}.p75", float(third))
+        best = min(float(np.median(found)) for found in rounds)
+        self._report.metric(f"{name}.best_round", best, limit=limit, note="median of the quickest round")
+        print(f"{name}: {np.median(used_us):.1f}, in the quickest round {best:.1f}", flush=True)
 
     def _used_us(
-        self, ranks: DrivenRanks, sequences: Sequence[Sequence_], way: str, step_s: float
+        self, ranks: DrivenRanks, sequences: Sequence[Sequence_], way: str, step_s: float, count: int
     ) -> dict[str, list[float]]:
         if self._has_devices or way == "steady":
-            return host_us(ranks, sequences, 2 * step_s if way == "lone" else 0.0, COUNTED)
-        found: dict[str, list[float]] = {"kv0": [], "w0": []}
+            return host_us(ranks, sequences, 2 * step_s if way == "lone" else 0.0, count)
+        found: dict[str, list[float]] = {rank: [] for rank in RANKS}
         others = bytearray(CACHE_BYTES)
-        for _ in range(COUNTED):
+        for _ in range(count):
             others[:] = bytes(CACHE_BYTES)
             for rank, used_us in host_us(ranks, sequences, 0.0, 1).items():
                 found[rank] += used_us
@@ -135,17 +161,19 @@ def main() -> None:
     parser.add_argument("--modes", default="graphs,resident")
     parser.add_argument("--batches", default="1", help="rows of a step, of each in turn")
     parser.add_argument("--no-devices", action="store_true", help="hosts' Python alone, by graphs")
+    parser.add_argument("--rounds", type=int, default=6, help="of steady and lone steps in turn")
     parser.add_argument("--server-sms", type=int, default=92, help="multiprocessors of the weights rank")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--hang-seconds", type=float, default=120.0, help="give up where nothing ends")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
-    config = {"context": CONTEXT, "batches": options.batches, "steps": COUNTED}
+    config = {"context": CONTEXT, "batches": options.batches, "rounds": options.rounds, "steps": STEPS_A_ROUND}
     hardware = "cpu" if options.no_devices else "h200"
     report = Report("step_host", hardware=hardware, config=config, seed=SEED)
     on = "no device: Python alone" if options.no_devices else "both ranks on one GPU"
     report.summary = f"Processor time of each rank's thread for a decode step: descriptor, launch, tokens' read; {on}."
     bench = Bench(options, report)
+    report.metric("timer_us", timer_us(), note="one look at a thread's time; two are in each figure")
     gc.disable()  # what frees device memory waits for the device, which may wait for this thread
     for name in options.models.split(","):
         for batch in map(int, options.batches.split(",")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -40,7 +40,6 @@ from crosspool.units import ceil_div
 MAX_ROWS = 32
 STEP_DEADLINE_S = 5.0
 RANKS = ("kv0", "w0")
-_NOTHING = nullcontext()
 
 
 class ReadyKV(CudaAttentionWorker):
@@ -143,16 +142,21 @@ class DrivenRanks:
         return RankLoop(name, worker, around)
 
     def _handle(self, loop: RankLoop, message: messages.ToRank) -> None:
+        if self._is_one:
+            loop.handle(message)
+            return
         with self._device_of(loop):
             loop.handle(message)
 
     def _advance(self, loop: RankLoop) -> bool:
+        if self._is_one:
+            return loop.advance()
         with self._device_of(loop):
             return loop.advance()
 
     def _device_of(self, loop: RankLoop) -> AbstractContextManager[None]:
         """Makes a rank's device the current one, which is its thread's own where ranks have threads."""
-        return _NOTHING if self._is_one else on_device(self._devices[loop.name])
+        return on_device(self._devices[loop.name])
 
     def turn(self) -> None:
         """Run what is ready on either rank; nap where both may, as a host does."""
