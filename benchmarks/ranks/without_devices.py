@@ -41,7 +41,7 @@ class _DoneAtOnce:
         self._memory = lane.memory
 
     def replay(self, stream: Any) -> None:
-        self._memory._words_seen[DONE] = self._memory.last_epoch
+        self._memory._host_words[DONE] = self._memory.last_epoch
 
 
 @contextmanager

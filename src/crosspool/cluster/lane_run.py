@@ -22,7 +22,6 @@ class LaneRun:
     """
 
     __slots__ = (
-        "_deadline_s",
         "_half",
         "_links",
         "_ready_s",
@@ -32,23 +31,32 @@ class LaneRun:
         "_wait",
         "clocks",
         "compute_s",
+        "deadline_s",
         "has_waited",
         "header",
+        "leads",
         "untold",
         "wait_s",
     )
 
     def __init__(
-        self, header: StepHeader, half: HalfStep[Outcome], links: LaneLinks, now_s: float, deadline_s: float
+        self,
+        header: StepHeader,
+        half: HalfStep[Outcome],
+        links: LaneLinks,
+        now_s: float,
+        deadline_s: float,
+        *,
+        leads: bool,
     ) -> None:
-        self.header = header
+        """deadline_s: how long one wait of the half may take. leads: whether this rank's word ends the step."""
+        self.header, self.deadline_s, self.leads = header, deadline_s, leads
         self.compute_s = 0.0
         self.wait_s = 0.0
         self.has_waited = False
         self.clocks: tuple[WorkClock, ...] = ()  # of the weights ranks, where they tell their work
         self._half = half
         self._links = links
-        self._deadline_s = deadline_s
         self._wait: Wait | None = None  # nothing yet: the first segment needs no peer
         self.untold: list[tuple[SampledToken, ...]] = []  # tokens of a run's steps that have ended, not told yet
         self._told_s = now_s
@@ -58,7 +66,7 @@ class LaneRun:
 
     def is_overdue(self, now_s: float) -> bool:
         """Whether it has waited too long."""
-        return self._wait is not None and now_s > self._since_s + self._deadline_s
+        return self._wait is not None and now_s > self._since_s + self.deadline_s
 
     def is_ready(self) -> bool:
         """Whether its next segment can run."""

@@ -28,10 +28,6 @@ class RankHalves:
         """Whether this rank's word ends the step."""
         return self.worker.is_kv and header.kv_rank == self.name
 
-    def deadline_s(self, header: StepHeader) -> float:
-        """How long one wait of the half may take: the leading rank speaks before the others."""
-        return self.step_deadline_s * (1 if self.leads(header) else 2)
-
     def may_begin_ahead(self, work: Work) -> bool:
         """Whether the half's first segment may run while the lane's step before it does."""
         ahead = self.worker.ahead
@@ -40,6 +36,7 @@ class RankHalves:
     def make(self, work: Work) -> LaneRun | None:
         """The half, not begun; None where nobody waits for this rank. Raises what the worker does."""
         header = header_of(work)
+        leads = self.leads(header)
         half: HalfStep[Outcome]
         if not isinstance(work, StepDescriptor):
             links = self.links.of(header, (header.kv_rank,))
@@ -47,7 +44,7 @@ class RankHalves:
         elif self.worker.prefill_worker is not None:
             links = self.links.of(header, (header.kv_rank,))
             half = self.worker.prefill_worker.run(work, links)
-        elif self.leads(header):
+        elif leads:
             links = self.links.of(header, *self._peers(header))
             half = self.worker.attention.run(work, links)
         else:
@@ -56,7 +53,8 @@ class RankHalves:
             if share is None:
                 return None
             half = share
-        run = LaneRun(header, half, links, self.clock(), self.deadline_s(header))
+        deadline_s = self.step_deadline_s * (1 if leads else 2)  # the leading rank speaks before the others
+        run = LaneRun(header, half, links, self.clock(), deadline_s, leads=leads)
         run.clocks = self.links.clocks(header.lane, links)
         return run
 

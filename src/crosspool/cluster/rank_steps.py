@@ -119,7 +119,7 @@ class RankSteps:
             del self.runs[lane]
             self._finished_seq[lane] = run.header.step_seq
             self._computed(run, self._clock() - now_s)
-            if self._halves.leads(run.header):
+            if run.leads:
                 self._reports.finished(run, end.value, now_s)
             self._begin_behind(lane)
             return
@@ -128,7 +128,7 @@ class RankSteps:
             self._reports.failed(run.header, failure)
             self._drop_behind(run.header)
             return
-        if run.is_to_tell(now_s) and self._halves.leads(run.header):
+        if run.leads and run.is_to_tell(now_s):
             self._reports.told(run, now_s)
         ended_s = self._clock()
         self._computed(run, ended_s - now_s)
@@ -155,7 +155,7 @@ class RankSteps:
         """End a step whose wait is out of time."""
         header, waiting_on = run.header, run.missing()
         self._drop(header.lane)
-        self._reports.expired(header, waiting_on, self._halves.deadline_s(header))
+        self._reports.expired(header, waiting_on, run.deadline_s)
         self._drop_behind(header)
 
     def abort(self, lane: int, step_seq: int) -> None:

@@ -38,7 +38,7 @@ def run_step(
     has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
     try:
         for part in plan:
-            sampled = [row for row in batch.sampled if part.start <= row.token < part.stop]
+            sampled = batch.sampled_in(part.start, part.stop)
             is_decode = batch.num_rows_of(part.start, part.stop) == part.num_tokens
             kind = KVPassKind(part.bucket, bool(sampled) or is_decode, is_decode)  # those of decode all sample
             source = found.find(way, kind)

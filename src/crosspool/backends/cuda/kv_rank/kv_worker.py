@@ -162,7 +162,8 @@ class CudaAttentionWorker:
     def run(self, step: StepDescriptor, links: LaneLinks) -> HalfStep[tuple[SampledToken, ...]]:
         placed, memory = self._frames.begin(step), self._lanes[step.header.lane].memory
         try:
-            yield from self._settled(step)
+            if self.host_frames is not None or not self._given_up.have_ended:
+                yield from self._settled(step)
             return (yield from self._run(placed, links))
         except BaseException:
             self._given_up.note(memory)
@@ -181,13 +182,12 @@ class CudaAttentionWorker:
         inlets = device_inlets((*links.inlets.values(), *shares))
         ends = tuple([inlet.link for inlet in inlets])
 
-        is_fixed = not self._site.is_alone
         if header.prefill_rank is not None:
-            beside = self._lanes.neighbours_of(lane, is_fixed=is_fixed)
+            beside = self._lanes.neighbours_of(lane, is_fixed=not self._site.is_alone)
             return (yield from run_handed(kernels, header, model, lane, inlets[0], batch, beside))
         way = KVWay(header.model, model, header.lane, lane, ends, len(shares), self._joined_by(tuple(links.inlets)))
         if model.split == "one" and runs_in_pieces(header, model.spec):
-            beside = self._lanes.neighbours_of(lane, is_fixed=is_fixed and way.joined is None)
+            beside = self._lanes.neighbours_of(lane, is_fixed=not self._site.is_alone and way.joined is None)
             return (yield from run_kv_chunk(kernels, header, way, inlets, batch, beside))
         if ahead is None:
             idle = Wait((lane.idle, *inlets), OPEN_EPOCH)

@@ -40,8 +40,10 @@ class Batch:
         before: "Batch | None" = None,
     ) -> None:
         """before: the lane's decode step that has not ended yet: a sequence's token there, from row r, is -1 - r."""
-        places = {} if before is None else {row.sequence_id: idx for idx, row in enumerate(before.rows)}
-        followed = [places.get(row.sequence_id) for row in step.rows]
+        followed: list[int | None] = [None] * len(step.rows)
+        if before is not None:
+            places = {row.sequence_id: idx for idx, row in enumerate(before.rows)}
+            followed = [places.get(row.sequence_id) for row in step.rows]
         self.follows = sum({1 << place for place in followed if place is not None}) if None not in followed else 0
         self.rows: tuple[StepRow, ...] = step.rows
         self.tables: list[IntArray] = []  # of each row, (frames_per_page, pages)
@@ -115,6 +117,12 @@ class Batch:
         """The run ends with this step, though `num_steps` more were asked for: its sequences have all ended."""
         for row, sequence in zip(self.rows, self._sequences, strict=True):
             sequence.fill(row.num_cached_tokens + row.num_new_tokens + num_steps + 1)
+
+    def sampled_in(self, start: int, stop: int) -> list[SampledRow]:
+        """Rows that draw a token, of the tokens [start, stop)."""
+        if stop - start == len(self.token_ids):
+            return self.sampled
+        return [row for row in self.sampled if start <= row.token < stop]
 
     def num_rows_of(self, start: int, stop: int) -> int:
         """Rows that the tokens [start, stop) belong to."""

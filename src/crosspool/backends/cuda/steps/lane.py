@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -142,14 +142,14 @@ class WorkerLane:
 
     def run_pass(
         self, model: str, links: Links, key: Hashable, inlets: Sequence[DeviceInlet], base: int
-    ) -> Iterator[Wait]:
-        """Enqueue the captured pass: whole or, where the host drives it, each half of a layer."""
+    ) -> Iterable[Wait]:
+        """Enqueue the captured pass: whole or, where the host drives it, each half of a layer, between waits."""
         self._replayed_s = time.monotonic()
         graph = self._graphs[model, links, key]
         if isinstance(graph, SegmentGraphs):
-            yield from graph.drive(self.stream, self.memory, inlets, base)
-            return
+            return graph.drive(self.stream, self.memory, inlets, base)
         graph.replay(self.stream)
+        return ()
 
     def find_loop(self, model: str, links: Links, key: Hashable) -> StepGraph:
         """The pass that `find_pass` has found under `key`, in its loop, captured where that is new; GPUs only."""

@@ -47,9 +47,8 @@ class LaneMemory:
         self._host = pinned((SEEN + 1,), torch.int64, device)
         self.records = RecordRing(device)
         self.host_tokens = pinned((RING_SLOTS * PASS_TOKENS,), torch.int32, device)
-        self._host_words: npt.NDArray[np.int64] = self._host.numpy()
-        self._tokens: npt.NDArray[np.int32] = self.host_tokens.numpy()
-        self._tokens_seen, self._words_seen = memoryview(self._tokens), memoryview(self._host_words)  # quicker to read
+        self._host_words = memoryview(self._host.numpy())  # quicker, word by word, than an array
+        self._tokens = memoryview(self.host_tokens.numpy())
         self._last_epoch = 0
         self._paces: dict[tuple[str, int], Pace] = {}
         self._step_paces: dict[tuple[str, int], StepPace] = {}
@@ -77,18 +76,16 @@ class LaneMemory:
     @property
     def done_epoch(self) -> int:
         """The last epoch of the newest pass that has ended."""
-        done: int = self._words_seen[DONE]
-        return done
+        return self._host_words[DONE]
 
     @property
     def seen_epoch(self) -> int:
         """The newest crossing that has arrived, as far as the host is told of crossings."""
-        return int(self._host_words[SEEN])
+        return self._host_words[SEEN]
 
     def late_epoch(self, peer: int) -> int:
         """The newest epoch that the peer (by its place in the placement) did not deliver in time; 0: none."""
-        late: int = self._words_seen[LATE + peer]
-        return late
+        return self._host_words[LATE + peer]
 
     @property
     def last_epoch(self) -> int:
@@ -103,17 +100,17 @@ class LaneMemory:
         if behind and self._goes_on(behind):
             self._left = (behind, base)
             return
-        self._host_words[ABORT] = max(base, int(self._host_words[ABORT]))
+        self._host_words[ABORT] = max(base, self._host_words[ABORT])
         self._abort_left()
 
     def _goes_on(self, last_epoch: int) -> bool:
-        return max(self.done_epoch, int(self._host_words[ABORT])) < last_epoch
+        return max(self.done_epoch, self._host_words[ABORT]) < last_epoch
 
     def _abort_left(self) -> None:
         behind, base = self._left
         if base and not self._goes_on(behind):
             self._left = (0, 0)
-            self._host_words[ABORT] = max(base, int(self._host_words[ABORT]))
+            self._host_words[ABORT] = max(base, self._host_words[ABORT])
 
     def abort_all(self) -> None:
         """Make every wait that is under way give up."""
@@ -166,12 +163,12 @@ class LaneMemory:
     def tokens(self, slot: int, rows: int) -> list[int]:
         """What the pass of this slot sampled."""
         first = slot * PASS_TOKENS
-        return self._tokens_seen[first : first + rows].tolist()
+        return self._tokens[first : first + rows].tolist()
 
     def tokens_of(self, slots: Sequence[int], rows: int) -> list[list[int]]:
         """The same of several slots."""
         firsts = [slot * PASS_TOKENS for slot in slots]
-        return [self._tokens_seen[first : first + rows].tolist() for first in firsts]
+        return [self._tokens[first : first + rows].tolist() for first in firsts]
 
     def view(self) -> LaneView:
         return LaneView(

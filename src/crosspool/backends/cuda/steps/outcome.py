@@ -1,7 +1,7 @@
 """What a step leaves on the device for its end, and how it becomes tokens."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +30,12 @@ class Outcome:
     def expect(self, part: Pass, slot: int, sampled: list[SampledRow], logits: torch.Tensor) -> None:
         """Note the rows that a pass samples; on a GPU their logits' copy is enqueued behind the pass."""
         places = [(row, row.token - part.start) for row in sampled]
-        memory, count = self._lane.memory, part.bucket
-        with on_stream(self._lane.stream) if self._batch.hosted else nullcontext():
-            self._note(places, lambda: memory.tokens(slot, count), logits)
+        tokens = partial(self._lane.memory.tokens, slot, part.bucket)
+        if not self._batch.hosted:
+            self._drawn.append((tokens, places))
+            return
+        with on_stream(self._lane.stream):
+            self._note(places, tokens, logits)
 
     def expect_tokens(self, sampled: Sequence[SampledRow], tokens: torch.Tensor, logits: torch.Tensor) -> None:
         """The same of a chunk: tokens (rows) int32, on the host once it has ended, and logits (rows, vocabulary).

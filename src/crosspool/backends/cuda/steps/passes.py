@@ -30,6 +30,8 @@ class Pass(NamedTuple):
 
     def padded(self, of_tokens: list[int]) -> list[int]:
         """The pass's part of what each token of the step has; rows that are not in use repeat the first."""
+        if len(of_tokens) == self.bucket:  # then the pass is the whole step
+            return of_tokens
         own = of_tokens[self.start : self.stop]
         return own + own[:1] * (self.bucket - len(own))
 
