@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from crosspool.config import ServerConfig
 from crosspool.errors import CheckpointError, CrossPoolError
-from crosspool.server.run import SignalledServer, _uvicorn_config, listen, run_loop, serve
+from crosspool.server.run import PROBES, SignalledServer, _uvicorn_config, listen, run_loop, serve
 from tests.support.fake_engine import FakeEngine, Script
 from tests.support.server_fixtures import fake_app
 
@@ -61,6 +62,21 @@ def test_a_listening_socket_is_handed_over(caplog: pytest.LogCaptureFixture) -> 
     assert [record.getMessage() for record in caplog.records] == [
         "no api_key is set, and other machines may reach 0.0.0.0: whoever does may use it"
     ]
+
+
+@pytest.mark.parametrize("is_handed_over", [False, True])
+def test_connections_are_probed_for_clients_that_vanished(is_handed_over: bool) -> None:
+    with contextlib.ExitStack() as stack:
+        if is_handed_over:
+            given = socket.create_server(("127.0.0.1", 0))
+            listener = stack.enter_context(listen(ServerConfig(listen_fd=given.detach())))
+        else:
+            listener = stack.enter_context(listen(ServerConfig(port=0)))
+        stack.enter_context(socket.create_connection(listener.getsockname()[:2]))
+        accepted = stack.enter_context(listener.accept()[0])
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        waits = [accepted.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in PROBES]
+        assert waits[0] + waits[1] * waits[2] == 120
 
 
 def test_what_is_handed_over_has_to_listen() -> None:

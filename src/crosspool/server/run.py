@@ -36,6 +36,8 @@ BACKLOG = 2048
 KEEP_ALIVE_S = 75
 """How long a connection may be idle: longer than clients and proxies keep theirs (a minute, most), so that none of them
 sends a request on one that is just being closed."""
+PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
+"""When a silent connection is probed, how often, and how many probes may stay unanswered: seconds, seconds, number."""
 DRAIN_POLL_S = 0.05
 LAST_WORDS_S = 5
 """How long connections may take to send what is left once the engine has ended every request; then they are cut."""
@@ -93,11 +95,21 @@ class SignalledServer(uvicorn.Server):
 def listen(config: ServerConfig) -> socket.socket:
     """A listening socket. Raises CrossPoolError, naming address and remedy, where it cannot be had."""
     listener = _bound(config) if config.listen_fd is None else _handed_over(config.listen_fd)
+    _probe_silent(listener)
     host = listener.getsockname()[0]
     if not config.api_keys and not ip_address(host).is_loopback:
         where = config.host if config.listen_fd is None else host
         logger.warning("no api_key is set, and other machines may reach %s: whoever does may use it", where)
     return listener
+
+
+def _probe_silent(listener: socket.socket) -> None:
+    """Have the system ask whether clients still are there: a machine that lost its network tells nobody that it left,
+    and what it asked for, half sent, would be waited for without an end. Connections inherit it."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in PROBES.items():
+        if hasattr(socket, name):  # as far as the system lets this be set
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _bound(config: ServerConfig) -> socket.socket:
