@@ -20,6 +20,7 @@ from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.lane import WorkerLane
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
 from crosspool.backends.cuda.steps.outcome import Outcome
+from crosspool.backends.cuda.steps.step_on_device import StepOnDevice
 from crosspool.backends.cuda.weights_rank.patience import Patience
 from crosspool.core import SampledToken
 from crosspool.models.spec import GQASpec, MLASpec
@@ -76,16 +77,11 @@ def run_to_end(
     patience: Patience = ENDLESS,
 ) -> HalfStep[tuple[SampledToken, ...]]:
     """`run_pieces` on a KV rank, then the tokens; a chunk that is given up half-way ends on the device all the same."""
-    has_ended = False
-    try:
+    with StepOnDevice(lane, plan.last_epoch):
         yield from run_pieces(kernels, lane, inlets, plan, enqueued, has_neighbours, patience)
         yield Wait(inlets, plan.last_epoch)
         if outcome.is_copying():
             yield Wait((outcome,), plan.last_epoch)
-        has_ended = True
-    finally:
-        if not has_ended:
-            lane.give_up(plan.last_epoch)
     return outcome.finish()
 
 

@@ -13,6 +13,7 @@ from crosspool.backends.cuda.kv_rank.kv_step import run_step, set_tables
 from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.decode_run import push_run, read_run
 from crosspool.backends.cuda.steps.passes import bucket_of
+from crosspool.backends.cuda.steps.step_on_device import StepOnDevice
 from crosspool.backends.sequences.sequence import Sequence
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepDescriptor, epoch, run_over
@@ -33,20 +34,13 @@ def run_by_device(
     source = found.find(way, kind)
     rows = kind.row_numbers(header.num_tokens)
     set_tables(lane, source, [batch.tables[row] for row in rows], [batch.positions[row] for row in rows])
-    has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
-    follows = behind
-    try:
+    last_epoch = epoch(header.step_seq, header.num_steps * num_layers - 1)
+    with StepOnDevice(lane, last_epoch, is_ahead=is_ahead) as on_device:
         slots = push_run(lane.memory, batch, header, num_layers, kind.bucket, model.geometry.page_tokens)
         lane.run_loop(way.name, way.links, kind)
         if is_ahead:
-            yield Wait((), OPEN_EPOCH)
-            behind = 0
-        sampled = yield from read_run(lane.memory, batch, step, slots, num_layers, inlets, follows)
-        has_ended = True
-    finally:
-        if not has_ended:
-            lane.give_up(epoch(header.step_seq, header.num_steps * num_layers - 1), behind)
-    return sampled
+            yield from on_device.await_turn()
+        return (yield from read_run(lane.memory, batch, step, slots, num_layers, inlets, on_device.follows))
 
 
 def run_by_host(

@@ -26,6 +26,7 @@ from crosspool.backends.cuda.loading.weights import AttentionWeights
 from crosspool.backends.cuda.steps.lane import WorkerLane
 from crosspool.backends.cuda.steps.lane_memory import LaneMemory
 from crosspool.backends.cuda.steps.passes import passes
+from crosspool.backends.cuda.steps.step_on_device import StepOnDevice
 from crosspool.backends.sequences.page_reader import PageReader
 from crosspool.backends.sequences.row_slots import row_slots
 from crosspool.backends.sequences.sequence import Sequence, sequence_of
@@ -154,8 +155,7 @@ def answers(
     plan = passes(header.num_tokens, header.step_seq, num_layers)
     yield Wait((lane.idle, inlet), OPEN_EPOCH)
     last_epoch = plan[-1].base + num_layers
-    has_ended = False
-    try:
+    with StepOnDevice(lane, last_epoch):
         for part in plan:
 
             def make(bucket: int = part.bucket) -> TokenSharePass | HeadSharePass:
@@ -183,8 +183,4 @@ def answers(
                 for layer in source.kernels():
                     yield Wait((inlet,), part.base + layer + 1)
         yield Wait((inlet,), last_epoch)
-        has_ended = True
-    finally:
-        if not has_ended:
-            lane.give_up(last_epoch)
     rows.commit()

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from crosspool.backends.base import HalfStep, IntArray, Wait
-from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet
+from crosspool.backends.cuda.channels.link import DeviceInlet
 from crosspool.backends.cuda.device.streams import on_stream
 from crosspool.backends.cuda.kernels.sampling import fill_sampling, sampling_records
 from crosspool.backends.cuda.kv_rank.kv_pass import KVPass
@@ -13,6 +13,7 @@ from crosspool.backends.cuda.steps.lane import WorkerLane
 from crosspool.backends.cuda.steps.outcome import Outcome
 from crosspool.backends.cuda.steps.passes import Pass, passes
 from crosspool.backends.cuda.steps.step_end import await_end
+from crosspool.backends.cuda.steps.step_on_device import StepOnDevice
 from crosspool.core import SampledToken
 from crosspool.scheduler.step import StepHeader
 
@@ -35,8 +36,7 @@ def run_step(
     plan = passes(header.num_tokens, header.step_seq, num_layers, idx)
     last_epoch = plan[-1].base + num_layers
     outcome = Outcome(batch, lane)
-    has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
-    try:
+    with StepOnDevice(lane, last_epoch, is_ahead=is_ahead) as on_device:
         for part in plan:
             sampled = batch.sampled_in(part.start, part.stop)
             is_decode = batch.num_rows_of(part.start, part.stop) == part.num_tokens
@@ -51,16 +51,11 @@ def run_step(
                     yield Wait(peers, part.base + max(layer, ~layer) + 1)
             outcome.expect(part, slot, sampled, source.rows.half.logits_out)
         if is_ahead:
-            yield Wait((), OPEN_EPOCH)
-            behind = 0
+            yield from on_device.await_turn()
         lane.memory.nears_end = True
         yield from await_end(lane, header, inlets, last_epoch)
         if outcome.is_copying():
             yield Wait((outcome,), last_epoch)
-        has_ended = True
-    finally:
-        if not has_ended:
-            lane.give_up(last_epoch, behind)
     return outcome.finish()
 
 

@@ -27,6 +27,7 @@ from crosspool.backends.cuda.prefill_rank.swap import InPlace
 from crosspool.backends.cuda.steps.lane import WorkerLane, device_inlets, enter, finish
 from crosspool.backends.cuda.steps.lane_memory import WaitRule
 from crosspool.backends.cuda.steps.lanes import WorkerLanes
+from crosspool.backends.cuda.steps.step_on_device import StepOnDevice
 from crosspool.cluster.base import ModelPlacement
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.directory import read_model_dir
@@ -110,13 +111,10 @@ class CudaPrefillWorker:
             self._models.bring_next(header.next_model)
             crossing = HandedCrossing(self._kernels, lane.memory, link)
             enqueued = self._chunk(model, in_place, prompt, crossing, plan, lane)
-            try:
+            with StepOnDevice(lane, plan.last_epoch):
                 yield from run_pieces(self._kernels, lane, (inlet,), plan, enqueued, lambda: not self._site.is_alone)
                 yield Wait((inlet,), plan.last_epoch)
                 enqueued = None
-            finally:
-                if enqueued is not None:
-                    lane.give_up(plan.last_epoch)
 
     def _chunk(
         self,

@@ -11,6 +11,7 @@ from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
 from crosspool.backends.cuda.chunks.chunk_plan import ChunkPlan, chunk_plan
 from crosspool.backends.cuda.chunks.chunk_run import run_pieces
 from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.steps.step_on_device import StepOnDevice
 from crosspool.backends.cuda.weights_rank.ffn_passes import FFNPasses, FFNWay
 from crosspool.backends.cuda.weights_rank.fused_turns import FusedTurns, NoneFused
 from crosspool.backends.cuda.weights_rank.patience import Patience
@@ -47,18 +48,15 @@ def run_ffn_chunk(
     yield Wait((lane.idle, inlet), OPEN_EPOCH)
     ffn = found.chunks_of(way.model, way.number)
     crossing = ChunkCrossing(kernels, lane.memory, [inlet.link.map()], plan, spec.hidden_size)
-    has_ended = False
-    turns.chunk_lanes.add(header.lane)
-    try:
-        if turns.fused_lanes:  # each of their layers would wait for the chunk; passes that follow are not fused
-            yield Wait((NoneFused(turns),), OPEN_EPOCH)
-        if resident is not None:
-            resident.before_launch(lane)
-        enqueued = ffn_chunk(ffn, crossing, plan, patience)
-        yield from run_pieces(kernels, lane, (inlet,), plan, enqueued, has_neighbours, patience)
-        yield Wait((inlet,), plan.last_epoch)
-        has_ended = True
-    finally:
-        turns.chunk_lanes.discard(header.lane)
-        if not has_ended:
-            lane.give_up(plan.last_epoch)
+    with StepOnDevice(lane, plan.last_epoch):
+        turns.chunk_lanes.add(header.lane)
+        try:
+            if turns.fused_lanes:  # each of their layers would wait for the chunk; passes that follow are not fused
+                yield Wait((NoneFused(turns),), OPEN_EPOCH)
+            if resident is not None:
+                resident.before_launch(lane)
+            enqueued = ffn_chunk(ffn, crossing, plan, patience)
+            yield from run_pieces(kernels, lane, (inlet,), plan, enqueued, has_neighbours, patience)
+            yield Wait((inlet,), plan.last_epoch)
+        finally:
+            turns.chunk_lanes.discard(header.lane)

@@ -1,10 +1,11 @@
 """A run of decode steps on a weights rank: one graph, or passes posted to the server; the KV rank may end it early."""
 
 from crosspool.backends.base import HalfStep, Wait
-from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet
+from crosspool.backends.cuda.channels.link import DeviceInlet
 from crosspool.backends.cuda.steps.decode_run import places, read_end
 from crosspool.backends.cuda.steps.passes import bucket_of
 from crosspool.backends.cuda.steps.records import RunPlace
+from crosspool.backends.cuda.steps.step_on_device import StepOnDevice
 from crosspool.backends.cuda.weights_rank.ffn_passes import FFNPass, FFNPasses, FFNPassKind, FFNWay
 from crosspool.backends.cuda.weights_rank.resident_ffn import ResidentFFN
 from crosspool.scheduler.step import StepHeader, epoch, run_over
@@ -23,9 +24,7 @@ def run_several(
     lane, model = way.lane, way.model
     num_layers, bucket = model.spec.num_layers, bucket_of(header.num_tokens)
     last_epoch = epoch(header.step_seq, header.num_steps * num_layers - 1)
-    has_ended, behind = False, lane.memory.last_epoch if is_ahead else 0
-    follows = behind
-    try:
+    with StepOnDevice(lane, last_epoch, is_ahead=is_ahead) as on_device:
         if resident is not None and resident.can_serve(lane):
             over = run_over(header.step_seq, header.num_steps, num_layers)
             resident.post(
@@ -50,13 +49,8 @@ def run_several(
                     lane.memory.push(base, num_layers, place=place)
                 lane.run_loop(way.name, way.links, kind)
         if is_ahead:
-            yield Wait((), OPEN_EPOCH)
-            behind = 0
-        yield from read_end(lane.memory, header, num_layers, inlet, follows)
-        has_ended = True
-    finally:
-        if not has_ended:
-            lane.give_up(last_epoch, behind)
+            yield from on_device.await_turn()
+        yield from read_end(lane.memory, header, num_layers, inlet, on_device.follows)
 
 
 def _run_emulated(
