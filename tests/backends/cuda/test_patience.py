@@ -63,7 +63,6 @@ def test_over_time_pieces_take_what_they_may_on_average():
         times.append(ALLOWED_S / 2 if is_urgent else 20 * ALLOWED_S)
         is_urgent = device.run(times[-1])
     assert sum(times) / len(times) == pytest.approx(ALLOWED_S, rel=0.1)
-    assert device.patience.spent_s == pytest.approx(sum(times))
 
 
 def test_what_is_behind_is_bounded():

@@ -38,8 +38,7 @@ class _Piece:
 class Patience:
     """Of one weights rank, over the pieces of all its lanes.
 
-    behind_s: by how much pieces have been slower than they may; faster ones make up for it, but earn nothing. spent_s:
-    what all of them have taken.
+    behind_s: by how much pieces have been slower than they may; faster ones make up for it, but earn nothing.
     """
 
     def __init__(self, make_event: Callable[[], Event] | None, *, has_any: bool = True) -> None:
@@ -49,7 +48,7 @@ class Patience:
         """
         self._make_event, self._has_any = make_event, has_any
         self._pieces: deque[_Piece] = deque()
-        self.behind_s = self.spent_s = 0.0
+        self.behind_s = 0.0
 
     @property
     def is_out(self) -> bool:
@@ -57,7 +56,6 @@ class Patience:
         while self._pieces and self._pieces[0].end.query():
             piece = self._pieces.popleft()
             taken_s = piece.begin.elapsed_time(piece.end) / 1e3
-            self.spent_s += taken_s
             self.behind_s = min(max(self.behind_s + taken_s - piece.allowed_s, 0.0), MOST_BEHIND_S)
         return self.behind_s > 0 or not self._has_any
 
