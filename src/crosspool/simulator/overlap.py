@@ -8,6 +8,7 @@ relative to each other, since all times alike faster or slower make no differenc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, log
+from typing import NamedTuple
 
 from crosspool.planner.roofline import StageTimes
 from crosspool.simulator.pipeline import Pipeline, Route
@@ -54,12 +55,58 @@ class RunningStep:
         return self.sharing.prompt(times, self.allowed_s).step_s / self.times.step_s
 
 
+class _Cell(NamedTuple):
+    """A step on the grid by which slowdowns are remembered. The four times are logarithms, in points of GRID."""
+
+    attention: int
+    ffn: int
+    crossing: int
+    tail: int
+    num_layers: int
+    kv: int
+    weights: int
+    priority: int
+    beside: int  # of the FFN's time, in parts of BESIDE_GRID
+
+    @classmethod
+    def of(cls, step: RunningStep) -> "_Cell":
+        times, route = step.times, step.route
+        return cls(
+            _index(times.attention_s),
+            _index(times.ffn_s),
+            _index(times.crossing_s, COARSE_GRID),
+            _index(times.tail_s, COARSE_GRID),
+            times.num_layers,
+            route.kv,
+            route.weights,
+            route.priority,
+            round(BESIDE_GRID * times.beside_s / times.ffn_s) if times.ffn_s else 0,
+        )
+
+    def from_origin(self, origin: int) -> "_Cell":
+        """With its times counted from another point."""
+        attention, ffn, crossing, tail, *rest = self
+        return _Cell(attention - origin, ffn - origin, crossing - origin, tail - origin, *rest)
+
+    def times(self) -> StageTimes:
+        """Of the middle of the cell; all of them in units of the origin's."""
+        attention, ffn, crossing, tail = (exp(index / GRID) for index in self[:4])
+        return StageTimes(
+            num_layers=self.num_layers,
+            attention_s=attention,
+            ffn_s=ffn,
+            crossing_s=crossing,
+            tail_s=tail,
+            beside_s=self.beside * ffn / BESIDE_GRID,
+        )
+
+
 class PipelineOverlap:
     """Slowdowns of lanes between stations. make_pipeline: given the number of lanes, the pipeline to ask."""
 
     def __init__(self, make_pipeline: Callable[[int], Pipeline]) -> None:
         self._make_pipeline = make_pipeline
-        self._known: dict[tuple[tuple[int, ...], ...], list[float]] = {}
+        self._known: dict[tuple[_Cell, ...], list[float]] = {}
 
     @property
     def num_known(self) -> int:
@@ -69,22 +116,21 @@ class PipelineOverlap:
         """For each step, its time beside the others over its time alone; at least 1."""
         if len(running) == 1:
             return [1.0]
-        cells = [_cell(step) for step in running]
-        origin = cells[0][0]
-        key = tuple((cell[0] - origin, *(value - origin for value in cell[1:4]), *cell[4:]) for cell in cells)
+        cells = [_Cell.of(step) for step in running]
+        key = tuple([cell.from_origin(cells[0].attention) for cell in cells])
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._measure(key)
         return known
 
-    def _measure(self, key: tuple[tuple[int, ...], ...]) -> list[float]:
-        times = [_times(cell) for cell in key]
-        routes = [Route(kv=cell[5], weights=cell[6], priority=cell[7]) for cell in key]
-        pipeline = self._make_pipeline(len(key))
+    def _measure(self, cells: tuple[_Cell, ...]) -> list[float]:
+        times = [cell.times() for cell in cells]
+        routes = [Route(kv=cell.kv, weights=cell.weights, priority=cell.priority) for cell in cells]
+        pipeline = self._make_pipeline(len(cells))
         for index, (step, route) in enumerate(zip(times, routes, strict=True)):
             pipeline.start(index, step, route, 0.0)
-        ended = [0] * len(key)
-        begun_s, begun = 0.0, [0.0] * len(key)
+        ended = [0] * len(cells)
+        begun_s, begun = 0.0, [0.0] * len(cells)
         goal = WARM_STEPS
         while True:
             lane = pipeline.advance(float("inf"))
@@ -143,29 +189,6 @@ class AlternatingGPUs:
         return (round_s + (step.sharing.longer_s if num_prompts else 0.0)) / step.layer_s
 
 
-def _cell(step: RunningStep) -> tuple[int, ...]:
-    times, route = step.times, step.route
-    return (
-        _index(times.attention_s),
-        _index(times.ffn_s),
-        _index(times.crossing_s, COARSE_GRID),
-        _index(times.tail_s, COARSE_GRID),
-        times.num_layers,
-        route.kv,
-        route.weights,
-        route.priority,
-        round(BESIDE_GRID * times.beside_s / times.ffn_s) if times.ffn_s else 0,
-    )
-
-
 def _index(seconds: float, grid: int = GRID) -> int:
     """The nearest point of `grid`, counted in points of GRID."""
     return round(log(max(seconds, 1e-9)) * grid) * (GRID // grid)
-
-
-def _times(cell: tuple[int, ...]) -> StageTimes:
-    attention, ffn, crossing, tail = (exp(index / GRID) for index in cell[:4])
-    beside = cell[8] * ffn / BESIDE_GRID
-    return StageTimes(
-        num_layers=cell[4], attention_s=attention, ffn_s=ffn, crossing_s=crossing, tail_s=tail, beside_s=beside
-    )
