@@ -150,6 +150,15 @@ def test_several_processes_and_a_bound_on_concurrency(url):
     assert result["models"]["paced"]["client_queue_ms"]["max"] > 0
 
 
+def test_requests_that_a_bound_held_back_were_not_sent_at_the_rate_asked_for(url):
+    words = ("--model", "paced", "--request-rate", "400", "--num-prompts", "8", "--output-len", "10", "--num-warmups")
+    free, held = (
+        json.loads(bench(url, *words, "0", *more, "--json").stdout) for more in ((), ("--max-concurrency", "1"))
+    )
+    assert held["completed"] == 8
+    assert held["realised_rates"]["paced"] < 1.5 / (9 * PACE_S) < free["realised_rates"]["paced"]
+
+
 def test_a_run_in_which_nothing_is_served_says_why(url, tmp_path):
     shown = bench(url, "--model", "nobody", "--num-prompts", "3", "--num-warmups", "0", "--report",
                   "--result-dir", str(tmp_path))  # fmt: skip

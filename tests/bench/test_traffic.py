@@ -13,7 +13,7 @@ from crosspool.bench.requests import planned_requests
 from crosspool.bench.settings import BenchSettings
 from crosspool.bench.traffic import ModelTraffic, drawn_requests, realised_rates, traced_requests
 from crosspool.workload.arrivals import GammaBursts, Poisson, RateWindow, WindowedBursts
-from crosspool.workload.lengths import Fixed
+from crosspool.workload.lengths import Fixed, Recorded
 from crosspool.workload.trace import make_trace
 
 SHORT = Fixed(prompt_tokens=8, output_tokens=4)
@@ -83,6 +83,19 @@ def test_a_trace_is_replayed_faster_shorter_and_within_a_context():
     assert realised_rates(planned, 2.0) == {"x": 0.5, "y": 0.5}
     with pytest.raises(ValueError, match="trace speed is 0; it must be above 0"):
         traced_requests(trace, speed=0)
+
+
+RECORDED = Recorded(prompt_tokens=np.array([900, 10]), output_tokens=np.array([5, 2000]))
+
+
+@pytest.mark.parametrize("own", [SHORT, lengths((300.0, 1.0), (40.0, 2.0)), RECORDED], ids=["fixed", "drawn", "table"])
+def test_requests_of_any_lengths_fit_a_context(own):
+    traffic = ModelTraffic(model="a", arrivals=None, lengths=own, num_prompts=200)
+    whole, cut = drawn_requests([traffic], 0), drawn_requests([traffic], 0, max_tokens=10)
+    assert max(request.prompt_tokens + request.output_tokens for request in whole) > 10
+    assert max(request.prompt_tokens + request.output_tokens for request in cut) == 10
+    assert min(request.prompt_tokens for request in cut) == (6 if own is SHORT else 1)
+    assert [request.output_tokens for request in cut] == [min(request.output_tokens, 9) for request in whole]
 
 
 def test_values_may_differ_by_model():

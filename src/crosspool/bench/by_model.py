@@ -68,8 +68,8 @@ def parse_length(text: str) -> tuple[float, float]:
     return numbers
 
 
-def lengths(prompt: tuple[float, float], output: tuple[float, float], longest: int = 0) -> Lengths:
-    """Prompt and output of one model, each of a mean and a coefficient of variation. longest: cut there; 0: nowhere."""
+def lengths(prompt: tuple[float, float], output: tuple[float, float]) -> Lengths:
+    """Prompt and output of one model, each of a mean and a coefficient of variation."""
     if prompt[1] == 0 and output[1] == 0:
         return Fixed(prompt_tokens=round(prompt[0]), output_tokens=round(output[0]))
     tiny = 1e-6  # of a side that does not vary
@@ -78,7 +78,6 @@ def lengths(prompt: tuple[float, float], output: tuple[float, float], longest: i
         output_mean=output[0],
         prompt_cv=prompt[1] or tiny,
         output_cv=output[1] or tiny,
-        longest=longest,
     )
 
 

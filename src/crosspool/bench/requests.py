@@ -62,7 +62,7 @@ def planned_requests(settings: BenchSettings, models: Sequence[str]) -> list[Pla
                 start_s=settings.start_s if name in clients else 0.0,
             )
         )
-    planned = drawn_requests(traffic, settings.seed)
+    planned = drawn_requests(traffic, settings.seed, settings.max_model_len)
     if not planned:
         elsewhere = ", or --trace-start, since ServeGen's clients are silent for most of a day" if clients else ""
         raise ValueError(
@@ -122,8 +122,7 @@ def _lengths(settings: BenchSettings, models: Sequence[str]) -> Mapping[str, Len
     prompts = by_model("input-len", ("128", *settings.input_len), models, parse_length)
     outputs = by_model("output-len", ("64", *settings.output_len), models, parse_length)
     tables = by_model("lengths", settings.lengths, models, recorded_lengths)
-    longest = settings.max_model_len or 0
-    return {name: tables.get(name) or lengths(prompts[name], outputs[name], longest) for name in models}
+    return {name: tables.get(name) or lengths(prompts[name], outputs[name]) for name in models}
 
 
 def _clients(settings: BenchSettings, models: Sequence[str]) -> Mapping[str, ServeGenClient]:

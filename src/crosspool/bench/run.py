@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from crosspool.bench.client import ENDED, NOT_SERVED, STARTED, TOKENS, LoadSettings
 from crosspool.bench.processes import run_clients
+from crosspool.bench.record import RequestRecord
 from crosspool.bench.report import write_report
 from crosspool.bench.requests import planned_requests
 from crosspool.bench.result import NAMES, RunFacts, result_dict
@@ -36,20 +37,20 @@ def run(settings: BenchSettings, *, as_json: bool = False, console: Console | No
     models = tuple(urls)
     targets = {name: _target(settings, url) for name, url in urls.items()}
     planned = planned_requests(settings, models)
-    facts = RunFacts(
-        settings=settings,
-        command=_command(),
-        rates=realised_rates(planned, _span_s(settings, planned)),
-        request_rate=_told_rate(settings),
-        levels=levels,
-        metrics=metrics,
-        objective=objective,
-    )
     warm_up(planned, targets, settings.num_warmups, settings.timeout_s)
     before = read_queues(urls.values(), settings.api_key)
     with _ProgressBar(planned) as show:
         measured = run_clients(planned, targets, load, settings.num_processes, show)
     queues = queue_times_between(before, read_queues(urls.values(), settings.api_key))
+    facts = RunFacts(
+        settings=settings,
+        command=_command(),
+        rates=realised_rates(planned, _span_s(settings, planned, measured.records)),
+        request_rate=_told_rate(settings),
+        levels=levels,
+        metrics=metrics,
+        objective=objective,
+    )
     result = result_dict(measured, facts, queues, detailed=settings.detailed)
     console = console or Console()
     if as_json:
@@ -122,11 +123,20 @@ def _levels(text: str) -> tuple[float, ...]:
     return levels
 
 
-def _span_s(settings: BenchSettings, planned: Sequence[PlannedRequest]) -> float | None:
-    """The time that requests were sent in; None: each model's until its own last one."""
+def _span_s(
+    settings: BenchSettings, planned: Sequence[PlannedRequest], records: Sequence[RequestRecord]
+) -> float | None:
+    """The time that requests were sent in; None: each model's until its own last one.
+
+    Longer than the plan's where a bound on those under way held requests back.
+    """
+    last_due_s = max(request.due_s for request in planned)
+    span_s = settings.duration_s if settings.num_prompts is None else None
     if settings.trace is not None:
-        return max(request.due_s for request in planned)
-    return settings.duration_s if settings.num_prompts is None else None
+        span_s = last_due_s
+    if settings.max_concurrency is not None and last_due_s:
+        span_s = max(span_s or last_due_s, *(record.started_s for record in records))
+    return span_s
 
 
 def _told_rate(settings: BenchSettings) -> float | str:

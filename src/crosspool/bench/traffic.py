@@ -42,14 +42,18 @@ class ModelTraffic:
             raise ValueError(f"no end to the requests of {self.model}; give --num-prompts, or a rate and --duration")
 
 
-def drawn_requests(traffic: Sequence[ModelTraffic], seed: int) -> list[PlannedRequest]:
-    """The requests of all models. A model's own do not change with the models beside it."""
+def drawn_requests(traffic: Sequence[ModelTraffic], seed: int, max_tokens: int | None = None) -> list[PlannedRequest]:
+    """The requests of all models. A model's own do not change with the models beside it.
+
+    max_tokens: as of `traced_requests`.
+    """
     rows: list[tuple[float, str, int, int]] = []
     for own in traffic:
         rng = np.random.default_rng([seed, crc32(own.model.encode())])
         times = _times(own, rng)
         prompts, outputs = own.lengths.draw(rng, len(times))
-        rows += zip(times.tolist(), [own.model] * len(times), prompts.tolist(), outputs.tolist(), strict=True)
+        for due, prompt, output in zip(times.tolist(), prompts.tolist(), outputs.tolist(), strict=True):
+            rows.append((due, own.model, *_within(prompt, output, max_tokens)))
     return _in_order(rows)
 
 
@@ -75,10 +79,7 @@ def traced_requests(
         if duration_s is not None and due >= duration_s:
             break
         prompt, output = max(1, round(prompt * length_scale)), max(1, round(output * length_scale))
-        if max_tokens is not None:
-            output = min(output, max_tokens - 1)
-            prompt = min(prompt, max_tokens - output)
-        rows.append((due, model, prompt, output))
+        rows.append((due, model, *_within(prompt, output, max_tokens)))
     if not rows:
         raise ValueError("the trace has no request in the time asked for; give a longer --duration")
     return _in_order(rows)
@@ -90,6 +91,14 @@ def realised_rates(requests: Sequence[PlannedRequest], duration_s: float | None 
     for request in requests:
         due[request.model].append(request.due_s)
     return {name: len(times) / span if (span := duration_s or max(times)) else 0.0 for name, times in due.items()}
+
+
+def _within(prompt_tokens: int, output_tokens: int, max_tokens: int | None) -> tuple[int, int]:
+    """At most `max_tokens` together; the answer is cut only where a prompt of one token leaves it no room."""
+    if max_tokens is None:
+        return prompt_tokens, output_tokens
+    output_tokens = min(output_tokens, max_tokens - 1)
+    return min(prompt_tokens, max_tokens - output_tokens), output_tokens
 
 
 def _times(own: ModelTraffic, rng: np.random.Generator) -> FloatColumn:
