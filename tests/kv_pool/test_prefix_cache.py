@@ -40,7 +40,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), user=st.integers(0, 3))
     def use(self, data, user):
         place = data.draw(st.sampled_from(sorted(self.users)))
-        self.cache.join(self.cache.get(*place), user)
+        self.cache.add_user(self.cache.get(*place), user)
         self.users[place].add(user)
         if place in self.resting:
             self.resting.remove(place)
@@ -50,7 +50,7 @@ class CacheMachine(RuleBasedStateMachine):
     def leave(self, data):
         place = data.draw(st.sampled_from(sorted(place for place, users in self.users.items() if users)))
         user = data.draw(st.sampled_from(sorted(self.users[place])))
-        self.cache.leave(self.cache.get(*place), user)
+        self.cache.remove_user(self.cache.get(*place), user)
         self.users[place].remove(user)
         if not self.users[place]:
             self.resting.append(place)
@@ -133,7 +133,7 @@ def test_the_page_left_first_goes_first_whatever_its_model():
     cache = a_cache("p", "q")
     pages = [cache.insert(model, KEYS[number], (number + 1,), user=1) for number, model in enumerate("pqp")]
     for page in (pages[1], pages[2], pages[0]):
-        cache.leave(page, 1)
+        cache.remove_user(page, 1)
     order = []
     while (oldest := cache.oldest("pq")) is not None:
         order.append(cache.evict(oldest))

@@ -127,9 +127,9 @@ class KVRankPages:
             self.budget.open(sequence.sequence_id, self._claim(sequence))
         else:
             found = self.prefix.find(sequence)
-            self.prefix.lend(found)
-            self.budget.open(sequence.sequence_id, self._claim(sequence, found))
-            sequence.table.extend(tuple(self.prefix.take(sequence, found)))
+            claim = self._claim(sequence, found)
+            sequence.table.extend(tuple(self.prefix.use(sequence, found)))
+            self.budget.open(sequence.sequence_id, claim)
             self.prefix.keep_stowed(sequence)
         self._extend(sequence, sequence.num_tokens)
         if self.prefix is not None:
@@ -264,11 +264,8 @@ class KVRankPages:
             yield self._claim(sequence)
             return
         found = self.prefix.find(sequence)
-        self.prefix.lend(found)
-        try:
+        with self.prefix.lent(found):
             yield self._claim(sequence, found)
-        finally:
-            self.prefix.lend(found, sign=-1)
 
     def _claim(self, sequence: Sequence, found: Items[CachedPage] = ()) -> Claim:
         """What a new sequence holds alone, if it uses the cached pages `found`."""

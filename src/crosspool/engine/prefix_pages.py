@@ -1,8 +1,9 @@
 """PrefixPages: full pages that sequences of one KV rank have in common, and those that ended ones leave behind."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from crosspool.engine.admission import PageBudget
@@ -80,19 +81,22 @@ class PrefixPages:
         keys = prefix.chain.reach(last, sequence.token_ids)
         return self.cache.match(model.name, keys[len(prefix.filled) : last])
 
-    def lend(self, found: Items[CachedPage], sign: int = 1) -> None:
-        """Count pages that one sequence has alone as shared: another is to use them too. `sign` -1 takes it back."""
-        for owner, count in Counter(next(iter(page.users)) for page in found if len(page.users) == 1).items():
-            self._budget.share(owner, sign * count * self._width(found))
+    @contextmanager
+    def lent(self, found: Items[CachedPage]) -> Iterator[None]:
+        """Meanwhile, pages that one sequence has alone count as shared: another may come to use them too."""
+        self._share(found)
+        try:
+            yield
+        finally:
+            self._share(found, sign=-1)
 
     def frames_in_use(self, found: Items[CachedPage]) -> int:
         """Frames of these pages that others hold: whoever uses the pages too needs so many less of its own."""
         return sum(bool(page.users) for page in found) * self._width(found)
 
-    def take(self, sequence: Sequence, found: Items[CachedPage]) -> list[Page]:
+    def use(self, sequence: Sequence, found: Items[CachedPage]) -> list[Page]:
         """The sequence uses `found`, whose tokens it need not run; their pages, for its block table."""
-        for page in found:
-            self.cache.join(page, sequence.sequence_id)
+        self.add_user(found, sequence.sequence_id)
         filled = self._prefix(sequence).filled
         filled.extend(found)
         reached = len(filled) * sequence.table.page_tokens  # pages that were brought back may go beyond
@@ -132,14 +136,15 @@ class PrefixPages:
         if not found:
             return
         key, num_frames = sequence.sequence_id, self.frames_in_use(found)
-        self.lend(found)
-        self._budget.give_up(key, num_frames)
-        if not self._budget.is_safe:
-            self._budget.give_up(key, -num_frames)
-            self.lend(found, sign=-1)
+        with self.lent(found):
+            self._budget.give_up(key, num_frames)
+            is_safe = self._budget.is_safe
+            if not is_safe:
+                self._budget.give_up(key, -num_frames)
+        if not is_safe:
             return
         start = len(self._prefix(sequence).filled)
-        own = sequence.table.replace(start, self.take(sequence, found))
+        own = sequence.table.replace(start, self.use(sequence, found))
         self._pool.free(sequence.request.model, own, was_used=False)
 
     def next_key(self, sequence: Sequence) -> bytes | None:
@@ -180,7 +185,7 @@ class PrefixPages:
         for index in reversed(range(len(prefix.filled))):  # so that the first page is the youngest
             cached = prefix.filled[index]
             if cached is not None:
-                self.quit(cached, sequence.sequence_id)
+                self.remove_user(cached, sequence.sequence_id)
             elif not self.keep(model, prefix.chain.keys[index], pages[index]):
                 free.append(pages[index])
         prefix.filled.clear()
@@ -195,9 +200,15 @@ class PrefixPages:
         self.cache.touch(twin)
         return False
 
-    def quit(self, cached: CachedPage, sequence_id: int) -> None:
+    def add_user(self, found: Items[CachedPage], sequence_id: int) -> None:
+        """A sequence uses the pages from now on; who had one of them alone shares it."""
+        self._share(found)
+        for page in found:
+            self.cache.add_user(page, sequence_id)
+
+    def remove_user(self, cached: CachedPage, sequence_id: int) -> None:
         """A sequence uses the page no more; the last one left then has it alone."""
-        self.cache.leave(cached, sequence_id)
+        self.cache.remove_user(cached, sequence_id)
         if len(cached.users) == 1:
             self._budget.share(next(iter(cached.users)), -self._models[cached.model].frames_per_page)
 
@@ -256,6 +267,11 @@ class PrefixPages:
         chain = PrefixChain(request.model, request.cache_salt, sequence.table.page_tokens)
         self._newest = (request.model, request.cache_salt, request.prompt_token_ids), chain
         return chain
+
+    def _share(self, found: Items[CachedPage], sign: int = 1) -> None:
+        """Move pages that one sequence has alone from its claim into the shared one; `sign` -1 moves them back."""
+        for owner, count in Counter(next(iter(page.users)) for page in found if len(page.users) == 1).items():
+            self._budget.share(owner, sign * count * self._width(found))
 
     def _width(self, found: Items[CachedPage]) -> int:
         return self._models[found[0].model].frames_per_page if found else 0

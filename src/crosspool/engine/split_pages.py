@@ -71,7 +71,7 @@ class SplitPages:
         assert layout is not None, f"sequence {sequence.sequence_id} was admitted without room"
         self._layouts[sequence.sequence_id] = layout
         if self._prefix is not None:
-            self._prefix.take(sequence, found)
+            self._prefix.use(sequence, found)
             sequence.table.extend(found.tables)
         for pages, count, had in zip(self._ranks, layout.claims, layout.had, strict=True):
             pages.aside.open(sequence.sequence_id, self._model.name, count, had)

@@ -6,7 +6,7 @@ parts of the same tokens fit together, whichever sequences wrote them.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from crosspool.engine.pages import KVRankPages
@@ -69,21 +69,15 @@ class SplitPrefix:
     @contextmanager
     def lent(self, found: FoundPrefix) -> Iterator[None]:
         """Meanwhile, what a sequence would share with others counts as shared."""
-        for rank, cache in enumerate(self._caches):
-            cache.lend(found.on(rank))
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
             for rank, cache in enumerate(self._caches):
-                cache.lend(found.on(rank), sign=-1)
+                stack.enter_context(cache.lent(found.on(rank)))
+            yield
 
-    def take(self, sequence: Sequence, found: FoundPrefix) -> None:
+    def use(self, sequence: Sequence, found: FoundPrefix) -> None:
         """The sequence uses `found`, whose tokens it need not run."""
         for rank, cache in enumerate(self._caches):
-            own = found.on(rank)
-            cache.lend(own)
-            for cached in own:
-                cache.cache.join(cached, sequence.sequence_id)
+            cache.add_user(found.on(rank), sequence.sequence_id)
         self._filled[sequence.sequence_id] = list(found.pages)
         sequence.num_cached_tokens = len(found.pages) * self._model.page_tokens
 
@@ -111,7 +105,7 @@ class SplitPrefix:
         for page in reversed(range(len(filled))):  # so that the first page is the youngest
             for (rank, cached), (_, own) in zip(filled[page], parts_of[page], strict=True):
                 if cached is not None:
-                    self._caches[rank].quit(cached, sequence.sequence_id)
+                    self._caches[rank].remove_user(cached, sequence.sequence_id)
                 elif not self._caches[rank].keep(self._model.name, keys[page], own):
                     free.append((rank, own))
         return free

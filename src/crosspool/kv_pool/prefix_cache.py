@@ -139,12 +139,12 @@ class PrefixCache:
             cached.users.add(user)
         return cached
 
-    def join(self, cached: CachedPage, user: int) -> None:
+    def add_user(self, cached: CachedPage, user: int) -> None:
         """One more sequence uses the page."""
         self._models[cached.model].reusable.pop(cached, None)
         cached.users.add(user)
 
-    def leave(self, cached: CachedPage, user: int) -> None:
+    def remove_user(self, cached: CachedPage, user: int) -> None:
         """A sequence uses the page no more; without any it is reusable."""
         cached.users.remove(user)
         if not cached.users:
