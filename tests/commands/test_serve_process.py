@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -144,6 +145,17 @@ def test_a20_a_lost_worker_without_recovery_ends_the_stream_within_a_second(mode
         assert got[-2]["error"]["code"] == "worker_lost"
         short = {**ENDLESS, "max_tokens": 3}
         until(lambda: httpx2.post(f"{url}/v1/completions", json=short, timeout=60).status_code == 200)
+
+
+def test_server_and_ranks_may_open_as_many_files_as_the_administrator_allows(model: Path) -> None:
+    before, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, allowed))
+    try:
+        with served(model) as (process, _):
+            limits = [each.rlimit(psutil.RLIMIT_NOFILE) for each in (psutil.Process(process.pid), *children(process))]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, allowed))
+    assert limits == [(allowed, allowed)] * 3
 
 
 def test_with_json_logs_every_line_is_an_object(model: Path) -> None:

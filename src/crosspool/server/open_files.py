@@ -13,8 +13,6 @@ logger = logging.getLogger(__name__)
 def raise_limit() -> None:
     """Let this process, and those that it starts, open as many files as the administrator allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == hard:
-        return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (OSError, ValueError) as error:  # some systems know a lower one than they tell
