@@ -8,7 +8,7 @@ import numpy as np
 
 from crosspool.planner.planner import Planned, PlannedGroup
 from crosspool.planner.pool_demand import PoolDemand, demand_over_time
-from crosspool.units import GiB
+from crosspool.units import GiB, format_bytes
 
 MAX_NAMED = 9
 """Models with a colour of their own; the others share one."""
@@ -37,7 +37,7 @@ def write_plots(planned: Planned, directory: Path) -> list[Path]:
         if group.demand is not None:
             prefix = f"{group.plan.name}_" if len(planned.groups) > 1 else ""
             written.append(_save(pyplot, _over_time(pyplot, planned, group), directory / f"{prefix}demand.png"))
-            figure = _distribution(pyplot, group, group.demand)
+            figure = _distribution(pyplot, group, group.demand, planned.plan.quantile)
             written.append(_save(pyplot, figure, directory / f"{prefix}distribution.png"))
     written.append(_save(pyplot, _contexts(pyplot, planned), directory / "contexts.png"))
     return written
@@ -59,37 +59,47 @@ def _over_time(pyplot: Any, planned: Planned, group: PlannedGroup) -> Any:
         stacks.append(held[order[MAX_NAMED:]].sum(axis=0) / GiB)
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
     axes.stackplot(moments / 60.0, stacks, labels=names)
-    axes.axhline(group.plan.required_bytes / GiB, color="black", linewidth=1, linestyle="--", label="required")
+    wanted = f"P{100 * planned.plan.quantile:g}"
+    axes.axhline(group.plan.required_bytes / GiB, color="black", linewidth=1, linestyle="--", label=wanted)
     axes.set(xlabel="minutes", ylabel="KV pages held, GiB", title=f"{group.plan.name}: demand over time")
-    axes.legend(loc="upper right", fontsize="small")
+    axes.margins(x=0)
+    figure.legend(loc="outside right upper", fontsize="small")
     return figure
 
 
-def _distribution(pyplot: Any, group: PlannedGroup, demand: PoolDemand) -> Any:
+def _distribution(pyplot: Any, group: PlannedGroup, demand: PoolDemand, quantile: float) -> Any:
+    """Which share of moments hold more than so much: on a logarithmic axis, since what counts are the rare ones."""
     figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
-    axes.hist(demand.samples / GiB, bins=120, color="tab:blue", alpha=0.7)
-    for level in (0.5, 0.95, 0.99):
-        axes.axvline(demand.level(level) / GiB, linewidth=1, linestyle=":", color="black")
-        axes.text(
-            demand.level(level) / GiB, axes.get_ylim()[1] * 0.95, f" P{level * 100:g}", fontsize="small", va="top"
-        )
+    held, count = demand.samples / GiB, len(demand.samples)
+    axes.step(np.append(0.0, held), 100.0 * (1.0 - np.arange(count + 1) / count), where="post")
+    levels = {f"P{100 * level:g}": (level, demand.level(level)) for level in sorted({0.5, 0.95, 0.99, quantile})}
+    for name, (level, level_bytes) in levels.items():
+        axes.plot(level_bytes / GiB, 100.0 * (1.0 - level), "k.", clip_on=False)
+        told = f"{name}: {format_bytes(round(level_bytes))}"
+        axes.annotate(told, (level_bytes / GiB, 100.0 * (1.0 - level)), (6, 3), textcoords="offset points")
     budget = group.plan.budget_bytes / GiB
-    if budget < 2 * demand.samples[-1] / GiB:
+    if budget < 2 * held[-1]:
         axes.axvline(budget, color="tab:red", label=f"budget {budget:.1f} GiB")
         axes.legend()
     title = f"{group.plan.name}: demand at a random moment; budget {budget:.1f} GiB"
-    axes.set(xlabel="KV pages held, GiB", ylabel="samples", title=title)
+    axes.set(xlabel="KV pages held, GiB", ylabel="% of moments that hold more", title=title, yscale="log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlim(left=0.0)
     return figure
 
 
 def _contexts(pyplot: Any, planned: Planned) -> Any:
-    names = [model.name for group in planned.plan.groups for model in group.models]
-    figure, axes = pyplot.subplots(figsize=(max(6, 0.5 * len(names) + 4), 4), layout="constrained")
-    places = np.arange(len(names))
+    """What memory would hold of one request, which may be more than the model takes."""
+    models = [model for group in planned.plan.groups for model in group.models]
+    figure, axes = pyplot.subplots(figsize=(max(6, 0.5 * len(models) + 4), 4), layout="constrained")
+    places = np.arange(len(models))
     for offset, result in enumerate(planned.plan.layouts):
-        tokens = [result.seen_tokens.get(name, 0) for name in names]
+        tokens = [result.seen_tokens.get(model.name, 0) / 1e3 for model in models]
         axes.bar(places + 0.27 * (offset - 1), tokens, 0.26, label=result.layout)
-    axes.set_xticks(places, names, rotation=30, ha="right")
-    axes.set(ylabel="tokens one request sees", title="Longest context by layout")
+    limits = [model.max_context_tokens / 1e3 for model in models]
+    axes.hlines(limits, places - 0.42, places + 0.42, color="black", linewidth=1.5, label="the model's own limit")
+    axes.set_xticks(places, [model.name for model in models], rotation=30, ha="right")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set(ylabel="1,000 tokens", title="Memory for one request, by layout")
     axes.legend()
     return figure
