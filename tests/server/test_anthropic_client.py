@@ -164,7 +164,26 @@ def test_errors_have_the_clients_own_classes(client: Anthropic, url: str, script
     assert caught.value.body == {
         "type": "error",
         "error": {"type": "rate_limit_error", "message": "the queue of tiny is full"},
+        "request_id": caught.value.request_id,
     }
+
+
+def test_answers_and_errors_have_the_id_that_the_log_has(client: Anthropic, scripted: FakeEngine) -> None:
+    headers = {"X-Request-Id": "mine-1"}
+    assert client.messages.create(**ASK, extra_headers=headers)._request_id == "mine-1"
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.messages.create(**{**ASK, "model": "nobody"}, extra_headers=headers)
+    assert caught.value.request_id == "mine-1"
+    assert caught.value.body["request_id"] == "mine-1"  # type: ignore[index]
+
+
+def test_models_have_the_clients_fields(client: Anthropic, scripted: FakeEngine) -> None:
+    page = client.models.list()
+    (model,) = page
+    assert (model.id, model.type, model.display_name) == ("tiny", "model", "tiny")
+    assert model.created_at.tzinfo is not None
+    assert (page.has_more, page.first_id, page.last_id) == (False, "tiny", "tiny")
+    assert client.models.retrieve("tiny") == model
 
 
 def test_a20_a_failure_in_mid_stream_is_one_error_event(client: Anthropic, scripted: FakeEngine) -> None:

@@ -131,7 +131,7 @@ def _middleware(config: ServerConfig) -> Sequence[Middleware]:
                 allow_origins=list(config.allowed_origins),
                 allow_methods=["GET", "POST", "PATCH", "OPTIONS"],
                 allow_headers=["*"],
-                expose_headers=["X-Request-Id", "Retry-After"],
+                expose_headers=["X-Request-Id", "Request-Id", "Retry-After"],
             )
         )
     found.append(Middleware(HeaderLimit, max_header_bytes=config.max_header_bytes))

@@ -101,7 +101,9 @@ class APIError(Exception):
 def error_response(error: APIError, scope: Scope) -> JSONResponse:
     """The answer to a refused request, in the shape and the words of the API that its path belongs to."""
     path = route_path(scope)
-    body = error.message_body() if path.startswith(MESSAGES_PATH) else error.body()
+    body = error.body()
+    if path.startswith(MESSAGES_PATH):
+        body = {**error.message_body(), "request_id": scope["state"]["request_id"]}
     told: dict[str, str | None] = body["error"]
     if not error.is_verbatim:
         told |= {name: in_words_of(path, text) for name in ("message", "param") if (text := told.get(name)) is not None}

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crosspool.server.context import CURRENT, route_path
-from crosspool.server.errors import APIError, error_response
+from crosspool.server.errors import MESSAGES_PATH, APIError, error_response
 from crosspool.server.garbage import Garbage
 
 access_log = logging.getLogger("crosspool.access")
@@ -47,7 +47,10 @@ class RequestContext:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                if route_path(scope).startswith(MESSAGES_PATH):
+                    headers["Request-Id"] = request_id  # where Anthropic's clients look
             await send(message)
 
         token = CURRENT.set(state)

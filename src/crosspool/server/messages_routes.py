@@ -36,6 +36,7 @@ class MessageError(BaseModel):
 
     type: str
     error: MessageErrorDetail
+    request_id: str
 
 
 MESSAGE_ERRORS: dict[int | str, dict[str, Any]] = {

@@ -1,5 +1,6 @@
 """GET /v1/models and /v1/models/{name}: what is served, in which state, with how many bytes and how much context."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -20,7 +21,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 @router.get("/v1/models", summary="List the models", responses={401: ERRORS[401]})
 async def list_models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": model_cards(request.app.state)}
+    cards = model_cards(request.app.state)
+    ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": cards, "has_more": False, **ends}
 
 
 @router.get("/v1/models/{name:path}", summary="One model, by name or alias", responses=ERRORS)
@@ -37,11 +40,14 @@ def model_cards(state: State) -> list[dict[str, Any]]:
 
 
 def model_card(frontend: ModelFrontend, info: ModelInfo) -> dict[str, Any]:
-    """OpenAI's fields, vLLM's max_model_len, and what only CrossPool knows under `crosspool`."""
+    """OpenAI's and Anthropic's fields, vLLM's max_model_len, and what only CrossPool knows under `crosspool`."""
     return {
         "id": frontend.name,
         "object": "model",
+        "type": "model",
+        "display_name": frontend.name,
         "created": int(info.created_s),
+        "created_at": datetime.fromtimestamp(int(info.created_s), UTC).isoformat().replace("+00:00", "Z"),
         "owned_by": "crosspool",
         "root": frontend.source or frontend.name,
         "parent": None,
