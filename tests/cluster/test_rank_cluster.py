@@ -82,7 +82,7 @@ def test_a_model_whose_channels_find_no_memory_fails_alone_and_comes_once_they_d
     models = {"a": FakeModel(), "wider": FakeModel(num_layers=3, salt=5, hidden_size=12)}
     stepped = SteppedCluster(make_config(2), 4)
     add(stepped, "a", models["a"], tmp_path, ("w0", "w1"))
-    open_region, asked = stepped.cluster._open_region, []
+    open_region, asked = stepped.cluster._channels._open_region, []
 
     def refuse_the_second(num_bytes):
         asked.append(num_bytes)
@@ -90,7 +90,7 @@ def test_a_model_whose_channels_find_no_memory_fails_alone_and_comes_once_they_d
             raise OSError("Too many open files")
         return open_region(num_bytes)
 
-    monkeypatch.setattr(stepped.cluster, "_open_region", refuse_the_second)
+    monkeypatch.setattr(stepped.cluster._channels, "_open_region", refuse_the_second)
     stepped.cluster.add_model(models["wider"].placement("wider", tmp_path / "wider", ("w0", "w1")))
     (failed,) = [event for event in until(stepped, ModelFailed) if isinstance(event, ModelFailed)]
     assert (failed.name, failed.error) == ("wider", "no memory for its channels: Too many open files")
@@ -117,8 +117,8 @@ def test_a_region_that_cannot_be_sent_is_let_go_of(tmp_path, monkeypatch):
         if isinstance(message, OpenChannels):
             raise OSError("Too many open files")
 
-    monkeypatch.setattr(cluster, "_open_region", open_region)
-    monkeypatch.setattr(cluster, "_send", refuse)
+    monkeypatch.setattr(cluster._channels, "_open_region", open_region)
+    monkeypatch.setattr(cluster._channels, "_send", refuse)
     cluster.add_model(FakeModel().placement("a", tmp_path / "a", ("w0",)))
     monkeypatch.undo()
     assert len(opened) == 1

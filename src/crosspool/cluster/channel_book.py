@@ -1,4 +1,4 @@
-"""ChannelBook: which channels are open, and which are missing. Pure; `rank_cluster.py` opens what it names."""
+"""ChannelBook: which channels are open, and which are missing. Pure; `cluster_channels.py` opens what it names."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

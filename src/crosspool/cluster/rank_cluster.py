@@ -2,7 +2,7 @@
 
 All of it runs in the caller's thread, within `poll` and the other calls; the ranks' work too where a host has no thread
 of its own. Only `wake` may come from another thread. What it knows is kept in parts: `HostWatch` (hosts, and where
-ranks stand), `Roster` (models), `ChannelBook` and `ClusterSteps`; `HostPost` is how it waits.
+ranks stand), `ClusterModels`, `ClusterChannels` and `ClusterSteps`; `HostPost` is how it waits.
 """
 
 import logging
@@ -10,19 +10,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from crosspool.cluster import messages
-from crosspool.cluster.base import (
-    Event,
-    LoadProgress,
-    ModelBack,
-    ModelFailed,
-    ModelPlacement,
-    RankFailed,
-    RankLost,
-    RankReady,
-)
-from crosspool.cluster.channel import link_bytes
+from crosspool.cluster.base import Event, ModelPlacement, RankFailed, RankLost
 from crosspool.cluster.channel_book import ChannelBook
 from crosspool.cluster.checks import check_placement, check_step
+from crosspool.cluster.cluster_channels import ClusterChannels
+from crosspool.cluster.cluster_models import ClusterModels
 from crosspool.cluster.cluster_steps import ClusterSteps
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.doorbell import Board, Doorbell
@@ -31,7 +23,6 @@ from crosspool.cluster.host_post import HostPost
 from crosspool.cluster.host_watch import HostWatch
 from crosspool.cluster.messages import FromRank
 from crosspool.cluster.region import Region
-from crosspool.cluster.roster import Roster
 from crosspool.cluster.supervisor import RankState
 from crosspool.cluster.turned_host import TurnedHost
 from crosspool.kv_pool.ahead import Hint
@@ -69,24 +60,26 @@ class RankCluster:
         self._hosts = hosts
         self._turned = turned
         self._doorbell = doorbell
-        self._open_region = open_region
         self._release = release
         self._clock = clock
         self._watch = HostWatch(hosts, board, config, clock)
         self._supervisor = self._watch.supervisor
         self._send = self._watch.send
-        self._roster = Roster()
-        self._channels = ChannelBook(
+        self._memory: dict[str, dict[str, int]] = {rank: {} for rank in config.ranks}
+        self._backings: dict[str, BackingCounts] = {}
+        self._events: list[Event] = []
+        self._steps = ClusterSteps(self._send, self._events.append)
+        self._book = ChannelBook(
             config.num_lanes,
             config.max_tokens_per_step,
             hands_in_parts=config.backend == "cuda",
             may_use=config.may_use,
         )
-        self._memory: dict[str, dict[str, int]] = {rank: {} for rank in config.ranks}
-        self._backings: dict[str, BackingCounts] = {}
-        self._events: list[Event] = []
-        self._steps = ClusterSteps(self._send, self._events.append)
-        self._load_first: Sequence[str] = ()
+        self._channels = ClusterChannels(self._book, open_region, self._send, self._supervisor.is_up)
+        self._models = ClusterModels(
+            self._supervisor, self._channels, self._steps, self._send, self._events.append, clock
+        )
+        self._roster = self._models.roster
         self._is_woken = False
         self._is_closed = False
         self._watch_s = 0.0  # when to look after the hosts again; 0: at once
@@ -96,36 +89,16 @@ class RankCluster:
     def add_model(self, placement: ModelPlacement) -> None:
         """Begin to load the model everywhere. Raises ValueError for a taken name or an unknown rank."""
         check_placement(placement, self._config)
-        self._roster.add(placement, self._clock())
+        self._models.add(placement)
         self._watch_s = 0.0
-        for rank in self._roster.ranks(placement.name):
-            if self._supervisor.state(rank) is RankState.FAILED:
-                self._drop_model(placement.name, f"{rank} could not be brought back; restart the server")
-                return
-        try:
-            self._open_missing()
-        except OSError as failure:
-            self._drop_model(placement.name, f"no memory for its channels: {failure}")
-            return
-        for rank in self._roster.ranks(placement.name):
-            if self._supervisor.state(rank) is RankState.READY:
-                self._send(rank, self._roster.load(placement.name, rank))
-        self._settle_loads(self._roster.ranks(placement.name))
 
     def remove_model(self, name: str) -> None:
         """Free the model's share on every rank. Raises ValueError if there is none of the name."""
-        ranks = self._roster.ranks(name)
-        self._roster.remove(name)
-        for rank in ranks:
-            self._send(rank, messages.RemoveModel(name))
-        for rank, peer in self._channels.unused(self._roster.placements()):
-            self._send(rank, messages.CloseChannels(peer))
-            self._send(peer, messages.CloseChannels(rank))
-        self._settle_loads(ranks)
+        self._models.remove(name)
 
     def load_first(self, models: Sequence[str]) -> None:
         """In which order ranks that come back load their models again, from now on: these first."""
-        self._load_first = tuple(models)
+        self._models.first = tuple(models)
 
     def submit(self, step: StepDescriptor) -> None:
         """Hand one step to its lane's ranks; a StepFailed follows at once if one of them is away.
@@ -144,8 +117,8 @@ class RankCluster:
             error = f"{', '.join(away)} {'could not be brought back' if is_final else 'is away'}"
             self._steps.fail(header.lane, header.step_seq, away, error, is_final)
             return
-        if self._channels.needs_lane(header.lane):
-            self._open_missing()
+        if self._book.needs_lane(header.lane):
+            self._channels.open_missing(self._roster.placements())
         if not self._steps:
             self._watch_s = 0.0
         self._steps.begin(step, placement, ranks)
@@ -242,50 +215,19 @@ class RankCluster:
             case messages.Hello():
                 self._watch_s = 0.0
                 self._supervisor.said_hello(rank)
-                self._settle_loads((rank,))
+                self._models.settle_loads((rank,))
             case messages.Ending(reason):
                 self._watch.said_why(rank, reason)
             case messages.MemoryReport(bytes_by_kind):
                 self._memory[rank] = dict(bytes_by_kind)
             case messages.BackingReport(counts):
                 self._backings[rank] = counts
-            case messages.Loading(model, load_id, loaded, total):
-                if self._roster.is_current(model, rank, load_id):
-                    progress = LoadProgress(name=model, rank=rank, loaded_bytes=loaded, total_bytes=total)
-                    self._events.append(progress)
-                    if loaded >= total:
-                        self._roster.has_read(model, rank)
-                        self._settle_loads((rank,))
-            case messages.Loaded(model, load_id, num_bytes):
-                if self._roster.is_current(model, rank, load_id):
-                    ready = self._roster.has_loaded(model, rank, num_bytes, self._clock())
-                    self._settle_loads((rank,))
-                    if ready is not None:
-                        self._events.append(ready)
-                    elif self._supervisor.state(rank) is RankState.LOADING and self._roster.is_announced(model):
-                        logger.info("%s serves %s again, and loads others still", rank, model)
-                        self._events.append(ModelBack(rank=rank, model=model))
-            case messages.LoadFailed(model, load_id, error):
-                if self._roster.is_current(model, rank, load_id):
-                    self._drop_model(model, f"{rank}: {error}")
-
-    def _settle_loads(self, ranks: Sequence[str]) -> None:
-        """A rank that came (back) up loads its models one after another, and is ready once none is left."""
-        for rank in ranks:
-            if self._supervisor.state(rank) is not RankState.LOADING:
-                continue
-            if (load := self._roster.next_load(rank, self._load_first)) is not None:
-                self._send(rank, load)
-            elif not self._roster.is_loading(rank):
-                seconds = self._supervisor.has_loaded(rank, self._clock())
-                logger.info("%s is ready after %.2f s", rank, seconds)
-                self._events.append(RankReady(rank=rank, seconds=seconds))
-
-    def _drop_model(self, name: str, error: str) -> None:
-        logger.warning("model %s is dropped: %s", name, error)
-        self._steps.drop_model(name, self._roster.ranks(name), error)
-        self.remove_model(name)
-        self._events.append(ModelFailed(name=name, error=error))
+            case messages.Loading():
+                self._models.progressed(rank, message)
+            case messages.Loaded():
+                self._models.loaded(rank, message)
+            case messages.LoadFailed():
+                self._models.failed(rank, message)
 
     def _look_after_hosts(self, now_s: float) -> None:
         """Start what is due, and end what hangs."""
@@ -307,7 +249,7 @@ class RankCluster:
         for rank in ranks:
             logger.warning("%s is lost: %s", rank, reason)
             self._memory[rank] = {}
-            self._channels.rank_lost(rank)
+            self._book.rank_lost(rank)
             blamed += self._roster.rank_lost(rank)
             self._events.append(RankLost(rank=rank, reason=reason))
             self._steps.lose(rank, f"{rank} is lost: {reason}")
@@ -315,22 +257,12 @@ class RankCluster:
                 blamed += self._roster.new_models(rank)
                 self._events.append(RankFailed(rank=rank, error=f"{rank} does not come back: {reason}"))
         for model in dict.fromkeys(blamed):
-            self._drop_model(model, f"{', '.join(ranks)} was lost while it loaded: {reason}")
+            self._models.drop(model, f"{', '.join(ranks)} was lost while it loaded: {reason}")
 
     def _launch_due(self, now_s: float) -> None:
         for number in self._supervisor.due(now_s):
             try:
                 self._watch.launch(number, now_s)
-                self._open_missing()
+                self._channels.open_missing(self._roster.placements())
             except OSError as failure:  # no memory or no descriptors: as if it had died at once
                 self._lose(number, f"cannot be started: {failure}", was_launched=False)
-
-    def _open_missing(self) -> None:
-        for link in self._channels.missing(self._roster.placements(), self._supervisor.is_up):
-            region = self._open_region(link_bytes(link.capacity))
-            try:
-                self._send(link.rank, messages.OpenChannels(link.lane, link.peer, link.capacity, region))
-                self._send(link.peer, messages.OpenChannels(link.lane, link.rank, link.capacity, region, is_far=True))
-            finally:
-                region.close()
-            self._channels.opened(link)
