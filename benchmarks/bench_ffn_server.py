@@ -151,15 +151,16 @@ def main() -> None:
     parser.add_argument("--skip", default="", help="parts to leave out: roundtrip,power")
     parser.add_argument("--routes", default="ffn,kv")
     parser.add_argument("--routings", default="uniform,distinct")
+    parser.add_argument("--gpus", type=int, default=2, help="the client's, and one for each server")
     parser.add_argument("--one-gpu", action="store_true", help="both sides on one GPU")
     parser.add_argument("--both", action="store_true", help="a server on either GPU, one of them beside the client")
     parser.add_argument("--hang-seconds", type=float, default=240.0, help="give up where nothing ends")
     options = parser.parse_args()
     faulthandler.dump_traceback_later(options.hang_seconds, exit=True)
-    gpus: Gpus = OneGpu() if options.one_gpu else BothGpus() if options.both else Gpus(2)
+    gpus: Gpus = OneGpu() if options.one_gpu else BothGpus() if options.both else Gpus(options.gpus)
     failures, skipped = dict[str, str](), options.skip.split(",") + (["power"] if options.one_gpu else [])
     idle_watts = 0.0 if options.one_gpu else power_watts(1)
-    hardware = "h200" if options.one_gpu else "h200-x2"
+    hardware = "h200" if options.one_gpu else f"h200-x{options.gpus}"
     report = Report(
         "ffn_server", hardware=hardware, config={"num_layers": NUM_LAYERS, "passes": options.passes}, seed=SEED
     )
