@@ -58,7 +58,7 @@ def _group(plan: Plan, group: GroupPlan) -> Iterator[str]:
     if group.prefill is not None:
         yield from _prefill(group.prefill)
     for model in group.models:
-        yield from _model(plan, group, model)
+        yield from _model(plan, model)
 
 
 def prefill_line(prefill: PrefillPlan) -> str:
@@ -98,7 +98,7 @@ def _demand(plan: Plan, group: GroupPlan) -> Iterator[str]:
     yield ""
 
 
-def _model(plan: Plan, group: GroupPlan, model: ModelPlan) -> Iterator[str]:
+def _model(plan: Plan, model: ModelPlan) -> Iterator[str]:
     page = model.frames_per_page * plan.frame_bytes
     yield f"### {model.name}"
     yield ""

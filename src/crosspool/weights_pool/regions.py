@@ -65,7 +65,7 @@ def destination_shape(tensor: TensorSpec, part: IntermediateSlice | None) -> tup
 def regions(source: Source, part: IntermediateSlice | None, max_elements: int) -> Iterator[Region]:
     """What a rank reads of `source`; regions of whole matrices are cut by rows to at most `max_elements`."""
     if part is None:
-        yield from _rows(source.shape, (), max_elements)
+        yield from _rows(source.shape, max_elements)
         return
     low, width = slice(part.start, part.stop), part.width
     first, second = slice(0, width), slice(width, 2 * width)
@@ -87,7 +87,7 @@ def regions(source: Source, part: IntermediateSlice | None, max_elements: int) -
             yield from _fused_columns(source, part)
 
 
-def _rows(shape: tuple[int, ...], lead: Index, max_elements: int) -> Iterator[Region]:
+def _rows(shape: tuple[int, ...], max_elements: int) -> Iterator[Region]:
     row_elements = max(1, shape[1] if len(shape) > 1 else 1)
     step = max(1, max_elements // row_elements)
     for start in range(0, shape[0], step):

@@ -7,7 +7,7 @@ import torch
 from crosspool.backends.base import Progress
 from crosspool.backends.cuda.loading.ffn_weights import FFNLayerWeights, pack_ffn
 from crosspool.backends.cuda.loading.weights import random_layers
-from crosspool.models.spec import DenseFFNSpec, ModelSpec, MoEFFNSpec
+from crosspool.models.spec import ModelSpec
 from crosspool.models.tensors import Pool, weight_bytes
 from crosspool.weights_pool.placement import IntermediateSlice, intermediate_slices
 from crosspool.weights_pool.regions import DOUBLED, SLICED_AXIS
@@ -27,10 +27,7 @@ def random_ffn_slices(
     next(shares_drawn)
     for layer, (_, tensors) in zip(spec.layers, shares_drawn, strict=True):
         for idx, device in enumerate(devices):
-            own = {
-                name: cut(name, tensor, layer.ffn, idx, len(devices), shares).to(device)
-                for name, tensor in tensors.items()
-            }
+            own = {name: cut(name, tensor, idx, len(devices), shares).to(device) for name, tensor in tensors.items()}
             sliced[idx].append(pack_ffn(layer.ffn, spec.hidden_size, own))
     return [tuple(layers) for layers in sliced]
 
@@ -53,9 +50,9 @@ def draw_share(
     _, model = next(drawn)
     layers: list[dict[str, torch.Tensor]] = []
     total, done = weight_bytes(spec, pool) // num_slices, sum(tensor.nbytes for tensor in model.values())
-    for layer, (_, tensors) in zip(spec.layers, drawn, strict=True):
+    for _, tensors in drawn:
         own = {
-            name: cut(name, tensor, layer.ffn, slice_index, num_slices, shares) if pool == "weights" else tensor
+            name: cut(name, tensor, slice_index, num_slices, shares) if pool == "weights" else tensor
             for name, tensor in tensors.items()
         }
         layers.append(own)
@@ -70,7 +67,6 @@ def draw_share(
 def cut(
     name: str,
     tensor: torch.Tensor,
-    ffn: DenseFFNSpec | MoEFFNSpec,
     slice_index: int,
     num_slices: int,
     shares: Sequence[float] | None = None,
