@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from crosspool.planner.deployment import PlanInput
@@ -148,15 +149,8 @@ def _simulate_group(
         group.models, start_s=settings.start_s, stop_s=settings.start_s + settings.duration_s, seed=settings.seed
     )
     stop_s = None if settings.drain else settings.duration_s
-    tell = _told(simulated.name, progress)
+    tell = None if progress is None else partial(progress, simulated.name)
     if settings.mode == "steps":
         return simulate_steps(simulated, requests, stop_s=stop_s, progress=tell)
     into = spans.setdefault(simulated.name, []) if spans is not None else None
     return simulate_exact(simulated, requests, stop_s=stop_s, spans=into, progress=tell)
-
-
-def _told(name: str, progress: Callable[[str, float], None] | None) -> Callable[[float], None] | None:
-    if progress is None:
-        return None
-    tell: Callable[[str, float], None] = progress
-    return lambda now: tell(name, now)
