@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks.watched_load import Load, Stream, WatchedCPU, arrivals, window_rate
+from benchmarks.ranks.watched_load import UNSTEADY_TOKENS, Load, Stream, WatchedCPU, arrivals, window_rate
 from benchmarks.report import RESULTS, Report
 from crosspool.cluster.config import ClusterConfig
 from crosspool.cluster.rank_cluster import RankCluster
@@ -189,6 +189,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.alone_tokens <= UNSTEADY_TOKENS:
+        parser.error(f"--alone-tokens is {options.alone_tokens}; hosts are watched behind the first {UNSTEADY_TOKENS}")
     shown = {key: value for key, value in vars(options).items() if key != "out"}
     hardware = "cpu" if options.backend == "numpy" else "h200" if options.one_gpu else "h200-x2"
     report = Report(options.name, hardware=hardware, config=shown, seed=options.seed)
