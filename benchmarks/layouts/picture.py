@@ -29,7 +29,7 @@ def tbt_picture(runs: Mapping[str, Mapping[str, Any]], models: Sequence[str], ra
     for number, model in enumerate(models):
         lines = {layout: gap_lines(run, model) for layout, run in runs.items()}
         across = "one gap in ... is longer (2: P50, 100: P99)"
-        title = f"{model}, {rate} requests/s of each model"
+        title = f"{model}, {rate} requests/s each"
         chart = line_chart(title, across, "ms between tokens", lines, log_x=True, log_y=True)
         panels.append(chart.replace("<svg ", f'<svg y="{number * HEIGHT}" ', 1))
     height = HEIGHT * len(models)

@@ -8,6 +8,8 @@ from math import ceil, floor, log10
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 46
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
+TITLE_LETTER = 9.8
+"""Of a letter of a title, in the widest of the usual sans-serif fonts."""
 TICKS = 5
 
 Points = Sequence[tuple[float, float]]
@@ -51,7 +53,7 @@ def line_chart(
     xs = _Axis.over([x for x, _ in everywhere], is_log=log_x)
     ys = _Axis.over([y for _, y in everywhere], is_log=log_y)
     legend_width = sum(_legend_width(name) for name in kept)
-    legend_y = 18 if LEFT + 8 * len(title) + legend_width < WIDTH - RIGHT else 36
+    legend_y = 18 if LEFT + TITLE_LETTER * len(title) + legend_width < WIDTH - RIGHT else 36
     top = TOP + legend_y - 18
 
     def place(x: float, y: float) -> tuple[float, float]:
