@@ -21,7 +21,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from triton.compiler import compile as compiled_by_triton  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from crosspool.backends.cuda.device.jit_kernel import _Form, _kind  # noqa: E402
+from crosspool.backends.cuda.device.jit_kernel import _Form, _kind, _knows  # noqa: E402
 
 pytestmark = pytest.mark.judge
 
@@ -67,6 +67,10 @@ def test_a_form_hands_over_what_a_compiled_function_takes(tmp_path, monkeypatch)
             assert threads == 256
 
 
-def test_a_triton_whose_launch_is_not_known_launches_itself(monkeypatch):
+def test_a_triton_whose_launch_is_not_known_launches_itself_and_that_is_told_once(monkeypatch, caplog):
     monkeypatch.setattr("triton.__version__", "3.7.0")
-    assert _Form.of(SimpleNamespace(metadata=SimpleNamespace())) is None
+    _knows.cache_clear()
+    for _ in range(2):
+        assert _Form.of(SimpleNamespace(metadata=SimpleNamespace())) is None
+    (told,) = caplog.messages
+    assert "Triton 3.7.0" in told

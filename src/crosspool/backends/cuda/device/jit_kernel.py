@@ -5,14 +5,18 @@ that takes the host four times as long as the launch. Here it is asked once for 
 """
 
 import ctypes
+import logging
 import sys
 import threading
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
 from crosspool.backends.cuda.device.kernel_launch import launch_kernel
+
+logger = logging.getLogger(__name__)
 
 _TYPES: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 _WARP = 32
@@ -37,7 +41,7 @@ class _Form:
     def of(cls, compiled: Any) -> "_Form | None":
         """None where there is none, as in the interpreter, or where Triton does more for a launch than this does."""
         metadata = getattr(compiled, "metadata", None)
-        if metadata is None or not sys.modules["triton"].__version__.startswith(_KNOWN_TRITON):
+        if metadata is None or not _knows(sys.modules["triton"].__version__):
             return None
         if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
             return None
@@ -90,6 +94,20 @@ class JitKernel:
                 self._forms[key] = _Form.of(compiled)
             return
         form.launch(grid, values, torch._C._cuda_getCurrentRawStream(device))
+
+
+@cache
+def _knows(version: str) -> bool:
+    """Whether this Triton's compiled functions can be launched here. Said once: prompts cost the host more without."""
+    is_known = version.startswith(_KNOWN_TRITON)
+    if not is_known:
+        logger.warning(
+            "Triton %s launches its kernels itself, so prompts take the host longer; those of Triton %sx are launched "
+            "by the driver",
+            version,
+            _KNOWN_TRITON,
+        )
+    return is_known
 
 
 def _kind(argument: Any, value: Any) -> Any:
