@@ -72,6 +72,27 @@ def test_a_model_over_several_kv_ranks_depends_on_all_of_them() -> None:
     assert {"kv0", "kv1", "w0"} == set(judge_workers([split], stats))
 
 
+def test_a_model_with_kv_of_its_own_on_several_ranks_answers_while_one_of_them_is_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    homes, engine = replace(INFO, kv_peers=("kv1",)), FakeEngine(("tiny",))
+
+    def judged(down: dict[str, float], *given_up: str) -> list[tuple[str, float | None]]:
+        stats = replace(moment(ranks_down=down), ranks_given_up=dict.fromkeys(given_up, "gone"))
+        monkeypatch.setattr(engine, "models", lambda: [homes])
+        monkeypatch.setattr(engine, "stats", lambda: stats)
+        return [(found.state, found.for_s) for found in (judge_model(homes, stats), health_of(engine))]
+
+    assert judged({"kv1": 0.0}, "kv1") == [("idle", None)] * 2
+    assert judged({"kv0": 0.0}, "kv0") == [("idle", None)] * 2
+    assert judged({"kv0": 10.0, "kv1": 95.0}) == [("recovering", 5.0)] * 2
+    assert judged({"kv0": 95.0, "kv1": 98.0}, "kv1") == [("recovering", 5.0)] * 2
+    assert judged({"kv0": 95.0, "kv1": 98.0}, "kv0", "kv1") == [("stuck", 2.0)] * 2
+    assert judged({"kv1": 10.0, "w0": 99.0}, "kv1") == [("recovering", 1.0)] * 2
+    assert judged({"w0": 99.0}, "w0") == [("stuck", 1.0)] * 2
+    assert judged({"w9": 99.0}) == [("idle", None), ("recovering", 1.0)], "no model's rank, as far as is known"
+
+
 def test_a_prefill_rank_that_is_away_is_shown_and_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     info = replace(INFO, prefill_ranks=("p0",))
     stats = moment(lane_since_s=60.0, ranks_down={"p0": 20.0})

@@ -45,8 +45,15 @@ class ModelInfo:
 
     @property
     def ranks(self) -> tuple[str, ...]:
-        """Every rank that the model cannot be served without."""
+        """Every rank that holds a part of it, prefill ranks apart."""
         return (*self.kv_ranks, *self.weights_ranks)
+
+    @property
+    def homes(self) -> tuple[tuple[str, ...], ...]:
+        """The ranks that its steps need, by the KV rank that leads them: it answers while all of one of them are up."""
+        if self.kv_split == "one":
+            return tuple((kv_rank, *self.weights_ranks) for kv_rank in self.kv_ranks)
+        return (self.ranks,)
 
 
 @dataclass(kw_only=True, slots=True)

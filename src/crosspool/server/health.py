@@ -2,8 +2,9 @@
 
 `idle`: no work. `busy`: work, and steps end. `recovering`: a worker is being restarted. `stuck`: work in flight and no
 step has ended for STUCK_AFTER_S, or a worker has been down for longer than that and than requests wait for it, or is
-not started again. `stopped`: the engine itself no longer runs. A model may also be `loading`, `draining` or `failed`,
-and so may not be asked; the engine is live all the same.
+not started again. Workers count that some model cannot answer without: not one of several KV ranks that have KV of
+their own. `stopped`: the engine itself no longer runs. A model may also be `loading`, `draining` or `failed`, and so
+may not be asked; the engine is live all the same.
 """
 
 from collections.abc import Collection, Sequence
@@ -46,11 +47,33 @@ def health_of(engine: EngineClient) -> Health:
         engine.check()
     except CrossPoolError as error:
         return Health("stopped", detail=str(error))
-    stats, spare = engine.stats(), {rank for info in engine.models() for rank in info.prefill_ranks}
-    if spare:  # while one is away its prompts run in the pools
+    stats, models = engine.stats(), engine.models()
+    if stats.ranks_down:
+        missed = {rank for info in models for rank in missed_ranks(info, stats)}
+        spare = {rank for info in models for rank in (*info.ranks, *info.prefill_ranks)} - missed
         down = {rank: since for rank, since in stats.ranks_down.items() if rank not in spare}
         stats = replace(stats, ranks_down=down)
     return judge(stats)
+
+
+def missed_ranks(info: ModelInfo, stats: EngineStats) -> dict[str, float]:
+    """Ranks that keep the model from answering, and since when: none while one of its homes has all that it needs.
+
+    Else those of the home that requests wait for longest. Without a prefill rank its prompts run in the pools.
+    """
+
+    def patience(down: dict[str, float]) -> tuple[bool, float]:
+        return not down.keys() & stats.ranks_given_up.keys(), min(down.values())
+
+    by_home = [
+        {
+            rank: stats.ranks_down[rank]
+            for rank in ranks
+            if rank in stats.ranks_down and info.name not in stats.held_again.get(rank, ())
+        }
+        for ranks in info.homes
+    ]
+    return max(by_home, key=patience) if all(by_home) else {}
 
 
 def judge(stats: EngineStats) -> Health:
@@ -72,13 +95,8 @@ def judge_model(info: ModelInfo, stats: EngineStats) -> Health:
     """The state of one model: of its ranks, then of its own steps. A model whose requests only queue is busy."""
     if info.state != "ready":
         return Health(info.state, detail=info.error)
-    down = {
-        rank: since
-        for rank, since in stats.ranks_down.items()
-        if rank in info.ranks and info.name not in stats.held_again.get(rank, ())
-    }
-    if down:
-        return judge(replace(stats, ranks_down=down))
+    if missed := missed_ranks(info, stats):
+        return judge(replace(stats, ranks_down=missed))
     load = next((load for load in stats.models if load.name == info.name), None)
     if load is None or not (load.num_queued or load.num_prefilling or load.num_decoding or load.num_parked):
         return Health("idle")
