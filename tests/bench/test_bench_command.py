@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from typer.testing import CliRunner
 from benchmarks.served.stub_engine import FAST, StubEngine
 from crosspool import cli
 from crosspool.bench.compare import differences
+from crosspool.bench.record import RequestRecord
 from crosspool.bench.report import _tail
+from crosspool.bench.result import _failures
 from crosspool.bench.saved import read_result
 from crosspool.bench.table import show_result
 from crosspool.commands.bench import each_with_flag
@@ -167,6 +170,21 @@ def test_a_run_in_which_nothing_is_served_says_why(url, tmp_path):
     assert "3 not served: HTTP 404" in shown.stdout
     (page,) = tmp_path.glob("*.html")
     assert "3 failed" in page.read_text()
+
+
+def test_failures_that_differ_in_numbers_alone_are_one():
+    texts = [f"HTTP 400: {tokens} are too many" for tokens in (1030, 2049, 1100)] + ["HTTP 503: 7 are too many"]
+    records = [RequestRecord(index=0, model="a", prompt_tokens=1, due_s=0.0, error=text) for text in texts]
+    assert _failures(records) == {"HTTP 400: 1030 are too many": 3, "HTTP 503: 7 are too many": 1}
+
+
+def test_any_label_makes_a_plain_file_name(url, tmp_path):
+    shown = bench(url, "--model", "paced", "--num-prompts", "1", "--output-len", "2", "--num-warmups", "0", "--report",
+                  "--label", "too long, a/b <c>", "--result-dir", str(tmp_path))  # fmt: skip
+    assert shown.exit_code == 0, shown.exception
+    (path,) = tmp_path.glob("*.md")
+    assert re.fullmatch(r"bench-too-long-a-b-c-\d{8}-\d{6}\.md", path.name)
+    assert read_result(path.with_suffix(".json"))["label"] == "too long, a/b <c>"
 
 
 def test_a_trace_is_replayed_from_within_and_only_for_models_that_are_served(url, tmp_path):

@@ -4,6 +4,7 @@ Ours: `models` with every figure, interval and curve of each model; `client` wit
 `timeline` by the second. Seconds where a key says nothing, milliseconds where it ends in `_ms`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ ALL = "all"
 CURVE_LEVELS = (*range(0, 100, 2), 99, 99.5, 99.9, 100)
 NAMES = {"ttft": "ttft_ms", "itl": "tbt_ms", "tpot": "tpot_ms", "e2el": "e2e_ms"}
 """vLLM's name of each metric to ours."""
+_NUMBERS = re.compile(r"(HTTP \d+)|\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,11 +220,17 @@ def _running_by_second(records: Sequence[RequestRecord], duration_s: float) -> l
 
 
 def _failures(records: Sequence[RequestRecord]) -> dict[str, int]:
-    """What requests that were not served ended with, and how many did; the ten most frequent."""
+    """What requests that were not served ended with, and how many did; the ten most frequent.
+
+    Words that differ in their numbers alone are one failure, told as it came first: each request has its own length.
+    """
     counts: dict[str, int] = {}
+    first: dict[str, str] = {}
     for record in records:
         if record.outcome != "served":
-            counts[record.error] = counts.get(record.error, 0) + 1
+            words = _NUMBERS.sub(lambda found: found[1] or "#", record.error)
+            text = first.setdefault(words, record.error)
+            counts[text] = counts.get(text, 0) + 1
     return dict(sorted(counts.items(), key=lambda item: -item[1])[:10])
 
 

@@ -2,15 +2,16 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 
 def write_result(result: Mapping[str, Any], directory: Path, filename: str | None) -> Path:
-    """Raises ValueError where it cannot be written."""
-    label = f"{result['label']}-" if result["label"] else ""
-    path = directory / (filename or f"bench-{label}{result['date']}.json")
+    """Named after time and label, less its spaces and signs. Raises ValueError where it cannot be written."""
+    label = re.sub(r"[^\w.+=-]+", "-", result["label"] or "").strip("-.")
+    path = directory / (filename or f"bench-{label}{'-' if label else ''}{result['date']}.json")
     return write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
