@@ -133,11 +133,12 @@ class RankSteps:
         ended_s = self._clock()
         self._computed(run, ended_s - now_s)
         run.waits_since(ended_s)
-        self._begin_ahead(lane)
+        if lane in self._behind:
+            self._begin_ahead(lane)
 
     def _computed(self, run: LaneRun, seconds: float) -> None:
         run.compute_s += seconds
-        if run.has_waited and self._is_ffn:  # before its first wait it only gets ready
+        if run.clocks and run.has_waited and self._is_ffn:  # before its first wait it only gets ready
             for clock in run.clocks:
                 clock.add(seconds)
 

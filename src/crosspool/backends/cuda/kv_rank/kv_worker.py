@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 
-from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
-from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceOutlet, Site
+from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress
+from crosspool.backends.cuda.channels.link import DeviceOutlet, Site
 from crosspool.backends.cuda.chunks.chunk_support import runs_in_pieces
 from crosspool.backends.cuda.device.device_memory import naming_consumers, remainder
 from crosspool.backends.cuda.device.launch import Launcher
@@ -189,10 +189,8 @@ class CudaAttentionWorker:
         if model.split == "one" and runs_in_pieces(header, model.spec):
             beside = self._lanes.neighbours_of(lane, is_fixed=not self._site.is_alone and way.joined is None)
             return (yield from run_kv_chunk(kernels, header, way, inlets, batch, beside))
-        if ahead is None:
-            idle = Wait((lane.idle, *inlets), OPEN_EPOCH)
-            if not idle.satisfied():  # a turn of the loop costs the host as much as the launch
-                yield idle
+        if ahead is None and (busy := lane.before_begin(inlets)) is not None:
+            yield busy
         is_ahead, goes_by_itself = ahead is not None, lane.stream is not None and not self._is_host_driven
         try:
             if goes_by_itself and way.joined is None and not shares:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from crosspool.backends.base import Inlet, Wait
-from crosspool.backends.cuda.channels.link import DeviceInlet, DeviceLink, DeviceOutlet, Link, Site
+from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet, DeviceLink, DeviceOutlet, Link, Site
 from crosspool.backends.cuda.device.graphs import Capturable, StepGraph, capture
 from crosspool.backends.cuda.device.launch import Launcher
 from crosspool.backends.cuda.device.loop_graph import Repeatable, capture_loop
@@ -82,6 +82,15 @@ class WorkerLane:
                 self.memory.abort_all()
             self._drop(lambda _model, links: link in links)
             link.close()
+
+    def before_begin(self, inlets: Sequence[DeviceInlet]) -> Wait | None:
+        """What a new step has to wait for: passes under way, and channels that are not open yet. None, as a rule.
+
+        A turn of the loop costs the host as much as a launch.
+        """
+        if self.memory.is_drained and all([inlet.link.is_open() for inlet in inlets]):
+            return None
+        return Wait((self.idle, *inlets), OPEN_EPOCH)
 
     def holds(self, links: Links) -> bool:
         """Whether these are still the lane's channels: a peer that comes back opens new ones."""

@@ -80,4 +80,4 @@ class Outcome:
             for row, token in zip(hosted, sample(logits.numpy(), rows), strict=True):
                 found[row.row] = token
         self._batch.commit(found)
-        return tuple(found[row.row] for row in self._batch.sampled)
+        return tuple([found[row.row] for row in self._batch.sampled])

@@ -129,7 +129,7 @@ class FFNServer:
         place: of its step in a run; the pass is skipped where that has ended early. num_steps: of `LaneMemory.post`.
         """
         with self._lock:  # a full barrier between the posted word and the look at the server's
-            is_new = all(known is not lane for known in self._lanes)
+            is_new = lane not in self._lanes
             if (is_new or served.smem_bytes > self._smem_bytes) and not self.has_left:
                 self._leave()
             if is_new and len(self._lanes) == MAX_LANES:

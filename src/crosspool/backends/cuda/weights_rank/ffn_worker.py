@@ -12,8 +12,8 @@ from functools import partial
 
 import torch
 
-from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
-from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceOutlet, Site
+from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress
+from crosspool.backends.cuda.channels.link import DeviceOutlet, Site
 from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
 from crosspool.backends.cuda.chunks.chunk_support import has_chunk_kernels, runs_in_pieces
 from crosspool.backends.cuda.chunks.chunk_warm_up import warm_up_ffn
@@ -181,10 +181,8 @@ class CudaFFNWorker:
             yield from run_ffn_chunk(self._kernels, found, resident, turns, header, way, inlet, beside, self._patience)
             return
         is_ahead = self._fit.pop(header.lane, 0) == header.step_seq
-        if not is_ahead:
-            idle = Wait((lane.idle, inlet), OPEN_EPOCH)
-            if not idle.satisfied():  # a turn of the loop costs the host as much as the launch
-                yield idle
+        if not is_ahead and (busy := lane.before_begin((inlet,))) is not None:
+            yield busy
         try:
             if header.num_steps > 1:
                 yield from run_several(found, resident, header, way, inlet, is_ahead=is_ahead)

@@ -51,8 +51,9 @@ class ResidentFFN:
         """Whether no model loads, and no other lane has launched work that has not ended."""
         if self._num_loads:
             return False
-        self._launched = [other for other in self._launched if not other.memory.is_drained]
-        return all(other is lane for other in self._launched)
+        if self._launched:
+            self._launched = [other for other in self._launched if not other.memory.is_drained]
+        return all([other is lane for other in self._launched])
 
     def can_serve_ahead(self, model: str, number: int, lane: WorkerLane, rows: int) -> bool:
         """Whether the model's pass may be posted at once, behind passes of the lane that are here already."""
