@@ -71,7 +71,7 @@ def test_an_end_token_makes_its_row_behind_useless_and_its_pages_stay_until_that
     assert drive.ends[sequence_id].finish_reason is FinishReason.STOP
     (running,) = drive.cluster.running.values()
     assert running.rows[0].sequence_id == sequence_id
-    pages = drive.core.pages["kv0"]
+    pages = drive.core.kv.by_rank["kv0"]
     frames_needed = running.rows[0].num_cached_tokens + 1
     assert pages.pool.budget - pages.pool.num_free == frames_needed, "the step in flight writes a slot of each"
     assert drive.cluster.known["kv0"], "the KV worker still needs it"
@@ -86,7 +86,7 @@ def test_an_abort_leaves_pages_until_both_steps_have_ended():
     free = []
     while drive.cluster.running:
         drive.run(until_s=drive.now + STEP_S / 2)
-        free.append(drive.core.pages["kv0"].pool.num_free)
+        free.append(drive.core.kv.by_rank["kv0"].pool.num_free)
     assert free[0] < free[-1]
     assert len(set(free)) == 2
     drive.check_all_ended()

@@ -26,7 +26,7 @@ def drive_of(*models, num_frames=40, ranks=("kv0", "kv1"), seed=0, **config):
 
 
 def held(drive):
-    return [pages.num_held for pages in drive.core.pages.values()]
+    return [pages.num_held for pages in drive.core.kv.by_rank.values()]
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_floors_and_ceilings_hold_on_every_rank():
     drive = drive_of(split_model("s", "tokens", max_context=4096), split_model("t", "heads"))
     change = LimitChange(floor_bytes={"t": 10 * FRAME_BYTES}, ceiling_bytes={"s": 25 * FRAME_BYTES})
     drive.core.set_limits(change)
-    assert [pages.limits.floor("t") for pages in drive.core.pages.values()] == [10, 10]
+    assert [pages.limits.floor("t") for pages in drive.core.kv.by_rank.values()] == [10, 10]
     drive.add("s", prompt=190, max_tokens=10)  # 25 pages on each rank
     with pytest.raises(CapacityError):
         drive.add("s", prompt=196, max_tokens=10)
@@ -235,7 +235,7 @@ MODELS = [
 def recount(drive, num_frames):
     """Every rank's pool, cache and budget against the block tables of live sequences: each frame has its reason."""
     live = [s for m in drive.core.live_models.values() for s in (*m.live_sequences(), *m.lingering.values())]
-    for number, pages in enumerate(drive.core.pages.values()):
+    for number, pages in enumerate(drive.core.kv.by_rank.values()):
         parts = {}  # of each sequence on this rank
         for sequence in live:
             own = (tuple(f for f in page if f // (num_frames + 1) == number) for page in sequence.table.pages)

@@ -137,7 +137,7 @@ def test_a31_at_a_fifth_of_the_need_all_requests_end_and_every_model_has_its_flo
         assert drive.core.live_models["p"].queue, "the pool is not short"
     while drive.num_unended:
         drive.run(until_s=drive.now + 0.05)
-        pages, held_now = drive.core.pages["kv0"], held(drive)
+        pages, held_now = drive.core.kv.by_rank["kv0"], held(drive)
         assert pages.limits.charge(held_now) <= 180
         for name, other in (("p", "q"), ("q", "p")):
             if len(drive.core.live_models[name].queue) and drive.core.live_models[name].num_live < 32:
@@ -186,7 +186,7 @@ def test_whatever_the_limits_become_every_accepted_request_ends(moves, admission
                     drive.end(live[index % len(live)])
         pool = drive.core.stats(drive.now).pools[0]
         if not pool.is_settling:
-            limits = drive.core.pages["kv0"].limits
+            limits = drive.core.kv.by_rank["kv0"].limits
             assert limits.charge(held(drive)) <= limits.budget
             assert all(count <= limits.ceiling(name) for name, count in held(drive).items())
     drive.run()

@@ -30,7 +30,7 @@ NUM_FRAMES = 48
 
 def recount(drive: Drive) -> None:
     """The cache's, the pool's and the budget's numbers against the block tables they stand for."""
-    pages = drive.core.pages["kv0"]
+    pages = drive.core.kv.by_rank["kv0"]
     prefix = pages.prefix
     live = {
         s.sequence_id: s for m in drive.core.live_models.values() for s in (*m.live_sequences(), *m.lingering.values())
@@ -118,7 +118,7 @@ class Conversations(RuleBasedStateMachine):
 
     @invariant()
     def a_recount_agrees(self):
-        if hasattr(self, "drive") and not self.drive.core.pages["kv0"].budget.is_settling:
+        if hasattr(self, "drive") and not self.drive.core.kv.by_rank["kv0"].budget.is_settling:
             recount(self.drive)
 
     def teardown(self):
@@ -178,7 +178,7 @@ def test_the_chaos_reaches_what_it_is_for():
         drive.run(until_s=drive.now + 0.03)
         recount(drive)
         live = [s for m in drive.core.live_models.values() for s in m.live_sequences()]
-        shared += any(claim.is_shared for claim in drive.core.pages["kv0"].budget.claims.values())
+        shared += any(claim.is_shared for claim in drive.core.kv.by_rank["kv0"].budget.claims.values())
         twins += any(s.prefix is not None and None in s.prefix.filled for s in live)
     drive.run()
     drive.check_all_ended()

@@ -69,7 +69,7 @@ def test_without_prefix_caching_every_token_is_run():
     for _ in range(2):
         assert answered(drive, "p", PROMPT)[0] == 0
     assert prefilled(drive) == 2 * len(PROMPT)
-    assert drive.core.pages["kv0"].prefix is None
+    assert drive.core.kv.by_rank["kv0"].prefix is None
 
 
 def test_sequences_of_one_request_run_their_prompt_once_and_share_its_pages():
@@ -133,7 +133,7 @@ def test_a_step_that_fails_makes_no_page_known_before_its_replay_has_ended():
     drive.turn()
     drive.cluster.lose("w0", drive.now, back_in_s=0.5)
     drive.run(until_s=0.4)
-    assert drive.core.pages["kv0"].prefix.cache.num_pages("p") == 0
+    assert drive.core.kv.by_rank["kv0"].prefix.cache.num_pages("p") == 0
     drive.run()
     assert drive.core.dispatcher.parked_steps.num_replays >= 1
     assert drive.ends[sequence_id].finish_reason is FinishReason.LENGTH
@@ -146,7 +146,7 @@ def test_a_step_that_fails_for_good_makes_no_page_known():
     drive.cluster.poison[sequence_id] = "prefill"
     drive.run()
     assert drive.ends[sequence_id].finish_reason is FinishReason.ERROR
-    assert drive.core.pages["kv0"].prefix.cache.num_pages("p") == 0
+    assert drive.core.kv.by_rank["kv0"].prefix.cache.num_pages("p") == 0
     assert answered(drive, "p", PROMPT)[0] == 0
 
 
@@ -158,8 +158,8 @@ def test_pages_of_a_lost_kv_rank_are_forgotten_and_those_of_others_stay():
     drive.run(until_s=drive.now + 0.1)
     drive.cluster.lose("kv0", drive.now, back_in_s=0.2)
     drive.run(until_s=drive.now + 0.1)
-    assert drive.core.pages["kv0"].prefix.cache.num_pages("p") == 0
-    assert drive.core.pages["kv0"].pool.num_free == drive.core.pages["kv0"].pool.budget
+    assert drive.core.kv.by_rank["kv0"].prefix.cache.num_pages("p") == 0
+    assert drive.core.kv.by_rank["kv0"].pool.num_free == drive.core.kv.by_rank["kv0"].pool.budget
     assert answered(drive, "q", PROMPT)[0] == 16
     drive.run()
     assert [drive.ends[sequence_id].cached_tokens for sequence_id in running] == [16, 16]  # as it was told before
@@ -172,7 +172,7 @@ def test_a_model_that_goes_takes_its_pages_along():
     drive = a_drive(model, a_model("q"))
     answered(drive, "p", PROMPT)
     drive.core.remove_model("p")
-    assert drive.core.pages["kv0"].pool.num_free == drive.core.pages["kv0"].pool.budget
+    assert drive.core.kv.by_rank["kv0"].pool.num_free == drive.core.kv.by_rank["kv0"].pool.budget
     drive.core.add_model(model)
     assert answered(drive, "p", PROMPT)[0] == 0
 
@@ -218,7 +218,7 @@ def test_a_lower_limit_takes_cached_pages_at_once(change):
     drive = a_drive(num_frames=12)
     answered(drive, "p", PROMPT)
     drive.core.set_limits(change)
-    pages = drive.core.pages["kv0"]
+    pages = drive.core.kv.by_rank["kv0"]
     assert pages.pool.used("p") == 3
     assert answered(drive, "p", PROMPT[:9], max_tokens=2)[0] == 8
     assert pages.pool.used("p") <= 3
@@ -229,7 +229,7 @@ def test_a_lower_budget_bounds_all_models_together():
     for model in "pq":
         answered(drive, model, PROMPT)
     drive.core.set_limits(LimitChange(budget_bytes=6 * FRAME_BYTES))
-    pages = drive.core.pages["kv0"]
+    pages = drive.core.kv.by_rank["kv0"]
     assert pages.pool.used("p") + pages.pool.used("q") == 6
     assert answered(drive, "q", PROMPT)[0] == 16
     assert pages.pool.used("p") + pages.pool.used("q") <= 6

@@ -150,7 +150,7 @@ def test_a_page_is_granted_on_all_gpus_of_a_replica_or_on_none(paper):
     simulated = group(paper, "elastic")
     core = simulated.make_core()
     for model in simulated.models:
-        pages = core.pages[model.name]
+        pages = core.kv.by_rank[model.name]
         assert pages.kv_rank == model.name
         assert pages.num_held == 0
     qwen = simulated.by_name["qwen3-30b-a3b"]

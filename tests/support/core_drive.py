@@ -191,7 +191,7 @@ class Drive:
         """The budget holds, the numbers add up, and everything live can end."""
         stats = self.core.stats(self.now)
         for pool in stats.pools:
-            pages = self.core.pages[pool.kv_rank]
+            pages = self.core.kv.by_rank[pool.kv_rank]
             parts = (pool.frames_used, pool.frames_reserved, pool.frames_reusable, pool.frames_free)
             assert min(parts) >= 0
             assert sum(parts) == pool.frames_budget
@@ -202,7 +202,7 @@ class Drive:
             assert can_all_end(pages.pool.num_free + reusable, pages.budget.claims.values())
         for model in stats.models:
             ranks = self.core.live_models[model.name].model.kv_ranks
-            assert model.frames_used == sum(self.core.pages[rank].frames_used(model.name) for rank in ranks)
+            assert model.frames_used == sum(self.core.kv.by_rank[rank].frames_used(model.name) for rank in ranks)
             assert model.num_queued <= self.core.config.max_queue + model.num_accepted * self.core.ranks.num_lost
             assert model.num_prefilling + model.num_decoding <= self.core.config.max_num_seqs
 
@@ -215,7 +215,7 @@ class Drive:
             assert got == want[: len(got)]
             if end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and sequence_id not in self.cut:
                 assert got == want
-        for pages in self.core.pages.values():
+        for pages in self.core.kv.by_rank.values():
             reusable = 0 if pages.prefix is None else pages.prefix.num_reusable
             assert pages.pool.num_free + reusable == pages.pool.budget
             assert not pages.budget.claims

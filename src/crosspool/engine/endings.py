@@ -62,7 +62,7 @@ class Endings:
         """End queued sequences that no longer can fit, with the true numbers: nobody waits for what cannot come."""
         updates = []
         for live in self._live_models.values():
-            reach = self._models.reach(live.model)
+            reach = self._models.kv.reach(live.model)
             for sequence in list(live.queue):
                 request = sequence.request
                 try:
@@ -102,7 +102,7 @@ class Deadlines:
     """Bounds waits: in a queue, for a lost rank, and for a replay."""
 
     def __init__(self, models: LiveModels, ranks: RankHealth, parked: ParkedSteps, endings: Endings) -> None:
-        self._live_models, self._pages = models.by_name, models.pages
+        self._live_models, self._pages = models.by_name, models.kv.by_rank
         self._ranks = ranks
         self._parked = parked
         self._endings = endings

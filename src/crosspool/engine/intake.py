@@ -92,7 +92,7 @@ class Intake:
         expires_s = live.expires_s(self._ranks)
         if expires_s is not None and expires_s <= now:
             raise WorkerLostError(self._ranks.describe(live.ranks, live.model.name, now))
-        num_frames = self._models.reach(live.model)
+        num_frames = self._models.kv.reach(live.model)
         for request in requests:
             check_length(live.model, num_frames, len(request.prompt_token_ids), request.sampling.max_tokens)
         sequences = [self._new_sequence(live, request) for request in requests]

@@ -1,8 +1,11 @@
 """KVPages: the pages of all KV ranks, and on which of them a sequence's lie."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
+from crosspool.engine.config import EngineConfig
+from crosspool.engine.forecast import OutputEstimate
+from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.pages import KVRankPages
 from crosspool.engine.prefix_pages import PrefixCounts, PrefixPages
 from crosspool.engine.sequence import Sequence
@@ -10,6 +13,7 @@ from crosspool.engine.served_model import ServedModel
 from crosspool.engine.split_pages import SplitPages, split_reach
 from crosspool.engine.stats import RankFrames
 from crosspool.kv_pool.host_tier import TierCounts
+from crosspool.kv_pool.limits import PoolLimits
 
 SequencePages = KVRankPages | SplitPages
 """What a sequence takes its pages from: one rank, or the ranks that share its model."""
@@ -20,19 +24,23 @@ class KVPages:
 
     A sequence's `kv_rank` is the home of its steps: the model's, if that is split; else chosen at admission, the rank
     that has most of the sequence's prefix, and among equals the one with most free KV (CrossPool, arXiv 2606.24506).
+    by_rank: of every KV rank that a model has been on; it stays the same object, and everyone who reads it holds it.
     """
 
-    def __init__(self, by_rank: Mapping[str, KVRankPages]) -> None:
-        self.by_rank = by_rank
+    def __init__(self, config: EngineConfig, estimate: OutputEstimate) -> None:
+        self.by_rank: dict[str, KVRankPages] = {}
+        self._config, self._estimate = config, estimate
         self._models: dict[str, ServedModel] = {}
         self._split: dict[str, SplitPages] = {}
         self.groups: list[list[str]] = []  # models that have KV ranks in common, be it through others
 
     def add_model(self, model: ServedModel) -> None:
-        """Serve a model on its ranks, which all exist. Raises ValueError where its limits cannot be held."""
+        """Serve a model on its ranks. Raises ValueError where its limits cannot be held."""
+        self.limits(model)  # before any of them changes
+        for rank in model.kv_ranks:
+            if rank not in self.by_rank:
+                self.by_rank[rank] = self._new_rank(rank)
         ranks = [self.by_rank[rank] for rank in model.kv_ranks]
-        for pages in ranks:
-            pages.limits_with(model)  # before any of them changes
         for pages in ranks:
             pages.add_model(model)
         self._models[model.name] = model
@@ -90,9 +98,27 @@ class KVPages:
         """Whether what is kept for its model holds it somewhere."""
         return any(pages.is_floored(sequence) for pages in self._everywhere(sequence.request.model))
 
-    def reach(self, model: ServedModel, on_rank: Mapping[str, int]) -> int:
-        """Frames by which the length of the model's sequences is bound, given its reach on each of its ranks."""
-        frames = [on_rank[rank] for rank in model.kv_ranks]
+    def limits(self, model: ServedModel) -> list[PoolLimits]:
+        """Of each of its ranks, once it is served too. Raises ValueError where they cannot be held."""
+        ranks = [self.by_rank.get(rank) or self._new_rank(rank) for rank in model.kv_ranks]
+        is_served = model.name in self._models
+        return [pages.limits if is_served else pages.limits_with(model) for pages in ranks]
+
+    def set_limits(self, change: LimitChange) -> None:
+        """Change what models, all of them served, may hold, at once and as a whole.
+
+        Raises ValueError, with the true numbers, for limits that cannot be held.
+        """
+        changed = {}
+        for rank, pages in self.by_rank.items():
+            here = {name for name, model in self._models.items() if rank in model.kv_ranks}
+            changed[rank] = pages.changed_limits(change.of(here))
+        for rank, limits in changed.items():
+            self.by_rank[rank].set_limits(limits)
+
+    def reach(self, model: ServedModel) -> int:
+        """Frames by which the length of the model's sequences is, or would be, bound. Raises ValueError as `limits`."""
+        frames = [limits.reach(model.name) for limits in self.limits(model)]
         if model.kv_split == "one":
             return max(frames)
         return split_reach(model, frames)
@@ -140,6 +166,20 @@ class KVPages:
     def trim(self, model: str) -> int:
         """Forget its cached pages that nobody uses, stowed ones too, on all its ranks; the frames that are free now."""
         return sum(pages.prefix.drop_unused(model) for pages in self._ranks(model) if pages.prefix is not None)
+
+    def _new_rank(self, kv_rank: str) -> KVRankPages:
+        config = self._config
+        number = config.kv_ranks.index(kv_rank) if kv_rank in config.kv_ranks else 0
+        return KVRankPages(
+            kv_rank,
+            config.num_frames,
+            config.frame_bytes,
+            self._estimate,
+            caches_prefixes=config.prefix_caching,
+            maps_frames=config.kv_backing == "vmm",
+            first_frame=number * config.num_frames,
+            num_host_frames=config.num_host_frames,
+        )
 
     def _ranks(self, model: str) -> list[KVRankPages]:
         return [self.by_rank[rank] for rank in self._models[model].kv_ranks]

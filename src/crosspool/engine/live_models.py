@@ -1,5 +1,4 @@
-"""LiveModels: the models that ranks have loaded, with their sequences, the pages of their KV ranks, and how long their
-sequences may become."""
+"""LiveModels: the models that ranks have loaded, with their sequences, and how long these may become."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from crosspool.engine.forecast import OutputEstimate
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lengths import context_limit
 from crosspool.engine.limit_change import LimitChange
-from crosspool.engine.pages import KVRankPages
 from crosspool.engine.queues import ModelQueue
 from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
@@ -111,14 +109,12 @@ def num_decode_batches(live_models: Iterable[LiveModel], ranks: RankHealth) -> i
 
 
 class LiveModels:
-    """Models by name and pages by KV rank. Both dicts stay the same objects: everyone who reads them holds them."""
+    """Models by name, and their pages. `by_name` stays the same object: everyone who reads it holds it."""
 
     def __init__(self, config: EngineConfig, estimate: OutputEstimate) -> None:
         self.by_name: dict[str, LiveModel] = {}
-        self.pages: dict[str, KVRankPages] = {}
-        self.kv = KVPages(self.pages)
+        self.kv = KVPages(config, estimate)
         self._config = config
-        self._estimate = estimate
 
     def of(self, name: str) -> LiveModel:
         """Raises UnknownModelError."""
@@ -130,19 +126,11 @@ class LiveModels:
     def context_limit(self, model: ServedModel) -> int:
         """Prompt plus output tokens a request to `model` may ask for. Raises CapacityError if not one page fits."""
         context_limit(model, self._config.num_frames - 1)  # a page larger than the pool says so first
-        reach = {}
-        for kv_rank in model.kv_ranks:
-            pages = self.pages.get(kv_rank) or self._new_pages(kv_rank)
-            try:
-                limits = pages.limits if model.name in self.by_name else pages.limits_with(model)
-            except ValueError as error:
-                raise CapacityError(str(error)) from None
-            reach[kv_rank] = limits.reach(model.name)
-        return context_limit(model, self.kv.reach(model, reach))
-
-    def reach(self, model: ServedModel) -> int:
-        """Frames by which the length of a served model's sequences is bound."""
-        return self.kv.reach(model, {rank: self.pages[rank].limits.reach(model.name) for rank in model.kv_ranks})
+        try:
+            num_frames = self.kv.reach(model)
+        except ValueError as error:
+            raise CapacityError(str(error)) from None
+        return context_limit(model, num_frames)
 
     def set_limits(self, change: LimitChange) -> None:
         """Change what models may hold in the KV pool, at once and as a whole.
@@ -151,12 +139,7 @@ class LiveModels:
         """
         for name in change.models:
             self.of(name)
-        changed = {}
-        for kv_rank, pages in self.pages.items():
-            here = {name for name, live in self.by_name.items() if kv_rank in live.model.kv_ranks}
-            changed[kv_rank] = pages.changed_limits(change.of(here))
-        for kv_rank, limits in changed.items():
-            self.pages[kv_rank].set_limits(limits)
+        self.kv.set_limits(change)
 
     def add(self, model: ServedModel) -> None:
         """Serve a model whose ranks have loaded it.
@@ -166,9 +149,6 @@ class LiveModels:
         if model.name in self.by_name:
             raise ValueError(f"model {model.name} is already served; remove it first or give another name")
         self.context_limit(model)
-        for kv_rank in model.kv_ranks:
-            if kv_rank not in self.pages:
-                self.pages[kv_rank] = self._new_pages(kv_rank)
         self.kv.add_model(model)
         queue = ModelQueue(model.name, self._config.max_queue, self._config.max_queue_per_key)
         self.by_name[model.name] = LiveModel(model, queue)
@@ -179,17 +159,3 @@ class LiveModels:
         assert live.is_idle, f"model {name} still has sequences; drain or end it first"
         self.kv.remove_model(name)
         del self.by_name[name]
-
-    def _new_pages(self, kv_rank: str) -> KVRankPages:
-        config = self._config
-        number = config.kv_ranks.index(kv_rank) if kv_rank in config.kv_ranks else 0
-        return KVRankPages(
-            kv_rank,
-            config.num_frames,
-            config.frame_bytes,
-            self._estimate,
-            caches_prefixes=config.prefix_caching,
-            maps_frames=config.kv_backing == "vmm",
-            first_frame=number * config.num_frames,
-            num_host_frames=config.num_host_frames,
-        )

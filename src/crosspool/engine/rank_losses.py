@@ -18,7 +18,7 @@ class RankLosses:
     def __init__(
         self, models: LiveModels, ranks: RankHealth, dispatcher: Dispatcher, admitter: Admitter, endings: Endings
     ) -> None:
-        self._live_models, self._pages = models.by_name, models.pages
+        self._live_models, self._pages = models.by_name, models.kv.by_rank
         self._ranks = ranks
         self._dispatcher = dispatcher
         self._admitter = admitter

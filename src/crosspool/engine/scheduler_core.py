@@ -46,7 +46,7 @@ class EngineCore:
         self._sequences: dict[int, Sequence] = {}  # those that have not ended
         self._estimate = output_estimate(config.admission, config.forecast_quantile)
         self._models = models = LiveModels(config, self._estimate)
-        self.live_models, self.pages, self.kv = models.by_name, models.pages, models.kv
+        self.live_models, self.kv = models.by_name, models.kv
         self.dispatcher = Dispatcher(config, models.by_name, models.kv, self.ranks)
         self._admitter = Admitter(config, models, self.ranks)
         self._intake = Intake(models, self.ranks, self._admitter, self._sequences)
@@ -164,7 +164,7 @@ class EngineCore:
     def mapping_hints(self, now: float) -> dict[str, list[Hint]]:
         """By KV rank whose frames are mapped: pages its models will need, and pages that nobody needs."""
         found = {}
-        for kv_rank, pages in self.pages.items():
+        for kv_rank, pages in self.kv.by_rank.items():
             if pages.ahead is None:
                 continue
             here = {name: live.num_live for name, live in self.live_models.items() if kv_rank in live.model.kv_ranks}
@@ -174,7 +174,7 @@ class EngineCore:
 
     def take_copies(self) -> dict[str, tuple[FrameCopy, ...]]:
         """By KV rank: what it has to copy before the steps that were handed out since the last call."""
-        tiers = {kv_rank: pages.tier for kv_rank, pages in self.pages.items() if pages.tier is not None}
+        tiers = {kv_rank: pages.tier for kv_rank, pages in self.kv.by_rank.items() if pages.tier is not None}
         found = {kv_rank: tier.take_copies() for kv_rank, tier in tiers.items()}
         return {kv_rank: copies for kv_rank, copies in found.items() if copies}
 

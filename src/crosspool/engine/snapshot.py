@@ -24,7 +24,7 @@ def snapshot(core: "EngineCore", now: float) -> EngineStats:
         models=tuple(
             _model_stats(live, core.kv, parked_seqs[name], core.log) for name, live in core.live_models.items()
         ),
-        pools=tuple(pages.stats() for pages in core.pages.values()),
+        pools=tuple(pages.stats() for pages in core.kv.by_rank.values()),
         lanes=tuple(lane.stats() for lane in core.dispatcher.lanes),
         num_steps=core.log.num_steps,
         num_replays=parked_steps.num_replays,
@@ -49,7 +49,7 @@ def _model_stats(live: LiveModel, kv: KVPages, num_parked: int, log: StepLog) ->
     frames_reserved = sum(frames.reserved for frames in by_rank.values())
     frames_reusable = sum(frames.reusable for frames in by_rank.values())
     counts, stowed = kv.prefix_counts(name), kv.tier_counts(name)
-    limits = {rank: kv.by_rank[rank].limits for rank in model.kv_ranks}
+    limits = kv.by_rank[model.kv_rank].limits
     return ModelStats(
         name=name,
         num_queued=len(live.queue),
@@ -76,9 +76,9 @@ def _model_stats(live: LiveModel, kv: KVPages, num_parked: int, log: StepLog) ->
         prefix_brought_back=stowed.brought_back,
         num_preempted=live.num_preempted,
         num_finished={reason.value: count for reason, count in live.num_finished.items()},
-        frames_floor=limits[model.kv_rank].floor(name),
-        frames_ceiling=limits[model.kv_rank].ceilings.get(name),
-        frames_reach=kv.reach(model, {rank: own.reach(name) for rank, own in limits.items()}),
+        frames_floor=limits.floor(name),
+        frames_ceiling=limits.ceilings.get(name),
+        frames_reach=kv.reach(model),
         frames_by_rank=by_rank,
         busy_since_s=_busy_since_s(live, log.last_end_s(name)),
         steps=log.totals(name),

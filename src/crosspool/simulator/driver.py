@@ -68,9 +68,10 @@ class CoreDriver:
         self.core = group.make_core()
         self.measures = {model.name: ModelMeasures() for model in group.models}
         self.occupancy = {  # frames held, by KV rank
-            name: TimeAverage(max(1.0, pages.pool.budget / OCCUPANCY_STEPS)) for name, pages in self.core.pages.items()
+            name: TimeAverage(max(1.0, pages.pool.budget / OCCUPANCY_STEPS))
+            for name, pages in self.core.kv.by_rank.items()
         }
-        self._pages = [(pages, self.occupancy[name]) for name, pages in self.core.pages.items()]
+        self._pages = [(pages, self.occupancy[name]) for name, pages in self.core.kv.by_rank.items()]
         self._live: dict[int, _Live] = {}
         self._prompts: dict[int, list[int]] = {}
         self._sampling: dict[int, SamplingParams] = {}

@@ -205,8 +205,8 @@ def _monolithic(
             budgets = [own[gpu] if layout == "static" else shared[gpu] for gpu in model.gpus]
             size = model.replica_gpus
             replicas = [budgets[start : start + size] for start in range(0, len(budgets), size)]
-            estimate = core.pages[model.name].estimate
-            core.pages[model.name] = ReplicatedPages(model.served, replicas, estimate)
+            estimate = core.kv.by_rank[model.name].estimate
+            core.kv.by_rank[model.name] = ReplicatedPages(model.served, replicas, estimate)
 
     return SimulatedGroup(
         name="",

@@ -61,7 +61,7 @@ def group_result(
         busy_s=tuple(busy_s),
         in_flight_s=in_flight_s,
         frame_bytes=group.config.frame_bytes,
-        frame_budget={name: pages.pool.budget for name, pages in core.pages.items()},
+        frame_budget={name: pages.pool.budget for name, pages in core.kv.by_rank.items()},
         occupancy=driver.occupancy,
         models=driver.measures,
     )
