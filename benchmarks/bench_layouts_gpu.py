@@ -13,8 +13,10 @@ NumPy backend serves the demo models in the same layouts (`bench_layouts`), and 
 LAYOUT.VARIANT (see VARIANTS): the same, otherwise set.
 
 Metrics are those of `bench_layouts`, and sent_rps.<layout>.<model>.<rate>; alone_tbt_ms.<layout>.<model>.4k.p50: one
-request, nothing else being served; gpu_used_gib.<layout>.<gpu>; one_request_tokens.<model>.<layout>: what the memory
-beside weights and all else would hold of one request; simulated_*: the simulator's word on traces named with --outlook.
+request, nothing else being served; tbt_<company>_ms.<layout>.<model>.<rate>.p50: times between tokens while a prompt of
+any model was under way, while another model decoded, and while neither did; gpu_used_gib.<layout>.<gpu>;
+one_request_tokens.<model>.<layout>: what the memory beside weights and all else would hold of one request; simulated_*:
+the simulator's word on traces named with --outlook.
 """
 
 from __future__ import annotations

@@ -7,8 +7,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
+import numpy as np
+
 from benchmarks.full_models import CONFIGS
 from benchmarks.layouts.account import as_memory, deployment
+from benchmarks.layouts.company import gaps_by_company
 from benchmarks.layouts.figures import add_layout_ratios, add_load
 from benchmarks.layouts.memory import kv_room, tokens_in
 from benchmarks.layouts.peers import add_peers
@@ -38,6 +41,8 @@ UNSERVED = ("crosspool-1+3", "static-4", "elastic-4")
 
 VLLM_ALONE_MS = {"qwen3-30b-a3b": 4.49, "glm-4.7-flash": 5.46, "deepseek-v2-lite": 3.40}
 """vLLM 0.24, whole on one such GPU, one request at 4,096 tokens."""
+FEWEST_GAPS = 20
+"""Between tokens, of which a median is told."""
 CUT_BELOW_S = 90.0
 """A run whose last request came before is told to be a part of its trace."""
 
@@ -125,8 +130,21 @@ def _add_load(report: Report, layout: str, rate: str, result: Mapping[str, Any],
     if (last := max(result["start_times"])) < CUT_BELOW_S:
         report.notes[f"tokens_per_s.{layout}.{rate}"] = f"the first {last:.0f} s of the trace's arrivals"
     add_models_words(report, layout, rate, result, models)
+    _add_company(report, layout, rate, result)
     for model, sent in result["realised_rates"].items():
         report.metric(f"sent_rps.{layout}.{model}.{rate}", sent)
+
+
+def _add_company(report: Report, layout: str, rate: str, result: Mapping[str, Any]) -> None:
+    """Times between tokens by what else was under way."""
+    for model in result["realised_rates"] if "itls" in result else ():
+        by_company = gaps_by_company(result, model)
+        count = sum(map(len, by_company.values()))
+        for company, gaps_ms in by_company.items():
+            if len(gaps_ms) >= FEWEST_GAPS:
+                name = f"tbt_{company}_ms.{layout}.{model}.{rate}"
+                told = f"{100 * len(gaps_ms) / count:.0f} % of the gaps; P99 {float(np.quantile(gaps_ms, 0.99)):.1f}"
+                report.metric(f"{name}.p50", float(np.median(gaps_ms)), note=told)
 
 
 def _add_lone_figures(report: Report, runs: Runs, layout: str, models: Sequence[str]) -> None:
