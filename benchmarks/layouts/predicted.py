@@ -198,7 +198,14 @@ def _simulated(
             pass_rows=rows,
         )
     elif layout == "crosspool":
-        settings = SimulationSettings(layout=layout, duration_s=duration_s, order=STREAMS, pass_rows=rows)
+        settings = SimulationSettings(
+            layout=layout,
+            duration_s=duration_s,
+            order=STREAMS,
+            patience_s=PIECE_S,
+            patience_token_s=TOKEN_S,
+            pass_rows=rows,
+        )
     else:
         count = plan_input.gpus.count
         hosting = tuple(tuple(models[gpu::count]) for gpu in range(count)) if models else None

@@ -54,13 +54,12 @@ def simulate(
     patience_us: Annotated[
         float,
         typer.Option(
-            help="what a layer of a prompt may take before it outranks decode; on GPUs 1000 (mode exact)  [for ever]",
+            help="what a layer of a prompt may take before it outranks decode; on GPUs 1000 "
+            "(mode exact, or shared GPUs)  [for ever]",
             show_default=False,
         ),
     ] = float("inf"),
-    patience_token_us: Annotated[
-        float, typer.Option(help="added to that for each token; on GPUs 0.75 (mode exact)")
-    ] = 0.0,
+    patience_token_us: Annotated[float, typer.Option(help="added to that for each token; on GPUs 0.75")] = 0.0,
     prompts_share: Annotated[
         bool,
         typer.Option(help="prompts run beside decode, not in turns, as long as their patience allows (mode exact)"),

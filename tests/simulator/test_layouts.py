@@ -130,6 +130,20 @@ def test_streams_of_both_pools_on_one_gpu_alternate_like_those_of_whole_models()
         assert both.models[name].tbt.quantile(0.5) == pytest.approx(expected_s, rel=0.06)
 
 
+def test_prompts_of_both_pools_on_one_gpu_step_aside_for_as_long_as_they_may():
+    text = "\n".join(line for line in PAPER.splitlines() if "glm" not in line)
+    text = text.replace("a100-40gb", "h200").replace("rate: 0.2", "rate: 4")
+
+    def first_token_s(gpus, **patience):
+        plan, plan_input = planned(text.replace("count: 5, kv: 1", gpus))
+        settings = SimulationSettings(duration_s=30.0, order="streams", seed=3, **patience)
+        return simulate(plan, plan_input, settings)[0].total.ttft.quantile(0.9)
+
+    assert first_token_s("count: 1", patience_s=2e-3) > 1.5 * first_token_s("count: 1")
+    with pytest.raises(ValueError, match="patience_us with mode steps, which has no puts and waits; use mode exact"):
+        first_token_s("count: 2, kv: 1", patience_s=2e-3)
+
+
 def test_elastic_models_share_what_static_ones_keep_apart():
     text = PAPER.replace("count: 5, kv: 1", "count: 1").replace("a100-40gb", "h200")
     text = "\n".join(line for line in text.splitlines() if "glm" not in line)

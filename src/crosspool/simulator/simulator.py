@@ -1,6 +1,6 @@
 """simulate: every group of a planned deployment, in one of the two modes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -9,7 +9,7 @@ from crosspool.planner.deployment import PlanInput
 from crosspool.planner.layouts import Hosting
 from crosspool.planner.planner import Planned, PlannedGroup
 from crosspool.simulator.exact import simulate_exact
-from crosspool.simulator.group import Layout, Patience
+from crosspool.simulator.group import STREAMS, Layout, Patience
 from crosspool.simulator.layouts import simulated_group
 from crosspool.simulator.measured import MeasuredTable
 from crosspool.simulator.passes import PassCost
@@ -84,15 +84,28 @@ class SimulationSettings:
     def _check_mode(self) -> None:
         """Raises ValueError for what is played put by put in a mode that has no puts, and for half a patience."""
         given: dict[str, float] = {"ahead": self.is_ahead, "prompts_wait": self.prompts_wait}
-        if self.layout == "crosspool":  # elsewhere it is part of a chunk's speed beside decode
-            given |= {"patience_us": self.patience_s < float("inf"), "patience_token_us": self.patience_token_s}
+        if self.layout == "crosspool" and self.order != STREAMS:
+            given |= self.patience_given
+        self._refuse_in_steps(given)
+        if self.patience_token_s > 0 and self.patience_s == float("inf"):
+            raise ValueError("patience_token_us is added to patience_us, which is for ever; give that as well")
+
+    @property
+    def patience_given(self) -> dict[str, float]:
+        """By flag; on streams of a GPU it is part of a chunk's speed beside decode, elsewhere played put by put."""
+        return {"patience_us": self.patience_s < float("inf"), "patience_token_us": self.patience_token_s}
+
+    def check_stations(self, num_stations: int) -> None:
+        """Raises ValueError for the patience of streams where two pools have GPUs of their own."""
+        if self.layout == "crosspool" and num_stations > 1:
+            self._refuse_in_steps(self.patience_given)
+
+    def _refuse_in_steps(self, given: Mapping[str, float]) -> None:
         names = [name for name, value in given.items() if value]
         if names and self.mode != "exact":
             raise ValueError(
                 f"{' and '.join(names)} with mode {self.mode}, which has no puts and waits; use mode exact"
             )
-        if self.patience_token_s > 0 and self.patience_s == float("inf"):
-            raise ValueError("patience_token_us is added to patience_us, which is for ever; give that as well")
 
 
 def simulate(
@@ -132,6 +145,7 @@ def _simulate_group(
         hosting=settings.hosting,
         beside_share=settings.beside_share,
     )
+    settings.check_stations(len(simulated.stations))
     simulated = replace(
         simulated,
         order=settings.order,
