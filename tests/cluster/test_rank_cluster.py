@@ -93,7 +93,8 @@ def test_a_model_whose_channels_find_no_memory_fails_alone_and_comes_once_they_d
     monkeypatch.setattr(stepped.cluster._channels, "_open_region", refuse_the_second)
     stepped.cluster.add_model(models["wider"].placement("wider", tmp_path / "wider", ("w0", "w1")))
     (failed,) = [event for event in until(stepped, ModelFailed) if isinstance(event, ModelFailed)]
-    assert (failed.name, failed.error) == ("wider", "no memory for its channels: Too many open files")
+    told = ("wider", "no memory for its channels: Too many open files", True)
+    assert (failed.name, failed.error, failed.is_loss) == told
     add(stepped, "wider", models["wider"], tmp_path, ("w0", "w1"))
     lanes = [LaneDriver(lane, name, [Sequence_(tuple(range(60)), 2)]) for lane, name in enumerate(models)]
     run_lanes(stepped, lanes)

@@ -176,7 +176,7 @@ def test_a_model_whose_load_ends_its_process_is_dropped_and_the_rest_serves_on(t
         cluster.add_model(bad.placement("bad", tmp_path / "bad", ("w0", "w1")))
         seen = []
         (failed,) = wait_for(cluster, ModelFailed, seen=seen)
-        assert failed.error == "w1 was lost while it loaded: exit code 7"
+        assert (failed.error, failed.is_loss) == ("w1 was lost while it loaded: exit code 7", True)
         lane = LaneDriver(0, "good", [Sequence_((1, 2), 4)])
         run = Run(cluster, [lane])
         run.away = {event.rank for event in seen if isinstance(event, RankLost)}

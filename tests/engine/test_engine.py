@@ -325,6 +325,9 @@ async def test_a_model_that_does_not_load_says_so_and_can_be_tried_again():
         assert rig.face.model("b").state == "failed"
         with pytest.raises(UnknownModelError, match="cut short"):
             rig.face.generate(a_request(model="b"))
+        rig.cluster.loses_ranks = {"b"}
+        with pytest.raises(WorkerLostError, match="cut short"):
+            await rig.face.add_model(broken)
         del rig.cluster.broken["b"]
         assert (await rig.face.add_model(broken)).state == "ready"
         assert len(await collect(rig.face.generate(a_request(model="b")))) == 6

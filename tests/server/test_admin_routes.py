@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from crosspool.config import ModelConfig, ServerConfig
-from crosspool.errors import CheckpointError
+from crosspool.errors import CapacityError, CheckpointError, WorkerLostError
 from crosspool.server.app import create_app
 from crosspool.server.catalogue import Catalogue, ModelFrontend
 from tests.support.awaited import soon
@@ -194,6 +194,12 @@ async def test_what_cannot_be_loaded_leaves_nothing(admin: httpx2.AsyncClient, e
     engine.load_error = CheckpointError("a tensor is cut short")
     cut = await admin.post("/admin/models/new/load", json={"path": "somewhere"})
     assert (cut.status_code, cut.json()["error"]["code"]) == (400, "cannot_load")
+    engine.load_error = CapacityError("one page is larger than the pool")
+    large = await admin.post("/admin/models/large/load", json={"path": "somewhere"})
+    assert (large.status_code, large.json()["error"]["code"]) == (400, "cannot_load")
+    engine.load_error = WorkerLostError("w0 was lost while it loaded")
+    lost = await admin.post("/admin/models/lost/load", json={"path": "somewhere"})
+    assert (lost.status_code, lost.json()["error"]["code"]) == (503, "worker_lost")
     assert (await ask(admin, "new")).status_code == 404
     for path, body, status in (
         ("/admin/models/tiny/load", {"path": "somewhere"}, 409),

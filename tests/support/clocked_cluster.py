@@ -23,6 +23,7 @@ class ClockedCluster:
         self.removed: list[str] = []
         self.let_go: list[int | str] = []  # sequences that were forgotten and models that were removed, in order
         self.first: list[str] = []  # models that ranks should load before others
+        self.loses_ranks: set[str] = set()  # of them, those whose load ends a rank
         self.closed = False
         self.num_polls = 0
         self._changed = threading.Condition()
@@ -33,7 +34,8 @@ class ClockedCluster:
 
     def add_model(self, placement: ModelPlacement) -> None:
         if placement.name in self.broken:
-            self._emit(ModelFailed(name=placement.name, error=self.broken[placement.name]))
+            is_loss = placement.name in self.loses_ranks
+            self._emit(ModelFailed(name=placement.name, error=self.broken[placement.name], is_loss=is_loss))
             return
         self._emit(LoadProgress(name=placement.name, rank="w0", loaded_bytes=50, total_bytes=100))
         self._emit(ModelReady(name=placement.name, seconds=0.1, bytes_by_rank={"kv0": 20, "w0": 100}))

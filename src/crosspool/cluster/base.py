@@ -92,10 +92,14 @@ class ModelReady:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFailed:
-    """The model could not be loaded, or loaded again after a loss; nothing of it stays on any rank."""
+    """The model could not be loaded, or loaded again after a loss; nothing of it stays on any rank.
+
+    is_loss: for want of a rank, whatever the model's files are.
+    """
 
     name: str
     error: str
+    is_loss: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,12 +44,12 @@ class ClusterModels:
         self.roster.add(placement, self._clock())
         for rank in ranks:
             if self._supervisor.state(rank) is RankState.FAILED:
-                self.drop(name, f"{rank} could not be brought back; restart the server")
+                self.drop(name, f"{rank} could not be brought back; restart the server", is_loss=True)
                 return
         try:
             self._channels.open_missing(self.roster.placements())
         except OSError as failure:
-            self.drop(name, f"no memory for its channels: {failure}")
+            self.drop(name, f"no memory for its channels: {failure}", is_loss=True)
             return
         for rank in ranks:
             if self._supervisor.state(rank) is RankState.READY:
@@ -65,12 +65,12 @@ class ClusterModels:
         self._channels.close_unused(self.roster.placements())
         self.settle_loads(ranks)
 
-    def drop(self, name: str, error: str) -> None:
-        """Remove a model that cannot be served, and fail its steps."""
+    def drop(self, name: str, error: str, *, is_loss: bool = False) -> None:
+        """Remove a model that cannot be served, and fail its steps. is_loss: as in `ModelFailed`."""
         logger.warning("model %s is dropped: %s", name, error)
         self._steps.drop_model(name, self.roster.ranks(name), error)
         self.remove(name)
-        self._emit(ModelFailed(name=name, error=error))
+        self._emit(ModelFailed(name=name, error=error, is_loss=is_loss))
 
     def progressed(self, rank: str, told: messages.Loading) -> None:
         """A rank has read more of a model."""

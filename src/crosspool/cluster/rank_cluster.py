@@ -257,7 +257,7 @@ class RankCluster:
                 blamed += self._roster.new_models(rank)
                 self._events.append(RankFailed(rank=rank, error=f"{rank} does not come back: {reason}"))
         for model in dict.fromkeys(blamed):
-            self._models.drop(model, f"{', '.join(ranks)} was lost while it loaded: {reason}")
+            self._models.drop(model, f"{', '.join(ranks)} was lost while it loaded: {reason}", is_loss=True)
 
     def _launch_due(self, now_s: float) -> None:
         for number in self._supervisor.due(now_s):

@@ -47,7 +47,10 @@ class AsyncEngine:
         return self.engine.abort(request_id)
 
     async def add_model(self, model: "ServedModel") -> ModelInfo:
-        """Load a model and wait until it is ready. Raises CheckpointError, CapacityError or ValueError."""
+        """Load a model and wait until it is ready.
+
+        Raises CheckpointError, WorkerLostError where a rank is to blame, CapacityError or ValueError.
+        """
         return await _result(self.engine.add_model(model))
 
     async def remove_model(self, name: str, *, drain: bool = True) -> None:

@@ -87,7 +87,8 @@ class Engine:
         return True
 
     def add_model(self, model: ServedModel) -> Future[ModelInfo]:
-        """Start to load a model. The future ends with its info, or with CheckpointError if it cannot be loaded.
+        """Start to load a model. The future ends with its info, or with CheckpointError, WorkerLostError where a rank
+        is to blame, or CapacityError.
 
         Raises ValueError for a taken name and CapacityError where the KV pool cannot hold a page of it.
         """

@@ -80,8 +80,8 @@ class Models:
                 self.registry.progress(event)
             case ModelReady(name=name) if name in self.registry:
                 return self._ready(event, now)
-            case ModelFailed(name=name, error=error) if name in self.registry:
-                return self._failed(name, error, now)
+            case ModelFailed(name=name, error=error, is_loss=is_loss) if name in self.registry:
+                return self._failed(name, WorkerLostError(error) if is_loss else CheckpointError(error), now)
             case RankLost(rank=rank):
                 self._lost_ranks.add(rank)
             case RankReady(rank=rank) if rank in self._lost_ranks:
@@ -129,7 +129,7 @@ class Models:
             self._core.add_model(registered.model)
         except CapacityError as error:  # limits have changed since it was registered
             self._cluster.remove_model(event.name)
-            return self._failed(event.name, str(error), now)
+            return self._failed(event.name, error, now)
         self.tell_contexts()
         total = sum(event.bytes_by_rank.values())
         info = self.registry.update(
@@ -152,13 +152,13 @@ class Models:
             if again := info.bytes_by_rank.get(rank, 0):
                 self.registry.update(info.name, moved_bytes=info.moved_bytes + again)
 
-    def _failed(self, name: str, error: str, now: float) -> list[SequenceUpdate]:
+    def _failed(self, name: str, error: CrossPoolError, now: float) -> list[SequenceUpdate]:
         """A model that did not load, or not again after a rank's return: then its requests end with the error."""
         logger.error("model %s failed: %s", name, error)
         registered = self.registry.get(name)
-        self.registry.update(name, state="failed", error=error)
+        self.registry.update(name, state="failed", error=str(error))
         if not registered.added.done():
-            registered.added.set_exception(CheckpointError(error))
+            registered.added.set_exception(error)
         return self.end(name, WorkerLostError(f"model {name} was lost: {error}"), now)
 
 

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 
 from crosspool.config import ModelConfig
 from crosspool.engine.served_model import ServedModel
-from crosspool.errors import CheckpointError, CrossPoolError, UnknownModelError, UnsupportedModelError
+from crosspool.errors import CapacityError, CheckpointError, CrossPoolError, UnknownModelError, UnsupportedModelError
 from crosspool.pools_config import KVSplitChoice
 from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.errors import APIError, ErrorBody, bad_request
@@ -148,7 +148,7 @@ async def _load(state: State, prepared: Prepared) -> None:
     except ValueError as error:
         state.catalogue.remove(name)
         raise APIError(409, str(error), code="model_exists", param="name") from None
-    except CheckpointError as error:
+    except (CheckpointError, CapacityError) as error:
         state.catalogue.remove(name)
         raise bad_request(str(error), param="path", code="cannot_load") from None
     except CrossPoolError:
