@@ -54,7 +54,7 @@ def bench(url, *arguments):
 def result_file(url, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     shown = bench(
-        url, "--request-rate", "40", "--request-rate", "paced=20", "--num-prompts", "12", "--output-len", "20",
+        url, "--request-rate", "40", "--request-rate", "paced=6", "--num-prompts", "12", "--output-len", "20",
         "--save-detailed", "--report", "--result-dir", str(folder), "--result-filename", "run.json", "--goodput",
         "ttft:5000", "tbt:5000", "--label", "first",
     )  # fmt: skip
@@ -185,6 +185,7 @@ def test_any_label_makes_a_plain_file_name(url, tmp_path):
     (path,) = tmp_path.glob("*.md")
     assert re.fullmatch(r"bench-too-long-a-b-c-\d{8}-\d{6}\.md", path.name)
     assert read_result(path.with_suffix(".json"))["label"] == "too long, a/b <c>"
+    assert {picture.stem.rpartition("-")[2] for picture in tmp_path.glob("*.svg")} == {"ttft", "tbt"}, "over too soon"
 
 
 def test_a_trace_is_replayed_from_within_and_only_for_models_that_are_served(url, tmp_path):

@@ -51,7 +51,8 @@ def charts(result: Mapping[str, Any]) -> dict[str, str]:
         ("running_requests", "Requests under way", "requests"),
     ):
         lines = {name: _by_second(figures, key, result["duration"]) for name, figures in models.items()}
-        pictures[key] = line_chart(title, "seconds", unit, lines)
+        if any(len(points) > 1 for points in lines.values()):  # not of a run that is over within a second
+            pictures[key] = line_chart(title, "seconds", unit, lines)
     return pictures
 
 
