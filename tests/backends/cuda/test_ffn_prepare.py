@@ -32,7 +32,7 @@ class Rank:
         self.loops.append(kind)
 
     def prepare(self, way, rows):
-        self.served += [(way.name, way.number, way.links, count, way.model.takes_choices) for count in rows]
+        self.served += [(way.model_name, way.lane_number, way.links, count, way.model.takes_choices) for count in rows]
 
     def tell(self):
         self.num_told += 1

@@ -58,7 +58,7 @@ def run_kv_chunk(
         crossing = ChunkCrossing(kernels, lane.memory, maps, plan, model.spec.hidden_size)
         enqueued = kv_chunk(kernels, make_half, crossing, plan, batch, outcome)
     else:
-        ffn, patience = way.joined.chunks_of(way.name, way.number), way.joined.patience
+        ffn, patience = way.joined.chunks_of(way.model_name, way.lane_number), way.joined.patience
         enqueued = joined_chunk(kernels, make_half, ffn, patience, plan, batch, outcome)
     tokens = yield from run_to_end(kernels, lane, inlets, plan, enqueued, has_neighbours, outcome, patience)
     for each in graphs.values():

@@ -34,15 +34,15 @@ class KVPassKind(NamedTuple):
 
 
 class KVWay(NamedTuple):
-    """What a step runs on: its model and lane by name and number, and its links.
+    """What a step runs on.
 
-    They go to the weights ranks, the last `num_shares` of them to other KV ranks. joined: computes the FFN in their
+    links: to the weights ranks, the last `num_shares` of them to other KV ranks. joined: computes the FFN in their
     stead.
     """
 
-    name: str
+    model_name: str
     model: KVModel
-    number: int
+    lane_number: int
     lane: WorkerLane
     links: Links
     num_shares: int = 0
@@ -64,7 +64,7 @@ class KVPasses:
 
     def find(self, way: KVWay, kind: KVPassKind) -> KVPass:
         """The pass of this kind on this way, captured where there is a GPU."""
-        source = way.lane.find_pass(way.name, way.links, kind, lambda: self._make(way, kind))
+        source = way.lane.find_pass(way.model_name, way.links, kind, lambda: self._make(way, kind))
         assert isinstance(source, KVPass)
         return source
 
@@ -82,9 +82,9 @@ class KVPasses:
 
     def _rows(self, way: KVWay, bucket: int) -> KVRows:
         model = way.model
-        rows = model.rows.get((way.number, bucket))
+        rows = model.rows.get((way.lane_number, bucket))
         if rows is None:
-            rows = model.rows[way.number, bucket] = KVRows(
+            rows = model.rows[way.lane_number, bucket] = KVRows(
                 self._kernels,
                 model.spec,
                 model.weights,
@@ -93,15 +93,15 @@ class KVPasses:
                 bucket,
                 model.max_pages,
                 model.own_number,
-                self._scratch.get(way.number),
+                self._scratch.get(way.lane_number),
             )
-            self._scratch[way.number] = rows.half.scratch
+            self._scratch[way.lane_number] = rows.half.scratch
         return rows
 
     def _crossing(self, way: KVWay, bucket: int) -> Crossing:
         model, memory = way.model, way.lane.memory
         if way.joined is not None:
-            ffn, hidden = way.joined.half_of(way.name, way.number), model.spec.hidden_size
+            ffn, hidden = way.joined.half_of(way.model_name, way.lane_number), model.spec.hidden_size
             return JoinedCrossing(self._kernels, ffn, bucket, hidden, self._site.device)
         maps = [link.map() for link in way.links[: way.num_weights_ranks]]
         router = None

@@ -37,7 +37,7 @@ def run_by_device(
     last_epoch = epoch(header.step_seq, header.num_steps * num_layers - 1)
     with StepOnDevice(lane, last_epoch, is_ahead=is_ahead) as on_device:
         slots = push_run(lane.memory, batch, header, num_layers, kind.bucket, model.geometry.page_tokens)
-        lane.run_loop(way.name, way.links, kind)
+        lane.run_loop(way.model_name, way.links, kind)
         if is_ahead:
             yield from on_device.await_turn()
         return (yield from read_run(lane.memory, batch, step, slots, num_layers, inlets, on_device.follows))

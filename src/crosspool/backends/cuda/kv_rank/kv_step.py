@@ -44,7 +44,7 @@ def run_step(
             source = found.find(way, kind)
             slot = _push(lane, source, batch, part, num_layers)
             if lane.stream is not None:
-                yield from lane.run_pass(way.name, way.links, kind, inlets, part.base)
+                yield from lane.run_pass(way.model_name, way.links, kind, inlets, part.base)
             else:
                 for layer in source.kernels():
                     peers = inlets[: way.num_weights_ranks] if layer >= 0 else inlets[way.num_weights_ranks :]

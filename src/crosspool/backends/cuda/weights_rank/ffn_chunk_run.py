@@ -46,7 +46,7 @@ def run_ffn_chunk(
     lane, spec = way.lane, way.model.spec
     plan = chunk_plan(header.num_tokens, header.step_seq, spec.num_layers)
     yield Wait((lane.idle, inlet), OPEN_EPOCH)
-    ffn = found.chunks_of(way.model, way.number)
+    ffn = found.chunks_of(way.model, way.lane_number)
     crossing = ChunkCrossing(kernels, lane.memory, [inlet.link.map()], plan, spec.hidden_size)
     with StepOnDevice(lane, plan.last_epoch):
         turns.chunk_lanes.add(header.lane)

@@ -98,11 +98,11 @@ class FFNPassKind(NamedTuple):
 
 
 class FFNWay(NamedTuple):
-    """What a step runs on: its model and lane by name and number, and the lane's link to the KV rank."""
+    """What a step runs on. links: the one to the KV rank."""
 
-    name: str
+    model_name: str
     model: FFNModel
-    number: int
+    lane_number: int
     lane: WorkerLane
     links: Links
 
@@ -116,30 +116,30 @@ class FFNPasses:
         has_words = site.device.type == "cuda" and not is_host_driven
         self._sums_by: SumsBy = "words" if has_words else "flags"
 
-    def half_of(self, model: FFNModel, number: int, *, is_fused: bool = False) -> FFNHalf:
+    def half_of(self, model: FFNModel, lane_number: int, *, is_fused: bool = False) -> FFNHalf:
         """The model's layers for passes of a lane."""
-        half = model.halves.get((number, is_fused))
+        half = model.halves.get((lane_number, is_fused))
         if half is None:
             half = FFNHalf(self._kernels, model.layers, PASS_TOKENS, fused=is_fused)
-            model.halves[number, is_fused] = half
+            model.halves[lane_number, is_fused] = half
         return half
 
-    def chunks_of(self, model: FFNModel, number: int) -> ChunkFFN:
+    def chunks_of(self, model: FFNModel, lane_number: int) -> ChunkFFN:
         """The same for its chunks."""
-        found = model.chunks.get(number)
+        found = model.chunks.get(lane_number)
         if found is None:
-            found = model.chunks[number] = ChunkFFN(self._kernels, model.layers, model.chunk_routers())
+            found = model.chunks[lane_number] = ChunkFFN(self._kernels, model.layers, model.chunk_routers())
             finish(self._site.device)
         return found
 
     def find(self, way: FFNWay, kind: FFNPassKind) -> FFNPass:
         """The pass of this kind on this way, captured where there is a GPU."""
-        source = way.lane.find_pass(way.name, way.links, kind, lambda: self._make(way, kind))
+        source = way.lane.find_pass(way.model_name, way.links, kind, lambda: self._make(way, kind))
         assert isinstance(source, FFNPass)
         return source
 
     def _make(self, way: FFNWay, kind: FFNPassKind) -> FFNPass:
-        half = self.half_of(way.model, way.number, is_fused=kind.is_fused)
+        half = self.half_of(way.model, way.lane_number, is_fused=kind.is_fused)
         return FFNPass(
             self._kernels,
             way.lane.memory,

@@ -28,7 +28,7 @@ def prepare_passes(
         kind = FFNPassKind(bucket, is_fused)
         found.find(way, kind)
         if may_run and kind.is_run:
-            way.lane.prepare_loop(way.name, way.links, kind)
+            way.lane.prepare_loop(way.model_name, way.links, kind)
         tell()
     if resident is not None:
         resident.prepare(way, BUCKETS)

@@ -47,7 +47,7 @@ def run_several(
             else:
                 for base, place in steps:
                     lane.memory.push(base, num_layers, place=place)
-                lane.run_loop(way.name, way.links, kind)
+                lane.run_loop(way.model_name, way.links, kind)
         if is_ahead:
             yield from on_device.await_turn()
         yield from read_end(lane.memory, header, num_layers, inlet, on_device.follows)

@@ -39,7 +39,7 @@ def run_step(
                 source = found.find(way, kind)
                 lane.memory.push(part.base, model.spec.num_layers)
                 if lane.stream is not None:
-                    yield from lane.run_pass(way.name, way.links, kind, (inlet,), part.base)
+                    yield from lane.run_pass(way.model_name, way.links, kind, (inlet,), part.base)
                     continue
                 for layer in source.kernels():
                     yield Wait((inlet,), part.base + layer + 1)

@@ -55,9 +55,9 @@ class ResidentFFN:
             self._launched = [other for other in self._launched if not other.memory.is_drained]
         return all([other is lane for other in self._launched])
 
-    def can_serve_ahead(self, model: str, number: int, lane: WorkerLane, rows: int) -> bool:
+    def can_serve_ahead(self, model: str, lane_number: int, lane: WorkerLane, rows: int) -> bool:
         """Whether the model's pass may be posted at once, behind passes of the lane that are here already."""
-        is_made = any((name, at, count) == (model, number, rows) for name, at, _, count in tuple(self._passes))
+        is_made = any((name, at, count) == (model, lane_number, rows) for name, at, _, count in tuple(self._passes))
         return is_made and self.can_serve(lane) and lane not in self._launched
 
     def before_launch(self, lane: WorkerLane) -> None:
@@ -79,7 +79,7 @@ class ResidentFFN:
 
         place: of its step in a run. num_steps: passes, one for each step of the run from there on.
         """
-        key = (way.name, way.number, way.links, rows)
+        key = (way.model_name, way.lane_number, way.links, rows)
         served = self._passes.get(key)
         if served is None:
             self._server.stop()  # what fills new buffers needs the GPU
@@ -90,7 +90,7 @@ class ResidentFFN:
         """Make the passes of so many rows each, so that no later one has to: for that the server leaves."""
         self._server.stop()
         for count in rows:
-            served = self._passes[way.name, way.number, way.links, count] = self._make(way, count)
+            served = self._passes[way.model_name, way.lane_number, way.links, count] = self._make(way, count)
             self._server.reserve(served.smem_bytes)
 
     def drop(self, model: str | None = None, links: Sequence[Any] = ()) -> None:
@@ -106,10 +106,10 @@ class ResidentFFN:
     def _make(self, way: FFNWay, rows: int) -> ServedPass:
         layers = way.model.layers
         with on_device(self._site.device):
-            scratch = self._scratch.get((way.name, way.number))
+            scratch = self._scratch.get((way.model_name, way.lane_number))
             if scratch is None:
                 scratch = FFNScratch.for_layers(list(layers), PASS_TOKENS, self._site.device)
-                self._scratch[way.name, way.number] = scratch
+                self._scratch[way.model_name, way.lane_number] = scratch
             crossing = FFNCrossing(self._kernels, way.lane.memory, way.links[0].map())
             served = serve_layers(layers, crossing, rows, scratch, takes_choices=way.model.takes_choices)
             finish(self._site.device)
