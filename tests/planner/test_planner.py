@@ -229,7 +229,7 @@ def test_a_servegen_client_is_a_load_with_its_own_day(tmp_path):
 
 
 def test_names_that_clash_are_refused():
-    with pytest.raises(ValueError, match=r"two models are called 'glm-4\.7-flash'"):
+    with pytest.raises(ValueError, match=r"two models are called 'glm-4\.7-flash': glm-4\.7-flash and zai-org/GLM-4"):
         plan(names=["glm-4.7-flash", "zai-org/GLM-4.7-Flash"])
 
 

@@ -17,9 +17,10 @@ def plan_notes(
     for group in groups:
         if not group.reached_precision:
             width = (group.required_high_bytes - group.required_low_bytes) / 2 / max(1, group.required_bytes)
+            known = f"is known to {width:.1%}, not to the {given.precision:.1%} asked for"
+            told = known if width < 1 else "is as good as unknown"
             notes.append(
-                f"{group.name}: P{given.quantile * 100:g} is known to {width:.1%}, not to the "
-                f"{given.precision:.1%} asked for: its samples are worth {group.effective_samples:,.0f} "
+                f"{group.name}: P{given.quantile * 100:g} {told}: its samples are worth {group.effective_samples:,.0f} "
                 "independent moments; a longer trace would tell more"
             )
         if len(group.kv_ranks) > 1 and any(model.kv_parallelism != "one" for model in group.models):

@@ -76,7 +76,8 @@ def planned_models(plan_input: PlanInput) -> list[PlannedModel]:
     facts = [_facts(entry) for entry in plan_input.models]
     names = [item.name for item in facts]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"two models are called {twice!r}; give one of them another `name:`")
+        first, second, *_ = (entry.model for entry, name in zip(plan_input.models, names, strict=True) if name == twice)
+        raise ValueError(f"two models are called {twice!r}: {first} and {second}; give one of them another `name:`")
     recorded = _recorded(plan_input, names)
     models = []
     for entry, item in zip(plan_input.models, facts, strict=True):
