@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crosspool.core import Request, SamplingParams
-from crosspool.engine.batcher import Chunk, prefill_chunks
+from crosspool.engine.prefill_chunks import Chunk, prefill_chunks
 from crosspool.engine.prefill_rule import PrefillRule
 from crosspool.engine.sequence import Sequence
 from crosspool.kv_pool.block_table import BlockTable

@@ -65,8 +65,8 @@ def test_the_control_plane_has_no_clock_thread_await_or_io():
         f"engine/{name}.py"
         for name in (
             *("scheduler_core", "admission", "intake", "queues", "endings", "rank_losses"),
-            *("dispatcher", "batcher", "lanes", "decode_steps", "steps_ahead", "prefill_steps", "parked_steps"),
-            "step_outcomes",
+            *("dispatcher", "turns", "lanes", "decode_steps", "steps_ahead", "prefill_steps", "parked_steps"),
+            *("prefill_chunks", "step_start", "step_outcomes"),
         )
     }
     assert named | {"scheduler/step.py", "kv_pool/pool.py"} <= modules.keys()

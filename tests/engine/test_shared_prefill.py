@@ -3,9 +3,9 @@
 import pytest
 
 from crosspool.core import Request, SamplingParams
-from crosspool.engine.batcher import Chunk
 from crosspool.engine.forecast import Reserve
 from crosspool.engine.pages import KVRankPages
+from crosspool.engine.prefill_chunks import Chunk
 from crosspool.engine.prefill_rule import PrefillRule
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.shared_prefill import shared_chunks

@@ -5,13 +5,14 @@ from collections.abc import Container, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from crosspool.engine.batcher import StepStart, Turns, decode_row
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Lane
 from crosspool.engine.live_models import LiveModel, num_decode_batches
 from crosspool.engine.parked_steps import ParkedSteps
 from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence
+from crosspool.engine.step_start import StepStart, decode_row
+from crosspool.engine.turns import Turns
 from crosspool.scheduler.step import LAYERS_PER_STEP, MAX_RUN_ROWS, MAX_RUN_STEPS, StepDescriptor
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from crosspool.engine.batcher import StepStart, Turns
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.decode_steps import DecodeSteps, RunLength
 from crosspool.engine.kv_pages import KVPages
@@ -13,7 +12,9 @@ from crosspool.engine.prefill_ranks import PrefillRanks
 from crosspool.engine.prefill_steps import PrefillSteps
 from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence
+from crosspool.engine.step_start import StepStart
 from crosspool.engine.steps_ahead import StepsAhead
+from crosspool.engine.turns import Turns
 from crosspool.scheduler.step import Phase, StepDescriptor
 
 

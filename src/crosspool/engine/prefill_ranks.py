@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 
-from crosspool.engine.batcher import Chunk
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.live_models import LiveModel
+from crosspool.engine.prefill_chunks import Chunk
 from crosspool.engine.rank_health import RankHealth
 from crosspool.models.whole_size import whole_bytes
 from crosspool.scheduler.residency import Residency, WaitingModel

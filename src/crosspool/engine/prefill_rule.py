@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from crosspool.engine.batcher import Chunk, prefill_chunks
+from crosspool.engine.prefill_chunks import Chunk, prefill_chunks
 from crosspool.engine.sequence import Sequence
 
 

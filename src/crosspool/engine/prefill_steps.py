@@ -3,16 +3,18 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
-from crosspool.engine.batcher import Chunk, StepStart, Turns, prefill_row
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.kv_pages import KVPages
 from crosspool.engine.lanes import Lane
 from crosspool.engine.live_models import LiveModel
+from crosspool.engine.prefill_chunks import Chunk
 from crosspool.engine.prefill_ranks import PrefillRanks, with_bounded_past
 from crosspool.engine.prefill_rule import PrefillRule
 from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.shared_prefill import shared_chunks
+from crosspool.engine.step_start import StepStart, prefill_row
+from crosspool.engine.turns import Turns
 from crosspool.scheduler.step import StepDescriptor
 
 

@@ -7,9 +7,9 @@ that many had been handed out and ended one after the other (tests/engine/test_r
 
 from dataclasses import replace
 
-from crosspool.engine.batcher import decode_row
 from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.sequence import SequenceState
+from crosspool.engine.step_start import decode_row
 from crosspool.scheduler.step import StepResult
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 
-from crosspool.engine.batcher import Chunk
+from crosspool.engine.prefill_chunks import Chunk
 from crosspool.engine.prefix_pages import PrefixPages
 from crosspool.engine.sequence import Sequence
 

@@ -6,10 +6,10 @@ unless its very next token ends it.
 
 from dataclasses import dataclass
 
-from crosspool.engine.batcher import decode_row
 from crosspool.engine.decode_steps import DecodeSteps
 from crosspool.engine.lanes import Lane
 from crosspool.engine.live_models import num_decode_batches
+from crosspool.engine.step_start import decode_row
 from crosspool.scheduler.step import StepDescriptor
 
 

@@ -1,10 +1,10 @@
-"""Turns of models and the shares of a prefill chunk."""
+"""How sequences share the tokens of a step of prefill."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from crosspool.core import Request, SamplingParams
-from crosspool.engine.batcher import Turns, prefill_chunks
+from crosspool.engine.prefill_chunks import prefill_chunks
 from crosspool.engine.sequence import Sequence
 from crosspool.kv_pool.block_table import BlockTable
 
@@ -46,22 +46,3 @@ def test_a_sequence_that_lost_its_kv_prefills_prompt_and_outputs():
     assert sequence.uncached(4) == (3, 4, 1000, 1001)
     sequence.num_cached_tokens = 7
     assert sequence.uncached(2) == (1002, 1003)
-
-
-@given(st.data())
-def test_between_two_turns_of_a_ready_model_each_other_takes_at_most_one(data):
-    turns = Turns()
-    for model in "abcd":
-        turns.add(model)
-    served = {model: 0 for model in "bcd"}
-    for _ in range(12):
-        ready = {"a"} | data.draw(st.sets(st.sampled_from("bcd")))
-        chosen = turns.ready(ready)[0]
-        turns.take(chosen)
-        if chosen == "a":
-            served = dict.fromkeys("bcd", 0)
-        else:
-            served[chosen] += 1
-        assert max(served.values()) <= 1
-    turns.remove("a")
-    assert "a" not in turns.ready(set("abcd"))
