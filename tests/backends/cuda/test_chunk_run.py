@@ -45,7 +45,7 @@ def begun(monkeypatch):
 
 def run_of(kernels):
     lane = SimpleNamespace(stream=object(), memory=SimpleNamespace(push=lambda base, count: None))
-    inlet = SimpleNamespace(pace=None)
+    inlet = SimpleNamespace(has_come=None)
     plan = chunk_plan(8192, 1, 2)
     return run_pieces(None, lane, (inlet,), plan, iter(kernels), lambda: True), inlet
 
@@ -62,18 +62,18 @@ def test_every_piece_is_followed_by_a_turn_of_others_from_the_first_on(begun):
     for turn in range(PIECES_AHEAD):
         next(run)
         assert len(enqueued) == turn + 1, "several pieces were enqueued without a turn of others between"
-        assert inlet.pace(), "nothing is to be waited for yet"
+        assert inlet.has_come(), "nothing is to be waited for yet"
     next(run)
-    assert not inlet.pace(), "the device has not ended the first piece"
+    assert not inlet.has_come(), "the device has not ended the first piece"
     FakeEvent.made[0].is_over = True
-    assert inlet.pace()
+    assert inlet.has_come()
     for event in FakeEvent.made:
         event.is_over = True
     FakeEvent.made[-1].is_over = True
     rest = list(run)
     assert len(enqueued) == 6
     assert len(rest) == 3
-    assert inlet.pace is None
+    assert inlet.has_come is None
     assert begun == ["begin", "end"]
 
 
@@ -82,4 +82,4 @@ def test_a_chunk_that_is_given_up_ends_on_the_device(begun):
     next(run)
     run.close()
     assert begun == ["begin", "end"]
-    assert inlet.pace is None
+    assert inlet.has_come is None

@@ -24,10 +24,10 @@ class Inlet:
     """As `DeviceInlet`, of one peer that is never late."""
 
     def __init__(self) -> None:
-        self.pace = None
+        self.has_come = None
 
     def arrived(self, epoch: int) -> bool:
-        return self.pace is not None and self.pace()
+        return self.has_come is not None and self.has_come()
 
 
 class Half:
@@ -76,4 +76,4 @@ def test_halves_are_launched_one_by_one_as_crossings_are_seen():
     assert second.satisfied()
     assert list(waits) == []
     assert log == ["a", "b", "c"]
-    assert inlet.pace is None, "from here on the inlet tells of the pass's end"
+    assert inlet.has_come is None, "from here on the inlet tells of the pass's end"

@@ -186,14 +186,15 @@ class DeviceLink:
 class DeviceInlet:
     """The consumer's end as the rank's loop sees it (`backends.base.Inlet`): it tells when a whole step has ended.
 
-    index: the peer's place in the model that runs, set before each step.
+    index: the peer's place in the model that runs, set before each step. has_come: while a step is handed over in bits,
+    whether the device has come as far as is waited for; None: the end of a pass is.
     """
 
     def __init__(self, lane: LaneMemory, link: Link) -> None:
         self._lane = lane
         self.link = link
         self.index = 0
-        self.pace: Callable[[], bool] | None = None  # while a chunk is enqueued: whether the device has come far enough
+        self.has_come: Callable[[], bool] | None = None
 
     def arrived(self, epoch: int) -> bool:
         """Whether the device has ended the pass with this last epoch, and this peer was not late in its step.
@@ -204,7 +205,7 @@ class DeviceInlet:
             return self.link.is_open()
         if self._lane.device.type != "cuda":
             return int(ctypes.c_uint64.from_address(self.link.inbox.flag).value) >= epoch
-        has_come = self._lane.done_epoch >= epoch if self.pace is None else self.pace()
+        has_come = self._lane.done_epoch >= epoch if self.has_come is None else self.has_come()
         # NOTE: in this order. A wait that gives up says so before its pass ends, and may do both between two looks.
         return has_come and self._lane.late_epoch(self.index) // LAYERS_PER_STEP != epoch // LAYERS_PER_STEP
 

@@ -78,19 +78,19 @@ def run_pieces(
             ended.append(event)
             waited = ended.popleft() if len(ended) > PIECES_AHEAD else None
             for inlet in inlets:
-                inlet.pace = _at_once if waited is None else waited.query
+                inlet.has_come = _may_go_on if waited is None else waited.query
             yield Wait(inlets, plan.base + 1)
             if waited is not None:
                 free.append(waited)
     finally:
         for inlet in inlets:
-            inlet.pace = None
+            inlet.has_come = None
         with on_stream(_stream(lane, has_neighbours(), patience)):
             end_pass(launcher, lane.memory, plan.num_crossings)
 
 
-def _at_once() -> bool:
-    """The pace of a chunk that may go on."""
+def _may_go_on() -> bool:
+    """Nothing of the chunk has to be waited for yet."""
     return True
 
 

@@ -37,11 +37,11 @@ class SegmentGraphs:
                 if layer + 1 < len(self.halves):
                     epoch = base + layer + 1
                     for inlet in inlets:
-                        inlet.pace = lambda epoch=epoch: memory.seen_epoch >= epoch
+                        inlet.has_come = lambda epoch=epoch: memory.seen_epoch >= epoch
                     yield Wait(inlets, epoch)
         finally:
             for inlet in inlets:
-                inlet.pace = None
+                inlet.has_come = None
 
 
 def see(kernels: Launcher, lane: LaneMemory, flags: Sequence[int], layer: int) -> None:
