@@ -84,7 +84,7 @@ class DeviceFrames:
         self._mapped = mapped
         self._device = device
         self.frame_bytes = frame_bytes
-        self._given_up: list[tuple[StepKey, LaneMemory]] = []
+        self._draining: list[tuple[StepKey, LaneMemory]] = []  # steps that are over for the host
 
     @property
     def num_bytes(self) -> int:
@@ -108,19 +108,19 @@ class DeviceFrames:
             raise
 
     def end(self, step: StepDescriptor, lane: LaneMemory) -> None:
-        self._given_up.append(((step.header.lane, step.header.step_seq), lane))
+        self._draining.append(((step.header.lane, step.header.step_seq), lane))
         self._settle()
 
     def _settle(self) -> None:
         """End the steps that the device is done with too."""
         running = []
-        for key, lane in self._given_up:
+        for key, lane in self._draining:
             _, step_seq = key
             if lane.is_drained or lane.done_epoch > epoch(step_seq + 1, 0):  # or a later step of the lane is under way
                 self._mapped.end(key)
             else:
                 running.append((key, lane))
-        self._given_up = running
+        self._draining = running
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         self._mapped.forget(sequence_ids)
