@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from crosspool.engine.models import check_whole_model
 from crosspool.engine.prefill_chunks import Chunk
-from crosspool.engine.prefill_ranks import with_bounded_past
+from crosspool.engine.prefill_ranks import check_whole_model, with_bounded_past
 from crosspool.engine.sequence import Sequence
 from crosspool.errors import CapacityError
 from crosspool.models.whole_size import whole_bytes

@@ -21,7 +21,7 @@ from crosspool.engine.callers import Callers, Delivery, Flush, Sink, deliver
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.expand import check_ids, detokenizer, sequences
 from crosspool.engine.limit_change import LimitChange
-from crosspool.engine.models import Models
+from crosspool.engine.model_lifecycle import ModelLifecycle
 from crosspool.engine.output_builder import OutputBuilder
 from crosspool.engine.request import MAX_SEED, GenerationRequest
 from crosspool.engine.scheduler_core import EngineCore
@@ -46,7 +46,7 @@ class Engine:
         self._cluster = cluster
         self._clock = clock
         self._core = EngineCore(config)
-        self._models = Models(self._core, cluster, config.max_sequences)
+        self._models = ModelLifecycle(self._core, cluster, config.max_sequences)
         self._callers = Callers(self._core.end_sequence)
         self._lock = threading.Lock()
         self._calls: deque[Callable[[float], list[SequenceUpdate]]] = deque()  # run on the engine thread

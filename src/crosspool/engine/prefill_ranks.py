@@ -1,4 +1,4 @@
-"""PrefillRanks: which prefill rank a prefill lane uses, and whose prompts it takes next."""
+"""PrefillRanks: which prefill rank a prefill lane uses, whose prompts it takes next, and which models it can hold."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
@@ -7,8 +7,11 @@ from crosspool.engine.config import EngineConfig
 from crosspool.engine.live_models import LiveModel
 from crosspool.engine.prefill_chunks import Chunk
 from crosspool.engine.rank_health import RankHealth
+from crosspool.engine.served_model import ServedModel
+from crosspool.errors import CapacityError
 from crosspool.models.whole_size import whole_bytes
 from crosspool.scheduler.residency import Residency, WaitingModel
+from crosspool.units import format_bytes
 
 
 class PrefillRanks:
@@ -76,3 +79,23 @@ def with_bounded_past(chunks: Items[Chunk], most: int) -> list[Chunk]:
             break
         found.append(chunk)
     return found
+
+
+def check_whole_model(model: ServedModel, others: Iterable[ServedModel], config: EngineConfig) -> None:
+    """Raises CapacityError where the model, whole, is larger than the rank's room on its GPU, or than what `others`
+    leave of the host's memory."""
+    if not model.prefill_ranks:
+        return
+    size, room, host = whole_bytes(model.spec), config.prefill_pool_bytes, config.prefill_host_bytes
+    if 0 < room < size:
+        raise CapacityError(
+            f"{model.name} takes {format_bytes(size)} whole and prefill_pool_bytes is {format_bytes(room)}; set at "
+            f"least {format_bytes(size)}, or prefill inline"
+        )
+    held = {other.name: whole_bytes(other.spec) for other in others if other.prefill_ranks and other.name != model.name}
+    if host is not None and sum(held.values()) + size > host:
+        beside = f", beside {format_bytes(sum(held.values()))} of {', '.join(held)}" if held else ""
+        raise CapacityError(
+            f"{model.name} takes {format_bytes(size)} of host memory on each prefill rank{beside}, and each may use "
+            f"{format_bytes(host)} of this machine's; unload a model, or serve with prefill inline"
+        )

@@ -1,24 +1,21 @@
-"""Models of a running engine: loaded, drained, lost and removed. Everything here runs under the engine's lock."""
+"""ModelLifecycle: models of a running engine are loaded, drained, lost, removed. All under the engine's lock."""
 
 import logging
-from collections.abc import Iterable
 from concurrent.futures import Future
 
 from crosspool.cluster.base import Cluster, Event, LoadProgress, ModelFailed, ModelReady, RankLost, RankReady
-from crosspool.engine.config import EngineConfig
+from crosspool.engine.prefill_ranks import check_whole_model
 from crosspool.engine.registry import ModelRegistry, RegisteredModel, outcome
 from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import ModelInfo
 from crosspool.errors import CapacityError, CheckpointError, CrossPoolError, UnknownModelError, WorkerLostError
-from crosspool.models.whole_size import whole_bytes
-from crosspool.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
 
-class Models:
+class ModelLifecycle:
     """Keeps registry, core and cluster at one: which models there are and what state each is in.
 
     `register`, `ready_model` and `retire` may come from any thread; the rest calls the cluster, so it is the engine
@@ -160,23 +157,3 @@ class Models:
         if not registered.added.done():
             registered.added.set_exception(error)
         return self.end(name, WorkerLostError(f"model {name} was lost: {error}"), now)
-
-
-def check_whole_model(model: ServedModel, others: Iterable[ServedModel], config: EngineConfig) -> None:
-    """Raises CapacityError where the model, whole, is larger than the rank's room on its GPU, or than what `others`
-    leave of the host's memory."""
-    if not model.prefill_ranks:
-        return
-    size, room, host = whole_bytes(model.spec), config.prefill_pool_bytes, config.prefill_host_bytes
-    if 0 < room < size:
-        raise CapacityError(
-            f"{model.name} takes {format_bytes(size)} whole and prefill_pool_bytes is {format_bytes(room)}; set at "
-            f"least {format_bytes(size)}, or prefill inline"
-        )
-    held = {other.name: whole_bytes(other.spec) for other in others if other.prefill_ranks and other.name != model.name}
-    if host is not None and sum(held.values()) + size > host:
-        beside = f", beside {format_bytes(sum(held.values()))} of {', '.join(held)}" if held else ""
-        raise CapacityError(
-            f"{model.name} takes {format_bytes(size)} of host memory on each prefill rank{beside}, and each may use "
-            f"{format_bytes(host)} of this machine's; unload a model, or serve with prefill inline"
-        )
