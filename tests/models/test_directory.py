@@ -173,3 +173,12 @@ def test_an_absent_directory_or_config_is_told(tmp_path):
     (tmp_path / "config.json").mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read \(Is a directory\)"):
         read_model_dir(tmp_path)
+
+
+def test_an_end_token_that_was_added_is_found_without_the_vocabulary(model):
+    """Which takes long to read, and is read in every process of a rank."""
+    write_tiny_tokenizer(model, eos_token=END_OF_TURN)
+    before = read_model_dir(model).spec.eos_token_ids
+    text = (model / "tokenizer.json").read_text()
+    (model / "tokenizer.json").write_text(text[: text.index('"vocab"')])
+    assert read_model_dir(model).spec.eos_token_ids == before == (7, 1)

@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer, normalizers
 
+import crosspool
+from crosspool.config import DeploymentConfig, ModelConfig
+from crosspool.deployment.prepared_model import demo_models, prepare_model
 from crosspool.errors import CheckpointError
 from crosspool.server.tokenizer import TextTokenizer
+from tests.support.tiny_models import write_tiny_model
 from tests.support.tiny_tokenizer import END_OF_TEXT, write_tiny_tokenizer
 
+DEMO = Path(crosspool.__file__).parent / "demo_models"
 TEXT = "žluťoučký 🧑🏽‍🚀🇺🇳 မြို့ 𠮷野家 ﷽ \u200d the end"
 
 
@@ -31,7 +39,7 @@ def test_token_bytes_join_to_the_text(tokenizer: TextTokenizer) -> None:
 
 @pytest.mark.parametrize("decoder", ["metaspace", "byte fallback"])
 def test_token_bytes_of_sentencepiece_styles(decoder: str) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
 
     vocabulary = {"<0xE2>": 0, "▁hello": 1, "!": 2, "▁": 3}
     raw = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
@@ -61,7 +69,7 @@ def test_special_tokens_are_read_or_plain(tokenizer: TextTokenizer) -> None:
 
 
 def test_a_begin_token_is_never_doubled(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, processors
+    from tokenizers import processors
 
     write_tiny_tokenizer(tmp_path)
     raw = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -96,3 +104,54 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: TextTokenizer
         time.sleep(0.001)
         turns += 1
     assert turns > 5, "the event loop would have stood still"
+
+
+def _awkward() -> Tokenizer:
+    """Added tokens of every kind: special or not, within the vocabulary, before and behind white space, normalized."""
+    raw = Tokenizer.from_file(str(DEMO / "holmes" / "tokenizer.json"))
+    raw.normalizer = normalizers.Lowercase()
+    raw.add_special_tokens([AddedToken("<think>", lstrip=True), AddedToken("w", single_word=True)])
+    raw.add_tokens([AddedToken("<CALL>", normalized=True, rstrip=True), AddedToken("e")])
+    return raw
+
+
+def _plain() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO / "austen" / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("make", [_awkward, _plain])
+def test_a_text_is_plain_as_in_a_tokenizer_that_is_read_anew(make: Callable[[], Tokenizer]) -> None:
+    raw = make()
+    anew = Tokenizer.from_str(raw.to_str())
+    anew.encode_special_tokens = True
+    tokenizer = TextTokenizer(raw.to_str(), tokenizer=raw)
+    for text in (TEXT, "a  <think>\n<CALL> we were, <|user|> w <call> e", "<|endoftext|>", "", "\u0130\u1e9e"):
+        assert tokenizer.encode_plain(text) == anew.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text, add_special_tokens=False) == make().encode(text, add_special_tokens=False).ids
+
+
+def test_a_tokenizer_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads, and with them every stream, stand still while one is read."""
+    home = write_tiny_model(tmp_path / "m", "qwen3_moe", num_layers=1)
+    num_read = 0
+
+    class Counted:
+        def __new__(cls, model: Any) -> Any:
+            return Tokenizer(model)
+
+        @staticmethod
+        def from_str(text: str) -> Tokenizer:
+            nonlocal num_read
+            num_read += 1
+            return Tokenizer.from_str(text)
+
+        @staticmethod
+        def from_file(path: str) -> Tokenizer:
+            nonlocal num_read
+            num_read += 1
+            return Tokenizer.from_file(path)
+
+    for module in ("server.tokenizer", "engine.serve_directory"):
+        monkeypatch.setattr(f"crosspool.{module}.Tokenizer", Counted)
+    prepare_model(ModelConfig(source=str(home), name="m"), DeploymentConfig(models=demo_models()))
+    assert num_read == 1

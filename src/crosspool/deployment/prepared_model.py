@@ -130,7 +130,7 @@ def _check_prefill(served: ServedModel, num_tokens: int) -> None:
 
 
 def _frontend(model: ModelConfig, served: ServedModel, directory: Path) -> ModelFrontend:
-    tokenizer = TextTokenizer.from_directory(directory)
+    tokenizer = TextTokenizer.from_directory(directory, served.tokenizer)
     override = Path(model.chat_template) if model.chat_template is not None else None
     return ModelFrontend(
         name=served.name,

@@ -30,17 +30,26 @@ _DTYPES: dict[str, DType] = {"float32": "float32", "float16": "float16", "bfloat
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError if it is absent, cut short or not an object."""
+    text = read_text(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file; a model directory holds config.json and its weights") from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
         raise CheckpointError(f"{path}: not valid JSON ({error}); incomplete download?") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds a JSON {type(value).__name__}, not an object")
     return value
+
+
+def read_text(path: Path) -> str:
+    """What a JSON file holds, unread. Raises CheckpointError if it is absent or no UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file; a model directory holds config.json and its weights") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error}); incomplete download?") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
 """ModelDirectory: one Hugging Face model directory, read as data."""
 
+import json
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from crosspool.errors import CheckpointError
-from crosspool.models.config_json import HFConfig, read_json
+from crosspool.models.config_json import HFConfig, read_json, read_text
 from crosspool.models.families.registry import spec_from_config
 from crosspool.models.spec import ModelSpec
 
@@ -132,13 +134,20 @@ def _token_text(value: Any) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
+def _added_tokens(path: Path) -> Sequence[Any]:
+    """Those of a tokenizer.json, which stand before its vocabulary: that takes a fifth of a second, in which no other
+    thread of the process runs."""
+    text = read_text(path)
+    begin = re.search(r'"added_tokens"\s*:\s*(?=\[)', text)
+    return () if begin is None else json.JSONDecoder().raw_decode(text, begin.end())[0]
+
+
 def _token_id(path: Path, token: str) -> int | None:
     if (path / "tokenizer.json").exists():
-        tokenizer = read_json(path / "tokenizer.json")
-        for entry in tokenizer.get("added_tokens") or ():
+        for entry in _added_tokens(path / "tokenizer.json"):
             if _token_text(entry) == token:
                 return int(entry["id"])
-        vocabulary = (tokenizer.get("model") or {}).get("vocab")
+        vocabulary = (read_json(path / "tokenizer.json").get("model") or {}).get("vocab")
         if isinstance(vocabulary, Mapping) and token in vocabulary:
             return int(vocabulary[token])
     if (path / "tokenizer_config.json").exists():

@@ -31,16 +31,17 @@ class TextTokenizer:
     Ids beyond the tokenizer (an output layer padded wider than the vocabulary) decode to nothing.
     """
 
-    def __init__(self, serialized: str, bos_token: str | None = None) -> None:
-        self._tokenizer = Tokenizer.from_str(serialized)
+    def __init__(self, serialized: str, bos_token: str | None = None, tokenizer: Tokenizer | None = None) -> None:
+        """tokenizer: the same, read already."""
+        self._tokenizer = tokenizer or Tokenizer.from_str(serialized)
         # A twin that reads special tokens in text as plain text: for what users write inside chat messages.
-        self._plain = Tokenizer.from_str(serialized)
+        self._plain = _twin(self._tokenizer)
         self._plain.encode_special_tokens = True
         described = json.loads(serialized)
         added = described.get("added_tokens") or []
-        for tokenizer in (self._tokenizer, self._plain):  # a prompt is never cut or filled up in silence
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
+        for each in (self._tokenizer, self._plain):  # a prompt is never cut or filled up in silence
+            each.no_truncation()
+            each.no_padding()
         self.bound = TokenBound(described)
         self.special_tokens: dict[str, int] = {
             token["content"]: token["id"] for token in added if token.get("special") and token["content"]
@@ -51,8 +52,11 @@ class TextTokenizer:
         self.bos_token_id = self._tokenizer.token_to_id(bos_token) if bos_token else None
 
     @classmethod
-    def from_directory(cls, directory: Path) -> "TextTokenizer":
-        """The tokenizer of a Hugging Face directory. Raises CheckpointError where it cannot be read."""
+    def from_directory(cls, directory: Path, tokenizer: Tokenizer | None = None) -> "TextTokenizer":
+        """The tokenizer of a Hugging Face directory, as `tokenizer` where it has been read already.
+
+        Raises CheckpointError where it cannot be read.
+        """
         path = directory / "tokenizer.json"
         try:
             serialized = path.read_text(encoding="utf-8")
@@ -62,7 +66,7 @@ class TextTokenizer:
                 "makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
             ) from None
         try:
-            return cls(serialized, special_token(tokenizer_config(directory), "bos_token"))
+            return cls(serialized, special_token(tokenizer_config(directory), "bos_token"), tokenizer)
         except Exception as error:  # the library raises plain Exception
             raise CheckpointError(f"{path} is not a tokenizer this version of tokenizers reads: {error}") from error
 
@@ -133,6 +137,19 @@ def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> lis
         return short
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
+
+
+def _twin(tokenizer: Tokenizer) -> Tokenizer:
+    """One that shares all but its settings. To read it anew would take half a second of a large vocabulary, in which no
+    other thread of the process runs: every stream of the other models would stop."""
+    twin = Tokenizer(tokenizer.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(tokenizer, part)) is not None:
+            setattr(twin, part, value)
+    twin.add_tokens(
+        [token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+    )  # ids go by their order
+    return twin
 
 
 def _require_near(tokenizer: Tokenizer, text: str, limit: int | None) -> None:
