@@ -9,8 +9,9 @@ devices were at the step, as in serving. `steady`: it has not. With --no-devices
 calls in the figures, and `lone` steps find nothing of their host in the processor's caches, which is more than a sleep
 does to them.
 
-A machine's cores may be shared, or slower than another's. So steady and lone steps take turns in rounds, the median of
-the quickest round stands beside the quartiles, and so does what a loop of Python took before each round.
+A machine's cores may be shared, or slower than another's. So steady and lone steps take turns in rounds, and before and
+behind each a loop of Python is timed, which is no part of what is measured. `quiet` is the median of the rounds beside
+which that loop took hardly longer than it ever did in this run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import faulthandler
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 
 from benchmarks.full_models import CONFIGS, full_spec
-from benchmarks.python_pace import loop_us, timer_us
+from benchmarks.python_pace import pace_us, timer_us
 from benchmarks.ranks.driven import DrivenRanks, Sequence_
 from benchmarks.ranks.lone_steps import host_us, warmed_up
 from benchmarks.report import RESULTS, Report
@@ -40,8 +41,10 @@ from crosspool.units import MiB
 
 SEED, CONTEXT, FRAMES_A_ROW = 7, 1024, 128
 WARM_UP = 24
-STEPS_A_ROUND = {"steady": 120, "lone": 40}
+STEPS_A_ROUND = {"steady": 80, "lone": 25}
 RANKS = ("kv0", "w0")
+QUIET = 1.1
+"""So much longer than at its quickest the loop of Python may take beside a quiet round."""
 LIMIT_US = 60.0
 CACHE_BYTES = 64 * MiB
 SMALL = {"vocab_size": 512, "hidden_size": 256, "moe_intermediate_size": 32, "intermediate_size": 32}
@@ -62,10 +65,20 @@ class Weights:
         self.ffn = (ffn[0], *[ffn[1]] * others)
 
 
+@dataclass(frozen=True)
+class Round:
+    """What a rank took for each of some steps, and what the loop of Python took beside them."""
+
+    used_us: list[float]
+    beside_us: float
+    is_asked: bool
+
+
 class Bench:
     def __init__(self, options: argparse.Namespace, report: Report) -> None:
         self._report, self._has_devices, self._batch = report, not options.no_devices, 1
         self._num_rounds = options.rounds
+        self._found: dict[str, list[Round]] = {}  # by metric
         self._kernels: tuple[Any, Any]
         if options.no_devices:
             from benchmarks.ranks.without_devices import NoKernels
@@ -115,31 +128,33 @@ class Bench:
             yield
 
     def _measure(self, ranks: DrivenRanks, label: str) -> None:
-        rounds: dict[tuple[str, str], list[list[float]]] = {(way, rank): [] for way in STEPS_A_ROUND for rank in RANKS}
-        paces_us: list[float] = []
         for _ in range(self._num_rounds):
             sequences, step_s = warmed_up(ranks, CONTEXT, WARM_UP, self._batch)
-            paces_us += [loop_us() for _ in range(5)]
             for way, count in STEPS_A_ROUND.items():
-                for rank, used_us in self._used_us(ranks, sequences, way, step_s, count).items():
-                    rounds[way, rank].append(used_us)
-        for (way, rank), found in rounds.items():
-            self._tell(f"host_us_per_step.{label}.{way}.{rank}", found)
-        self._report.samples(
-            f"python_loop_us.{label}", paces_us, note="the same work in each result: the machine's pace"
-        )
+                before_us = pace_us()
+                found = self._used_us(ranks, sequences, way, step_s, count)
+                beside_us = max(before_us, pace_us())
+                for rank, used_us in found.items():
+                    rounds = self._found.setdefault(f"host_us_per_step.{label}.{way}.{rank}", [])
+                    rounds.append(Round(used_us, beside_us, is_asked=self._batch == 1))
 
-    def _tell(self, name: str, rounds: list[list[float]]) -> None:
-        used_us = [each for found in rounds for each in found]
-        is_asked = self._batch == 1
-        limit, note = (LIMIT_US, "of a core; asked") if is_asked else (None, "of a core")
-        self._report.samples(name, used_us, limit=limit, note=note)
-        first, third = np.percentile(used_us, (25, 75))
-        self._report.metric(f"{name}.p25", float(first))
-        self._report.metric(f"{name}.p75", float(third))
-        best = min(float(np.median(found)) for found in rounds)
-        self._report.metric(f"{name}.best_round", best, limit=limit, note="median of the quickest round")
-        print(f"{name}: {np.median(used_us):.1f}, in the quickest round {best:.1f}", flush=True)
+    def tell(self) -> None:
+        """Report what was measured, once all of it was."""
+        paces_us = [each.beside_us for rounds in self._found.values() for each in rounds]
+        quickest_us = min(paces_us)
+        for name, rounds in self._found.items():
+            used_us = [used for each in rounds for used in each.used_us]
+            limit, note = (LIMIT_US, "of a core; asked") if rounds[0].is_asked else (None, "of a core")
+            self._report.samples(name, used_us, limit=limit, note=note)
+            first, third = np.percentile(used_us, (25, 75))
+            self._report.metric(f"{name}.p25", float(first))
+            self._report.metric(f"{name}.p75", float(third))
+            quiet = [each for each in rounds if each.beside_us <= QUIET * quickest_us]
+            self._report.metric(f"{name}.num_quiet_rounds", len(quiet))
+            if quiet:
+                quiet_us = float(np.median([used for each in quiet for used in each.used_us]))
+                self._report.metric(f"{name}.quiet", quiet_us, limit=limit, note=f"median of {len(quiet)} quiet rounds")
+        self._report.samples("python_loop_us", paces_us, limit=quickest_us, note="the machine's pace; at its quickest")
 
     def _used_us(
         self, ranks: DrivenRanks, sequences: Sequence[Sequence_], way: str, step_s: float, count: int
@@ -161,7 +176,7 @@ def main() -> None:
     parser.add_argument("--modes", default="graphs,resident")
     parser.add_argument("--batches", default="1", help="rows of a step, of each in turn")
     parser.add_argument("--no-devices", action="store_true", help="hosts' Python alone, by graphs")
-    parser.add_argument("--rounds", type=int, default=6, help="of steady and lone steps in turn")
+    parser.add_argument("--rounds", type=int, default=8, help="of steady and lone steps in turn")
     parser.add_argument("--server-sms", type=int, default=92, help="multiprocessors of the weights rank")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--hang-seconds", type=float, default=120.0, help="give up where nothing ends")
@@ -178,7 +193,8 @@ def main() -> None:
     for name in options.models.split(","):
         for batch in map(int, options.batches.split(",")):
             bench.model(name, ["graphs"] if options.no_devices else options.modes.split(","), batch)
-            report.write(options.out)
+    bench.tell()
+    report.write(options.out)
     print(report.as_markdown(), flush=True)
 
 

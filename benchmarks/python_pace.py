@@ -20,6 +20,11 @@ def loop_us() -> float:
     return 1e6 * (time.thread_time() - begin_s)
 
 
+def pace_us() -> float:
+    """The median of some such loops."""
+    return sorted(loop_us() for _ in range(9))[4]
+
+
 def timer_us() -> float:
     """Microseconds that a look at a thread's processor time takes; a figure has about one in it for each stretch."""
     begin_s = time.perf_counter()
