@@ -51,6 +51,91 @@ class HeldPrompts:
         return freed
 
 
+class ExactSimulator:
+    """One group, segment by segment. spans: filled with every segment where a list is given.
+
+    Raises ValueError for a monolithic layout, which has no crossings to be exact about.
+    """
+
+    def __init__(self, group: SimulatedGroup, spans: list[Span] | None = None) -> None:
+        if group.layout != "crosspool":
+            raise ValueError(f"layout {group.layout} has no put and wait; simulate it with mode steps")
+        self.driver = CoreDriver(group)
+        self._group, self._models = group, group.by_name
+        self._pipeline = make_pipeline(group, group.config.num_lanes, spans)
+        self._running: dict[int, StepDescriptor] = {}  # by lane, with those that are held
+        self._behind: dict[int, StepDescriptor] = {}  # by lane
+        self._held = HeldPrompts(self._running, group.prompts_wait) if group.prompts_wait else None
+        self._in_flight_s = 0.0
+
+    def run(
+        self, requests: Iterable[SimulatedRequest], stop_s: float | None = None, progress: Progress | None = None
+    ) -> GroupResult:
+        """Run the requests, sorted by arrival, until all have ended or until `stop_s`."""
+        driver, pipeline = self.driver, self._pipeline
+        end_s = float("inf") if stop_s is None else stop_s
+        arrivals = Arrivals(requests)
+        now = 0.0
+        while arrivals.next_s < float("inf") or driver.num_live:
+            until = min(arrivals.next_s, driver.next_timer(now), end_s)
+            assert until < float("inf") or self._running, "requests are live but nothing is going to happen"
+            before = now
+            lane = pipeline.advance(until)
+            now = pipeline.now_s
+            if self._running:
+                self._in_flight_s += now - before
+            driver.observe(now)
+            if lane is not None:
+                self._end(lane, now)
+            elif now >= end_s:
+                break
+            else:
+                driver.pass_time(arrivals, now)
+            for step in driver.schedule(now):
+                self._begin(step, now + self._group.host_s)
+            if self._group.is_ahead:
+                self._behind.update({step.header.lane: step for step in driver.schedule_ahead(now)})
+            if progress is not None:
+                progress(now)
+        return group_result(
+            self._group,
+            driver,
+            duration_s=now,
+            num_events=pipeline.num_events,
+            busy_s=pipeline.busy_s,
+            in_flight_s=self._in_flight_s,
+        )
+
+    def _end(self, lane: int, now: float) -> None:
+        """The lane's step has ended: what waited for it begins."""
+        self.driver.end_step(lane, now)
+        del self._running[lane]
+        for prompt in self._held.freed_by(lane) if self._held is not None else ():
+            self._start(prompt, now, has_neighbours=True)  # decode, which it waited for, goes on
+        if lane in self._behind:
+            self._begin(self._behind.pop(lane), now)
+
+    def _begin(self, step: StepDescriptor, start_s: float) -> None:
+        """A lane takes a step, which starts at `start_s` unless it is held."""
+        has_neighbours = bool(self._running)
+        self._running[step.header.lane] = step
+        if self._held is None or not self._held.hold(step):
+            self._start(step, start_s, has_neighbours=has_neighbours)
+
+    def _start(self, step: StepDescriptor, start_s: float, *, has_neighbours: bool) -> None:
+        group, model, header = self._group, self._models[step.header.model], step.header
+        times = model.times(step_work(step), has_neighbours=has_neighbours)
+        patience_s = group.patience.of(header, times)
+        route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority, patience_s=patience_s)
+        if group.prompts_share and any(other.header.phase != header.phase for other in self._running.values()):
+            if header.phase == "decode":
+                times = model.sharing.decode(times)
+            else:
+                times = model.sharing.prompt(times, group.patience.allowed_s(header))
+                route = twin_route(route, len(group.stations))
+        self._pipeline.start(header.lane, times, route, start_s)
+
+
 def simulate_exact(
     group: SimulatedGroup,
     requests: Iterable[SimulatedRequest],
@@ -59,76 +144,5 @@ def simulate_exact(
     spans: list[Span] | None = None,
     progress: Progress | None = None,
 ) -> GroupResult:
-    """Run the requests, sorted by arrival, until all have ended or until `stop_s`.
-
-    Raises ValueError for a monolithic layout, which has no crossings to be exact about.
-    """
-    if group.layout != "crosspool":
-        raise ValueError(f"layout {group.layout} has no put and wait; simulate it with mode steps")
-    driver = CoreDriver(group)
-    pipeline = make_pipeline(group, group.config.num_lanes, spans)
-    models = group.by_name
-    end_s = float("inf") if stop_s is None else stop_s
-    arrivals = Arrivals(requests)
-    in_flight, in_flight_s, now = 0, 0.0, 0.0
-
-    behind: dict[int, StepDescriptor] = {}  # by lane
-    running: dict[int, StepDescriptor] = {}  # by lane
-    held = HeldPrompts(running, group.prompts_wait) if group.prompts_wait else None
-
-    def start(step: StepDescriptor, delay_s: float) -> None:
-        model, header = models[step.header.model], step.header
-        times = model.times(step_work(step), has_neighbours=in_flight > 0)
-        patience_s = group.patience.of(header, times)
-        route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority, patience_s=patience_s)
-        if group.prompts_share and any(other.header.phase != header.phase for other in running.values()):
-            if header.phase == "decode":
-                times = model.sharing.decode(times)
-            else:
-                times = model.sharing.prompt(times, group.patience.allowed_s(header))
-                route = twin_route(route, len(group.stations))
-        pipeline.start(header.lane, times, route, now + delay_s)
-
-    def begin(step: StepDescriptor, delay_s: float) -> None:
-        running[step.header.lane] = step
-        if held is None or not held.hold(step):
-            start(step, delay_s)
-
-    while arrivals.next_s < float("inf") or driver.num_live:
-        until = min(arrivals.next_s, driver.next_timer(now), end_s)
-        assert until < float("inf") or in_flight, "requests are live but nothing is going to happen"
-        before = now
-        lane = pipeline.advance(until)
-        now = pipeline.now_s
-        if in_flight:
-            in_flight_s += now - before
-        driver.observe(now)
-        if lane is not None:
-            driver.end_step(lane, now)
-            in_flight -= 1
-            del running[lane]
-            for prompt in held.freed_by(lane) if held is not None else ():
-                start(prompt, 0.0)
-            if lane in behind:
-                begin(behind.pop(lane), 0.0)
-                in_flight += 1
-        elif now >= end_s:
-            break
-        else:
-            driver.pass_time(arrivals, now)
-        steps = driver.schedule(now)
-        for step in steps:
-            begin(step, group.host_s)
-            in_flight += 1
-        if group.is_ahead:
-            behind.update({step.header.lane: step for step in driver.schedule_ahead(now)})
-        if progress is not None:
-            progress(now)
-    return group_result(
-        group,
-        driver,
-        duration_s=now,
-        num_events=pipeline.num_events,
-        busy_s=pipeline.busy_s,
-        in_flight_s=in_flight_s,
-    )
+    """Run the requests, sorted by arrival, until all have ended or until `stop_s`. Raises as `ExactSimulator`."""
+    return ExactSimulator(group, spans).run(requests, stop_s, progress)
