@@ -22,7 +22,7 @@ import psutil
 from benchmarks.bench_numpy_decode import LAYOUTS, SEED, measure
 from benchmarks.report import ROOT, Report
 from crosspool.demo.scenario import demo_model_dirs
-from crosspool.pools_config import Layout
+from crosspool.pools_config import HostLayout
 
 READY_TIMEOUT_S = 60.0
 
@@ -51,7 +51,7 @@ def main() -> int:
     return 0
 
 
-def idle_cpu_percent(directories: list[Path], layout: Layout, seconds: float) -> float:
+def idle_cpu_percent(directories: list[Path], layout: HostLayout, seconds: float) -> float:
     """CPU time of the whole tree of an idle server over `seconds`, in percent of one core."""
     command = [sys.executable, "-m", "crosspool", "serve", *map(str, directories), "--layout", layout, "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

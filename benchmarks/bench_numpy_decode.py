@@ -22,13 +22,13 @@ from benchmarks.ranks.engine_drive import Job, run_jobs, running_engine
 from benchmarks.report import Report
 from crosspool.config import SchedulingConfig
 from crosspool.models.directory import read_model_dir
-from crosspool.pools_config import Layout
+from crosspool.pools_config import HostLayout
 from crosspool.server.garbage import settle_memory
 
 SEED = 11
 PROMPT_TOKENS = 16
 DECODE_STEPS = 16
-LAYOUTS: tuple[Layout, ...] = ("inprocess", "processes")
+LAYOUTS: tuple[HostLayout, ...] = ("inprocess", "processes")
 
 
 def main() -> int:
@@ -70,7 +70,7 @@ def measure(report: Report, directories: Sequence[Path], *, num_tokens: int, rou
 
 async def _compare(
     directories: Sequence[Path],
-    layout: Layout,
+    layout: HostLayout,
     jobs: Sequence[Job],
     judges: dict[str, TransformersModel],
     rounds: int,

@@ -14,7 +14,7 @@ from crosspool.deployment.prepared_model import prepare_models
 from crosspool.engine.async_engine import AsyncEngine
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
-from crosspool.pools_config import Layout, PoolsConfig
+from crosspool.pools_config import HostLayout, PoolsConfig
 from crosspool.units import KiB, MiB
 
 
@@ -28,7 +28,7 @@ class Job:
 
 
 def running_engine(
-    directories: Sequence[Path], layout: Layout, scheduling: SchedulingConfig = SchedulingConfig()
+    directories: Sequence[Path], layout: HostLayout, scheduling: SchedulingConfig = SchedulingConfig()
 ) -> AbstractAsyncContextManager[AsyncEngine]:
     """An engine with the directories' models loaded, in threads or processes."""
     return engine_of(

@@ -7,7 +7,7 @@ from typing import Literal
 from crosspool.models.spec import DType
 from crosspool.units import KiB, MiB
 
-Layout = Literal["inprocess", "processes"]
+HostLayout = Literal["inprocess", "processes"]
 Backend = Literal["numpy", "cuda"]
 Prefill = Literal["inline", "dedicated"]
 Baseline = Literal["static", "elastic"]
@@ -37,7 +37,7 @@ class PoolsConfig:
     steps_ahead: StepsAhead = "host"  # where a lane's next decode step waits for the end of its present one
     order: Order | None = None  # of ready segments on a rank; None: priority, and ticket in a baseline
     route: Route = "ffn"  # the pool that chooses experts
-    layout: Layout = "processes"
+    layout: HostLayout = "processes"
     baseline: Baseline | None = None  # None: two pools; else another layout of the same memory, to measure against
     kv_pool_bytes: int = 256 * MiB  # of each KV rank: one budget over all models, cut into frames
     host_pool_bytes: int = 0  # of each KV rank: host memory for cached KV that has to go; 0: it is dropped

@@ -24,9 +24,9 @@ from crosspool.pools_config import (
     Backend,
     Baseline,
     Control,
+    HostLayout,
     KVBacking,
     KVSplitChoice,
-    Layout,
     Order,
     Prefill,
     Route,
@@ -122,7 +122,7 @@ class Settings(BaseSettings):
     route: Route = Field(
         "ffn", description="the pool that chooses experts: ffn, beside them, or kv: choices cross with the rows"
     )
-    layout: Layout = Field(
+    layout: HostLayout = Field(
         "processes",
         description="a process for each rank, or all in this one; static or elastic: the baseline",
         json_schema_extra={"enum": ["inprocess", "processes", "crosspool", *get_args(Baseline)]},

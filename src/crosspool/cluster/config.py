@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from crosspool.cluster.rank_log import WARNINGS, RankLog
-from crosspool.pools_config import Control, KVBacking, Layout, StepsAhead, Transport
+from crosspool.pools_config import Control, HostLayout, KVBacking, StepsAhead, Transport
 from crosspool.scheduler.order import ORDER_POLICIES
 
 
@@ -11,7 +11,7 @@ from crosspool.scheduler.order import ORDER_POLICIES
 class ClusterConfig:
     """The workers of one deployment. No size here depends on the models: those come and go by `add_model`."""
 
-    layout: Layout = "processes"
+    layout: HostLayout = "processes"
     kv_ranks: tuple[str, ...] = ("kv0",)
     weights_ranks: tuple[str, ...] = ("w0",)
     prefill_ranks: tuple[str, ...] = ()  # each computes chunks of prompts, one model at a time
