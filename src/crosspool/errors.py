@@ -36,6 +36,10 @@ class ShuttingDownError(CrossPoolError):
     """The engine no longer takes requests."""
 
 
+class ModelRemovedError(CrossPoolError):
+    """The model is being removed, and the others go on."""
+
+
 class UnknownModelError(CrossPoolError):
     """No model of that name is served, or it is not ready; the message lists the served names."""
 

@@ -21,6 +21,7 @@ from crosspool.errors import (
     CheckpointError,
     ContextLengthError,
     DeadlineExceededError,
+    ModelRemovedError,
     QueueFullError,
     ShuttingDownError,
     UnknownModelError,
@@ -288,7 +289,7 @@ async def test_models_come_and_go_while_others_serve():
             removal = asyncio.create_task(rig.face.remove_model("p"))
             await asyncio.sleep(0.01)
             assert not removal.done()
-            with pytest.raises(ShuttingDownError):
+            with pytest.raises(ModelRemovedError):
                 rig.face.generate(a_request("late", "p"))
         await removal
         assert (await busy)[-1].usage.completion_tokens == 300
@@ -299,7 +300,7 @@ async def test_models_come_and_go_while_others_serve():
         cut = asyncio.create_task(collect(rig.face.generate(a_request("cut", "p", max_tokens=1500))))
         await asyncio.sleep(0.02)
         await rig.face.remove_model("p", drain=False)
-        assert isinstance((await cut)[-1].error, ShuttingDownError)
+        assert isinstance((await cut)[-1].error, ModelRemovedError)
         assert (await other)[-1].usage.completion_tokens == 300
 
 

@@ -7,8 +7,8 @@ from crosspool.errors import (
     CapacityError,
     ContextLengthError,
     DeadlineExceededError,
+    ModelRemovedError,
     QueueFullError,
-    ShuttingDownError,
     UnknownModelError,
 )
 from tests.support.core_drive import Drive, a_config, a_model
@@ -219,9 +219,9 @@ def test_a_removed_model_ends_or_drains():
     [other] = drive.add("q", 5, 5)
     drive.turn()
     drive.core.drain_model("p")
-    with pytest.raises(ShuttingDownError):
+    with pytest.raises(ModelRemovedError):
         drive.add("p")
-    drive._take(drive.core.end_model("p", ShuttingDownError("removed"), drive.now))
+    drive._take(drive.core.end_model("p", ModelRemovedError("removed"), drive.now))
     assert not drive.core.is_idle("p")  # its step is in flight
     drive.run()
     assert drive.core.is_idle("p")

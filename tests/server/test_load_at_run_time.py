@@ -81,4 +81,4 @@ async def test_a_model_can_be_ended_without_draining(live: LiveDeployment, direc
         await soon(lambda: num_accepted(live, "P") == 1)
         assert (await http.post("/admin/models/P/unload", json={"drain": False})).status_code == 200
         ended = await running
-        assert (ended.status_code, ended.json()["error"]["code"]) == (503, "shutting_down")
+        assert (ended.status_code, ended.json()["error"]["code"]) == (503, "model_removed")

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from crosspool.core import FinishReason
-from crosspool.errors import QueueFullError, ShuttingDownError, WorkerLostError
+from crosspool.errors import ModelRemovedError, QueueFullError, ShuttingDownError, WorkerLostError
 from crosspool.server.guards import BodyLimit
 from crosspool.server.stream import EventStream
 from tests.support.awaited import soon
@@ -85,6 +85,7 @@ async def test_minus_infinity_becomes_the_floor(http: httpx2.AsyncClient, engine
 REFUSALS = [
     (QueueFullError("full", retry_after_s=3.2), 429, "queue_full"),
     (ShuttingDownError("closing"), 503, "shutting_down"),
+    (ModelRemovedError("going"), 503, "model_removed"),
     (WorkerLostError("gone"), 503, "worker_lost"),
 ]
 

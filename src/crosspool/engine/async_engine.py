@@ -34,7 +34,8 @@ class AsyncEngine:
         """Accept `request` or refuse it now; then iterate the stream, which ends after the last of n sequences.
 
         Raises at once, before anything is queued: UnknownModelError, ValueError (a bad id), ContextLengthError and
-        CapacityError (can never fit), QueueFullError (`retry_after_s`), WorkerLostError, ShuttingDownError.
+        CapacityError (can never fit), QueueFullError (`retry_after_s`), WorkerLostError, ModelRemovedError,
+        ShuttingDownError.
         A stream left early (break, `aclose`, a cancelled task, garbage collection) aborts its request.
         """
         loop = asyncio.get_running_loop()

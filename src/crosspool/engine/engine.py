@@ -29,7 +29,7 @@ from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import EngineStats, ModelInfo
 from crosspool.engine.step_log import StepSpan
-from crosspool.errors import CrossPoolError, ShuttingDownError, WorkerLostError
+from crosspool.errors import CrossPoolError, ModelRemovedError, ShuttingDownError, WorkerLostError
 from crosspool.scheduler.step import StepDescriptor
 
 logger = logging.getLogger(__name__)
@@ -102,14 +102,14 @@ class Engine:
     def remove_model(self, name: str, *, drain: bool = True) -> Future[None]:
         """Refuse new requests to a model and free it once the accepted ones have ended.
 
-        Without `drain` they end now, with ShuttingDownError. Raises UnknownModelError; ValueError while it loads;
+        Without `drain` they end now, with ModelRemovedError. Raises UnknownModelError; ValueError while it loads;
         WorkerLostError or ShuttingDownError where nobody would come to remove it.
         """
         with self._lock:
             self._check_open()
             removed = self._models.retire(name)
             if not drain:
-                error = ShuttingDownError(f"model {name} was removed while this request was running")
+                error = ModelRemovedError(f"model {name} was removed while this request was running")
                 self._calls.append(lambda now: self._models.end(name, error, now))
         self._cluster.wake()
         return removed

@@ -9,7 +9,7 @@ from crosspool.engine.live_models import LiveModel, LiveModels
 from crosspool.engine.queues import AdmissionOrder
 from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
-from crosspool.errors import CrossPoolError, ShuttingDownError, WorkerLostError
+from crosspool.errors import CrossPoolError, ModelRemovedError, WorkerLostError
 from crosspool.kv_pool.block_table import BlockTable
 
 
@@ -77,7 +77,7 @@ class Intake:
     def add(self, requests: Items[Request], now: float) -> list[int]:
         """Accept one request's sequences, all or none; returns their ids.
 
-        Raises UnknownModelError, ContextLengthError, CapacityError, QueueFullError, WorkerLostError, ShuttingDownError.
+        Raises UnknownModelError, ContextLengthError, CapacityError, QueueFullError, WorkerLostError, ModelRemovedError.
         """
         live = self._models.of(requests[0].model)
         try:
@@ -88,7 +88,7 @@ class Intake:
 
     def _accept(self, live: LiveModel, requests: Items[Request], now: float) -> list[int]:
         if live.draining:
-            raise ShuttingDownError(f"model {live.model.name} is being removed and takes no new requests")
+            raise ModelRemovedError(f"model {live.model.name} is being removed and takes no new requests; ask another")
         expires_s = live.expires_s(self._ranks)
         if expires_s is not None and expires_s <= now:
             raise WorkerLostError(self._ranks.describe(live.ranks, live.model.name, now))

@@ -18,6 +18,7 @@ from crosspool.errors import (
     ContextLengthError,
     CrossPoolError,
     DeadlineExceededError,
+    ModelRemovedError,
     QueueFullError,
     ShuttingDownError,
     UnknownModelError,
@@ -143,6 +144,8 @@ def from_engine(error: CrossPoolError) -> APIError:
             return APIError(503, str(error), code="model_not_ready", param="model", headers={"Retry-After": "2"})
         case ShuttingDownError():
             return APIError(503, str(error), code="shutting_down", headers={"Retry-After": "5"})
+        case ModelRemovedError():  # it may come again, as another version
+            return APIError(503, str(error), code="model_removed", param="model", headers={"Retry-After": "5"})
         case WorkerLostError():
             return APIError(503, str(error), code="worker_lost", headers={"Retry-After": "5"})
         case _:
