@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.ranks.hosted import RanksOfALane
 from benchmarks.ranks.placed import PAGE_TOKENS, placed
-from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
+from crosspool.backends.base import HalfStep, Inlet, LaneLinks, NewLink, Outlet, Progress, Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH
 from crosspool.backends.cuda.steps.batch import Batch
 from crosspool.backends.cuda.steps.decode_run import places, push_run, read_end, read_run
@@ -92,9 +92,7 @@ class ClockedWorker:
     def memory_bytes(self) -> Mapping[str, int]:
         return {}
 
-    def open_link(
-        self, lane: int, peer: str, region: memoryview, capacity: int, ring: Any, is_far: bool = False
-    ) -> tuple[Outlet, Inlet]:
+    def open_link(self, new: NewLink) -> tuple[Outlet, Inlet]:
         return ClockedOutlet(), ClockedInlet(self.lane)
 
     def close_links(self, peer: str) -> None: ...

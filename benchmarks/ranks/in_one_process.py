@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.ranks.one_row_step import one_row_step
-from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Wait
+from crosspool.backends.base import HalfStep, Inlet, LaneLinks, NewLink, Outlet, Wait
 from crosspool.backends.cuda.channels.link import Site
 from crosspool.backends.cuda.device.driver import Driver
 from crosspool.backends.cuda.device.launch import DeviceKernels
@@ -106,8 +106,8 @@ class RanksInOneProcess:
         region = ArrayRegion(link_bytes(capacity)).map()
         is_far = far in self.kv
         other = self.kv[far] if is_far else self.ffn
-        self._ends[near, far] = self.kv[near].open_link(0, far, region, capacity, lambda: None)
-        self._ends[far, near] = other.open_link(0, near, region, capacity, lambda: None, is_far)
+        self._ends[near, far] = self.kv[near].open_link(NewLink(0, far, region, capacity, lambda: None))
+        self._ends[far, near] = other.open_link(NewLink(0, near, region, capacity, lambda: None, is_far))
 
     def step(
         self,

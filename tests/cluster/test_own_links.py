@@ -28,9 +28,9 @@ class WorkerWithLinks:
     def __init__(self) -> None:
         self.opened, self.closed, self.ran = [], [], []
 
-    def open_link(self, lane, peer, region, capacity, ring, is_far=False):
-        self.opened.append((lane, peer, len(region), capacity))
-        return End(f"out{lane}"), End(f"in{lane}")
+    def open_link(self, new):
+        self.opened.append((new.lane, new.peer, len(new.region), new.capacity))
+        return End(f"out{new.lane}"), End(f"in{new.lane}")
 
     def close_links(self, peer):
         self.closed.append(peer)

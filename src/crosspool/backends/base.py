@@ -81,6 +81,23 @@ class LaneLinks:
     exchange_inlets: Mapping[str, Inlet] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class NewLink:
+    """A lane's channels with a peer, for one of their two ranks to open its ends of.
+
+    region: host memory that both ranks map, zeroed: the channels lie in it, or the two ends find each other by it.
+    capacity: elements of a slot. ring: called after each put, to wake the peer. is_far: this rank is the second of two
+    KV ranks, which of a link's channels takes the weights rank's.
+    """
+
+    lane: int
+    peer: str
+    region: memoryview
+    capacity: int
+    ring: Callable[[], None]
+    is_far: bool = False
+
+
 HalfStep = Generator[Wait, None, R]
 
 Progress = Callable[[int, int], None]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from crosspool.backends.base import Inlet, LaneLinks, Outlet
+from crosspool.backends.base import Inlet, LaneLinks, NewLink, Outlet
 from crosspool.cluster.channel import ChannelInlet, ChannelOutlet, WorkClock, a2f_part, f2a_part
 from crosspool.cluster.messages import OpenChannels
 from crosspool.cluster.worker import RankWorker
@@ -28,9 +28,8 @@ class RankLinks:
         message.region.close()
         key, ring = (message.lane, message.peer), self._ring(message.peer)
         if self._worker.links is not None:
-            self._outlets[key], self._inlets[key] = self._worker.links.open_link(
-                message.lane, message.peer, memory, message.capacity, ring, message.is_far
-            )
+            new = NewLink(message.lane, message.peer, memory, message.capacity, ring, message.is_far)
+            self._outlets[key], self._inlets[key] = self._worker.links.open_link(new)
             return
         a2f, f2a = a2f_part(memory, message.capacity), f2a_part(memory, message.capacity)
         out, into = (a2f, f2a) if self._worker.is_kv and not message.is_far else (f2a, a2f)

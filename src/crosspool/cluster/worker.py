@@ -1,6 +1,6 @@
 """RankWorker: the one worker that a rank runs, and what else of a backend the rank's loop may ask for."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,6 +8,7 @@ from crosspool.backends.base import (
     AttentionWorker,
     FFNWorker,
     Inlet,
+    NewLink,
     Outlet,
     PrefillWorker,
     Progress,
@@ -31,24 +32,10 @@ class LoadsModels(Protocol):
 
 
 class OpensLinks(Protocol):
-    """A worker whose channels lie elsewhere than in the host memory that the cluster gives both ends.
+    """A worker whose channels lie elsewhere than in the host memory that the cluster gives both ends."""
 
-    The two ends of a link may use that region, zeroed, to find each other.
-    """
-
-    def open_link(
-        self,
-        lane: int,
-        peer: str,
-        region: memoryview,
-        capacity: int,
-        ring: Callable[[], None],
-        is_far: bool = False,
-    ) -> tuple[Outlet, Inlet]:
-        """This rank's ends of the lane's channels with `peer`, or new ones in their place.
-
-        is_far: this rank is the second of two KV ranks, which of a link's channels takes the weights rank's.
-        """
+    def open_link(self, new: NewLink) -> tuple[Outlet, Inlet]:
+        """This rank's ends of the link, in place of those that the lane had with the peer."""
         ...
 
     def close_links(self, peer: str) -> None: ...

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from crosspool.backends.base import NewLink  # noqa: E402
 from crosspool.backends.cuda.chunks import chunk_plan, chunk_run  # noqa: E402
 from crosspool.backends.cuda.joined import JoinedLink, await_ffn  # noqa: E402
 from crosspool.backends.cuda.kv_rank.kv_worker import CudaAttentionWorker  # noqa: E402
@@ -43,8 +44,8 @@ class JoinedPair(Pair):
         self.ffn = {"w0": CudaFFNWorker(site("w0", devices), self.kernels, rule, order="ticket")}
         join_halves(self.kv, self.ffn["w0"], "kv0", "w0")
         region = memoryview(bytearray(64))
-        self.outlets["w0"], self.inlets["w0"] = self.kv.open_link(0, "w0", region, 1 << 30, lambda: None)
-        self.ends["w0"] = self.ffn["w0"].open_link(0, "kv0", region, 1 << 30, lambda: None)
+        self.outlets["w0"], self.inlets["w0"] = self.kv.open_link(NewLink(0, "w0", region, 1 << 30, lambda: None))
+        self.ends["w0"] = self.ffn["w0"].open_link(NewLink(0, "kv0", region, 1 << 30, lambda: None))
         for worker in (self.ffn["w0"], self.kv):
             worker.add_model(self.placement, lambda loaded, total: None)
 

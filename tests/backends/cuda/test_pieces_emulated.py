@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from crosspool.backends.base import LaneLinks  # noqa: E402
+from crosspool.backends.base import LaneLinks, NewLink  # noqa: E402
 from crosspool.backends.cuda.chunks import chunk_plan  # noqa: E402
 from crosspool.cluster.channel import link_bytes  # noqa: E402
 from crosspool.cluster.region import ArrayRegion  # noqa: E402
@@ -54,8 +54,8 @@ def test_decode_is_fused_but_for_the_time_of_a_prompt(directory, monkeypatch):
     assert not worker._turns.fused_lanes
 
     region = ArrayRegion(link_bytes(directory.spec.hidden_size * 64)).map()
-    outlet, inlet = worker.open_link(1, "kv0", region, directory.spec.hidden_size * 64, lambda: None)
-    pair.kv.open_link(1, "w0", region, directory.spec.hidden_size * 64, lambda: None)
+    outlet, inlet = worker.open_link(NewLink(1, "kv0", region, directory.spec.hidden_size * 64, lambda: None))
+    pair.kv.open_link(NewLink(1, "w0", region, directory.spec.hidden_size * 64, lambda: None))
     worker._turns.fused_lanes.add(0)  # as if a fused pass were under way
     monkeypatch.setattr(chunk_plan, "PASS_TOKENS", 32)
     header = StepHeader(lane=1, model="tiny", step_seq=1, phase="prefill", num_tokens=40)

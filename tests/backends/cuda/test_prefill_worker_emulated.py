@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from crosspool.backends.base import LaneLinks  # noqa: E402
+from crosspool.backends.base import LaneLinks, NewLink  # noqa: E402
 from crosspool.backends.cuda.chunks import chunk_plan  # noqa: E402
 from crosspool.backends.cuda.prefill_rank.prefill_worker import CudaPrefillWorker  # noqa: E402
 from crosspool.backends.cuda.prefill_rank.swap import InPlace, Swapper, in_memory  # noqa: E402
@@ -48,8 +48,8 @@ class DedicatedPair(Pair):
         width = directory.spec.kv_elements_per_token_layer
         capacity = max(-(-width * most_slots // 2), 4 * directory.spec.hidden_size)
         region = ArrayRegion(link_bytes(capacity)).map()
-        self.home = self.kv.open_link(0, "p0", region, capacity, lambda: None)
-        self.rank = self.prefill.open_link(0, "kv0", region, capacity, lambda: None)
+        self.home = self.kv.open_link(NewLink(0, "p0", region, capacity, lambda: None))
+        self.rank = self.prefill.open_link(NewLink(0, "kv0", region, capacity, lambda: None))
 
     def prompt(self, step: StepDescriptor, max_segments: int | None = None):
         """Run a chunk on the prefill rank."""

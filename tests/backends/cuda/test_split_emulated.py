@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from crosspool.backends.base import LaneLinks  # noqa: E402
+from crosspool.backends.base import LaneLinks, NewLink  # noqa: E402
 from crosspool.backends.cuda.chunks import chunk_plan  # noqa: E402
 from crosspool.backends.cuda.kv_frames.frames import ArenaFrames  # noqa: E402
 from crosspool.backends.cuda.kv_frames.host_frames import HostFrames  # noqa: E402
@@ -99,8 +99,8 @@ class SplitRanks:
         capacity = width * MAX_TOKENS
         region = ArrayRegion(link_bytes(capacity)).map()
         is_kv = far in self.names
-        self.ends[near, far] = near_worker.open_link(0, far, region, capacity, lambda: None)
-        self.ends[far, near] = far_worker.open_link(0, near, region, capacity, lambda: None, is_kv)
+        self.ends[near, far] = near_worker.open_link(NewLink(0, far, region, capacity, lambda: None))
+        self.ends[far, near] = far_worker.open_link(NewLink(0, near, region, capacity, lambda: None, is_kv))
 
     def page(self, idx) -> tuple[int, ...]:
         owners = self.order if self.is_cut else [self.owners[idx % len(self.owners)]]

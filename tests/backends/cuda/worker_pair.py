@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from crosspool.backends.base import LaneLinks
+from crosspool.backends.base import LaneLinks, NewLink
 from crosspool.backends.cuda.channels.link import Site
 from crosspool.backends.cuda.device.driver import Driver
 from crosspool.backends.cuda.kv_frames.frames import ArenaFrames
@@ -66,8 +66,8 @@ class Pair:
         capacity = spec.hidden_size * max_tokens
         for rank, worker in self.ffn.items():
             region = ArrayRegion(link_bytes(capacity)).map()
-            self.outlets[rank], self.inlets[rank] = self.kv.open_link(0, rank, region, capacity, lambda: None)
-            self.ends[rank] = worker.open_link(0, "kv0", region, capacity, lambda: None)
+            self.outlets[rank], self.inlets[rank] = self.kv.open_link(NewLink(0, rank, region, capacity, lambda: None))
+            self.ends[rank] = worker.open_link(NewLink(0, "kv0", region, capacity, lambda: None))
             worker.add_model(self.placement, lambda loaded, total: None)
         self.kv.add_model(self.placement, lambda loaded, total: None)
 

@@ -7,10 +7,10 @@ another KV rank leads in `kv_share.py`.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
-from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress
+from crosspool.backends.base import HalfStep, Inlet, LaneLinks, NewLink, Outlet, Progress
 from crosspool.backends.cuda.channels.link import DeviceOutlet, Site
 from crosspool.backends.cuda.chunks.chunk_support import runs_in_pieces
 from crosspool.backends.cuda.device.device_memory import naming_consumers, remainder
@@ -140,21 +140,13 @@ class CudaAttentionWorker:
         """Run the whole of models whose only weights rank is `rank`, which shares this process and GPU."""
         self._joined[rank] = ffn
 
-    def open_link(
-        self,
-        lane: int,
-        peer: str,
-        region: memoryview,
-        capacity: int,
-        ring: Callable[[], None],
-        is_far: bool = False,
-    ) -> tuple[Outlet, Inlet]:
-        """This rank's ends of the lane's channels with a weights rank, or another KV rank (is_far: the second)."""
-        if peer in self._joined:
-            joined = self._lanes[lane]
-            link = joined.links[peer] = JoinedLink()
-            return DeviceOutlet(link, ring), JoinedInlet(joined.memory, link)
-        return self._lanes[lane].open_link(peer, region, capacity, not is_far, ring)
+    def open_link(self, new: NewLink) -> tuple[Outlet, Inlet]:
+        """This rank's ends of the lane's channels with a weights rank, a prefill rank or another KV rank."""
+        lane = self._lanes[new.lane]
+        if new.peer in self._joined:
+            link = lane.links[new.peer] = JoinedLink()
+            return DeviceOutlet(link, new.ring), JoinedInlet(lane.memory, link)
+        return lane.open_link(new, is_kv=not new.is_far)
 
     def close_links(self, peer: str) -> None:
         self._lanes.close_links(peer)

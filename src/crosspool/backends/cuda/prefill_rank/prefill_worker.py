@@ -2,13 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress, Wait
+from crosspool.backends.base import HalfStep, Inlet, LaneLinks, NewLink, Outlet, Progress, Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH, Site
 from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
 from crosspool.backends.cuda.chunks.chunk_half import ChunkHalf
@@ -82,17 +82,9 @@ class CudaPrefillWorker:
             raise
         self._models.add(name, PrefillModel(host, geometry, spans))
 
-    def open_link(
-        self,
-        lane: int,
-        peer: str,
-        region: memoryview,
-        capacity: int,
-        ring: Callable[[], None],
-        is_far: bool = False,
-    ) -> tuple[Outlet, Inlet]:
+    def open_link(self, new: NewLink) -> tuple[Outlet, Inlet]:
         """This rank's ends of the lane's channels with a home."""
-        return self._lanes[lane].open_link(peer, region, capacity, False, ring)
+        return self._lanes[new.lane].open_link(new, is_kv=False)
 
     def close_links(self, peer: str) -> None:
         self._lanes.close_links(peer)

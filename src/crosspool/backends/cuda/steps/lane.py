@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from crosspool.backends.base import Inlet, Wait
+from crosspool.backends.base import Inlet, NewLink, Wait
 from crosspool.backends.cuda.channels.link import OPEN_EPOCH, DeviceInlet, DeviceLink, DeviceOutlet, Link, Site
 from crosspool.backends.cuda.device.graphs import Capturable, StepGraph, capture
 from crosspool.backends.cuda.device.launch import Launcher
@@ -66,13 +66,12 @@ class WorkerLane:
         self._graphs: dict[tuple[str, Links, Hashable], StepGraph | SegmentGraphs] = {}
         self._loops: dict[tuple[str, Links, Hashable], StepGraph] = {}
 
-    def open_link(
-        self, peer: str, region: memoryview, capacity: int, is_kv: bool, ring: Callable[[], None]
-    ) -> tuple[DeviceOutlet, DeviceInlet]:
-        self.close_link(peer)
-        link = DeviceLink(self.site, peer, region, capacity, is_kv)
-        self.links[peer] = link
-        return DeviceOutlet(link, ring), DeviceInlet(self.memory, link)
+    def open_link(self, new: NewLink, *, is_kv: bool) -> tuple[DeviceOutlet, DeviceInlet]:
+        """is_kv: of the link's two channels, this rank's ends are the KV rank's."""
+        self.close_link(new.peer)
+        link = DeviceLink(self.site, new.peer, new.region, new.capacity, is_kv)
+        self.links[new.peer] = link
+        return DeviceOutlet(link, new.ring), DeviceInlet(self.memory, link)
 
     def close_link(self, peer: str) -> None:
         """Forget the channels with a peer; a pass that still waits for it gives up."""

@@ -6,13 +6,13 @@ of prompts in `ffn_chunk_run.py`.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 
 import torch
 
-from crosspool.backends.base import HalfStep, Inlet, LaneLinks, Outlet, Progress
+from crosspool.backends.base import HalfStep, Inlet, LaneLinks, NewLink, Outlet, Progress
 from crosspool.backends.cuda.channels.link import DeviceOutlet, Site
 from crosspool.backends.cuda.chunks.chunk_ffn import ChunkFFN
 from crosspool.backends.cuda.chunks.chunk_support import has_chunk_kernels, runs_in_pieces
@@ -143,19 +143,11 @@ class CudaFFNWorker:
             prepare_passes(self._passes, self._resident, way, tell, may_fuse=may_fuse, may_run=may_run)
         logger.info("%s: passes of %s are ready after %.2f s", self._site.rank, name, time.monotonic() - begin_s)
 
-    def open_link(
-        self,
-        lane: int,
-        peer: str,
-        region: memoryview,
-        capacity: int,
-        ring: Callable[[], None],
-        is_far: bool = False,
-    ) -> tuple[Outlet, Inlet]:
+    def open_link(self, new: NewLink) -> tuple[Outlet, Inlet]:
         """This rank's ends of the lane's channels with a KV rank."""
-        if peer in self._joined:
-            return DeviceOutlet(JoinedLink(), ring), IdleInlet()
-        return self._lanes[lane].open_link(peer, region, capacity, False, ring)
+        if new.peer in self._joined:
+            return DeviceOutlet(JoinedLink(), new.ring), IdleInlet()
+        return self._lanes[new.lane].open_link(new, is_kv=False)
 
     def close_links(self, peer: str) -> None:
         if self._resident is not None:
