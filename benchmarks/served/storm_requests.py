@@ -31,7 +31,7 @@ KILLS = 0.1  # of the times that a client thinks of it
 KILLED = -9  # stands for a status where a rank was killed
 UNREAD_BYTES = 4096  # what the system keeps for a client that does not read
 
-REFUSALS = {404: {"model_not_found"}, 429: {"queue_full"}, 503: {"model_not_ready", "shutting_down"}}
+REFUSALS = {404: {"model_not_found"}, 429: {"queue_full"}, 503: {"model_not_ready", "model_removed", "shutting_down"}}
 """How a request may be refused while models come and go, by status."""
 
 Statuses = Counter[int]
@@ -90,7 +90,7 @@ async def ask(scene: Scene, draw: random.Random, model: str) -> Statuses:
             text, _, error = await read_events(response)
     if error is not None:
         assert model == GUEST, error
-        assert error["code"] == "shutting_down", error
+        assert error["code"] == "model_removed", error
         return Counter([503])
     assert text == scene.answers[model], f"{model}: {text!r} in place of {scene.answers[model]!r}"
     return Counter([200])
@@ -155,7 +155,7 @@ async def come(scene: Scene, draw: random.Random) -> Statuses:
         except TimeoutError:
             return Counter([LEFT])
         return Counter()
-    return _admin(await asyncio.gather(*loads), {200, 202, 409})
+    return _admin(await asyncio.gather(*loads), {200, 202, 409} | _lost(scene))
 
 
 async def go(scene: Scene, draw: random.Random) -> Statuses:
@@ -170,7 +170,9 @@ async def fail_to_come(scene: Scene, draw: random.Random) -> Statuses:
     """A load that fails: at its small files, at the weights' header, or half-way; then the name is free again."""
     name = f"broken-{draw.randrange(3)}"
     body = {"path": str(draw.choice(scene.broken))}
-    seen = _admin([await scene.http.post(f"/admin/models/{name}/load", json=body, headers=ADMIN)], {400, 409})
+    seen = _admin(
+        [await scene.http.post(f"/admin/models/{name}/load", json=body, headers=ADMIN)], {400, 409} | _lost(scene)
+    )
     if draw.random() < 0.5:
         seen += _admin([await scene.http.post(f"/admin/models/{name}/unload", headers=ADMIN)], {200, 404, 409})
     return seen
@@ -209,6 +211,11 @@ async def kill_a_rank(scene: Scene, draw: random.Random) -> Statuses:
         draw.choice(scene.ranks_of.children()).kill()
         return Counter([KILLED])
     return Counter()
+
+
+def _lost(scene: Scene) -> set[int]:
+    """How a load may end whose rank is killed."""
+    return {503} if scene.ranks_of is not None else set()
 
 
 def _admin(responses: list[httpx2.Response], allowed: set[int]) -> Statuses:
