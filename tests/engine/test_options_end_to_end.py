@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from crosspool.core import FinishReason, SamplingParams
+from crosspool.engine.engine_core import EngineCore
 from crosspool.engine.output import RequestOutput
 from crosspool.engine.request import GenerationRequest
-from crosspool.engine.scheduler_core import EngineCore
 from tests.support.engine_deployment import FAMILIES, FRAME_BYTES, Deployment, collect
 
 NUM_REQUESTS = 20

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(importlib.util.find_spec("crosspool").origin).parent
-ROOTS = ["engine/scheduler_core.py", "scheduler/order.py"] + [
+ROOTS = ["engine/engine_core.py", "scheduler/order.py"] + [
     f"cluster/{name}.py" for name in ("supervisor", "roster", "channel_book", "cluster_steps")
 ]
 """Entry points. What they import of these packages is looked at too."""
@@ -64,7 +64,7 @@ def test_the_control_plane_has_no_clock_thread_await_or_io():
     named = {
         f"engine/{name}.py"
         for name in (
-            *("scheduler_core", "admission", "intake", "queues", "endings", "rank_losses"),
+            *("engine_core", "admission", "intake", "queues", "endings", "rank_losses"),
             *("dispatcher", "turns", "lanes", "decode_steps", "steps_ahead", "prefill_steps", "parked_steps"),
             *("prefill_chunks", "step_start", "step_outcomes"),
         )

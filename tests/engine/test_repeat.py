@@ -6,8 +6,8 @@ import pytest
 
 from crosspool.cluster.base import StepDone
 from crosspool.core import Request, SampledToken, SamplingParams
+from crosspool.engine.engine_core import EngineCore
 from crosspool.engine.repeat import num_repeats, repeat_step
-from crosspool.engine.scheduler_core import EngineCore
 from crosspool.scheduler.step import StepResult
 from tests.support.core_drive import a_config, a_model
 

@@ -4,7 +4,7 @@ import pytest
 
 from crosspool.core import Request, SamplingParams
 from crosspool.engine.forecast import Reserve
-from crosspool.engine.pages import KVRankPages
+from crosspool.engine.kv_rank_pages import KVRankPages
 from crosspool.engine.prefill_chunks import Chunk
 from crosspool.engine.prefill_rule import PrefillRule
 from crosspool.engine.sequence import Sequence

@@ -4,7 +4,7 @@ import pytest
 
 from crosspool.engine.claims import Claim
 from crosspool.engine.forecast import Reserve
-from crosspool.engine.pages import KVRankPages
+from crosspool.engine.kv_rank_pages import KVRankPages
 from crosspool.kv_pool.limits import PoolLimits
 from tests.support.core_drive import a_model
 

@@ -10,7 +10,7 @@ from crosspool.commands.serve import deployment
 from crosspool.deployment.engine_and_cluster import engine_config
 from crosspool.deployment.load import load_deployment
 from crosspool.deployment.prepared_model import prepare_model
-from crosspool.engine.scheduler_core import EngineCore
+from crosspool.engine.engine_core import EngineCore
 from crosspool.errors import CrossPoolError
 from crosspool.planner.deployment import parse_plan_input
 from crosspool.planner.plan import Plan

@@ -8,7 +8,7 @@ from pathlib import Path
 from crosspool.core import FinishReason, Request, SamplingParams
 from crosspool.engine.claims import can_all_end
 from crosspool.engine.config import EngineConfig
-from crosspool.engine.scheduler_core import EngineCore
+from crosspool.engine.engine_core import EngineCore
 from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.kv_pool.split import KVSplit

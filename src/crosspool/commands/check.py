@@ -9,7 +9,7 @@ from crosspool.config import DeploymentConfig
 from crosspool.deployment.engine_and_cluster import engine_config
 from crosspool.deployment.launch import checked
 from crosspool.deployment.prepared_model import PreparedModel, prepare_models
-from crosspool.engine.scheduler_core import EngineCore
+from crosspool.engine.engine_core import EngineCore
 from crosspool.engine.served_model import ServedModel
 from crosspool.errors import CheckpointError, CrossPoolError
 from crosspool.models.tensors import model_tensors

@@ -19,12 +19,12 @@ from crosspool.cluster.base import Cluster, Event, RankFailed
 from crosspool.core import FinishReason, Request
 from crosspool.engine.callers import Callers, Delivery, Flush, Sink, deliver
 from crosspool.engine.config import EngineConfig
+from crosspool.engine.engine_core import EngineCore
 from crosspool.engine.expand import check_ids, detokenizer, sequences
 from crosspool.engine.limit_change import LimitChange
 from crosspool.engine.model_lifecycle import ModelLifecycle
 from crosspool.engine.output_builder import OutputBuilder
 from crosspool.engine.request import MAX_SEED, GenerationRequest
-from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import EngineStats, ModelInfo

@@ -5,8 +5,8 @@ from collections.abc import Sequence as Items
 
 from crosspool.engine.config import EngineConfig
 from crosspool.engine.forecast import OutputEstimate
+from crosspool.engine.kv_rank_pages import KVRankPages
 from crosspool.engine.limit_change import LimitChange
-from crosspool.engine.pages import KVRankPages
 from crosspool.engine.prefix_pages import PrefixCounts, PrefixPages
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.served_model import ServedModel

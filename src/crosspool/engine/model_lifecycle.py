@@ -4,9 +4,9 @@ import logging
 from concurrent.futures import Future
 
 from crosspool.cluster.base import Cluster, Event, LoadProgress, ModelFailed, ModelReady, RankLost, RankReady
+from crosspool.engine.engine_core import EngineCore
 from crosspool.engine.prefill_ranks import check_whole_model
 from crosspool.engine.registry import ModelRegistry, RegisteredModel, outcome
-from crosspool.engine.scheduler_core import EngineCore
 from crosspool.engine.sequence import SequenceUpdate
 from crosspool.engine.served_model import ServedModel
 from crosspool.engine.stats import ModelInfo

@@ -7,7 +7,7 @@ that many had been handed out and ended one after the other (tests/engine/test_r
 
 from dataclasses import replace
 
-from crosspool.engine.scheduler_core import EngineCore
+from crosspool.engine.engine_core import EngineCore
 from crosspool.engine.sequence import SequenceState
 from crosspool.engine.step_start import decode_row
 from crosspool.scheduler.step import StepResult

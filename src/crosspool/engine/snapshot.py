@@ -8,7 +8,7 @@ from crosspool.engine.stats import EngineStats, ModelStats
 from crosspool.engine.step_log import StepLog
 
 if TYPE_CHECKING:
-    from crosspool.engine.scheduler_core import EngineCore
+    from crosspool.engine.engine_core import EngineCore
 
 
 def snapshot(core: "EngineCore", now: float) -> EngineStats:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from crosspool.engine.pages import KVRankPages
+from crosspool.engine.kv_rank_pages import KVRankPages
 from crosspool.engine.prefix_pages import PrefixPages
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.served_model import ServedModel

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from crosspool.engine.config import EngineConfig
-from crosspool.engine.scheduler_core import EngineCore
+from crosspool.engine.engine_core import EngineCore
 from crosspool.engine.served_model import ServedModel
 from crosspool.planner.roofline import StageTimes
 from crosspool.scheduler.order import ORDER_POLICIES

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from crosspool.engine.admission import PageBudget
 from crosspool.engine.config import EngineConfig
-from crosspool.engine.scheduler_core import EngineCore
+from crosspool.engine.engine_core import EngineCore
 from crosspool.engine.served_model import ServedModel
 from crosspool.errors import CapacityError
 from crosspool.planner.deployment import PlanInput

@@ -10,8 +10,8 @@ from collections.abc import Sequence as Items
 from crosspool.engine.admission import PageBudget
 from crosspool.engine.claims import Claim
 from crosspool.engine.forecast import OutputEstimate
+from crosspool.engine.kv_rank_pages import KVRankPages
 from crosspool.engine.lengths import frames_for
-from crosspool.engine.pages import KVRankPages
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.served_model import ServedModel
 from crosspool.kv_pool.pool import Page
