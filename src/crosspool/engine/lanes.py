@@ -1,11 +1,9 @@
-"""Lanes: which step each one carries, and steps parked until the ranks they need are back.
+"""Lanes: which step each one carries, and which is behind it.
 
-A failed step leaves its lane, so that models whose ranks are well can use it; it is *parked* with its rows and goes on
-in any free lane of its phase as the same step under a new number.
+A failed step leaves its lane, so that models whose ranks are well can use it (`parked_steps.py`).
 """
 
-from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from crosspool.engine.sequence import Sequence
 from crosspool.engine.stats import LaneStats
@@ -163,43 +161,3 @@ class Lane:
             num_seqs=len(self.sequences),
             since_s=None if flight is None else flight.started_s,
         )
-
-
-@dataclass(slots=True)
-class ParkedStep:
-    """A failed step that will be replayed: waiting for `ranks`, or for `not_before_s` where none of them is down."""
-
-    step: StepDescriptor
-    sequences: tuple[Sequence, ...]
-    ranks: frozenset[str]
-    trouble: Trouble
-    not_before_s: float
-
-    def drop(self, sequence: Sequence) -> None:
-        """Leave one sequence's row out of the replay."""
-        self.step, self.sequences = rows_of(self.step, self.sequences, [s for s in self.sequences if s is not sequence])
-        sequence.leave_step(self.step.num_steps)
-
-    def replay_in(self, lane: Lane, now: float) -> StepDescriptor:
-        """Start the same rows in an idle lane."""
-        moved = replace(self.step, header=self.step.header._replace(lane=lane.index)).replayed(lane.next_seq())
-        for sequence in self.sequences:
-            sequence.leave_step(self.step.num_steps)
-        lane.start(moved, self.sequences, now).trouble = self.trouble
-        return moved
-
-
-def rows_of(
-    step: StepDescriptor, sequences: tuple[Sequence, ...], kept: Items[Sequence]
-) -> tuple[StepDescriptor, tuple[Sequence, ...]]:
-    """The part of a step that the sequences in `kept` have."""
-    places = [place for place, sequence in enumerate(sequences) if sequence in kept]
-    rows = tuple(step.rows[place] for place in places)
-    ids = {row.sequence_id for row in rows}
-    part = replace(
-        step,
-        header=step.header._replace(num_tokens=sum(row.num_new_tokens for row in rows)),
-        rows=rows,
-        joining=tuple(new for new in step.joining if new.sequence_id in ids),
-    )
-    return part, tuple(sequences[place] for place in places)

@@ -1,14 +1,42 @@
-"""ParkedSteps: failed steps that wait until they can be replayed."""
+"""ParkedSteps: failed steps that wait until they can be replayed.
+
+A step is *parked* with its rows and goes on in any free lane of its phase as the same step under a new number.
+"""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from crosspool.engine.lanes import Lane, ParkedStep, Trouble, rows_of
+from crosspool.engine.lanes import Lane, Trouble
 from crosspool.engine.live_models import LiveModel
 from crosspool.engine.rank_health import RankHealth
 from crosspool.engine.sequence import Sequence, SequenceState
 from crosspool.scheduler.step import StepDescriptor
+
+
+@dataclass(slots=True)
+class ParkedStep:
+    """A failed step that will be replayed: waiting for `ranks`, or for `not_before_s` where none of them is down."""
+
+    step: StepDescriptor
+    sequences: tuple[Sequence, ...]
+    ranks: frozenset[str]
+    trouble: Trouble
+    not_before_s: float
+
+    def drop(self, sequence: Sequence) -> None:
+        """Leave one sequence's row out of the replay."""
+        kept = [other for other in self.sequences if other is not sequence]
+        self.step, self.sequences = _rows_of(self.step, self.sequences, kept)
+        sequence.leave_step(self.step.num_steps)
+
+    def replay_in(self, lane: Lane, now: float) -> StepDescriptor:
+        """Start the same rows in an idle lane."""
+        moved = replace(self.step, header=self.step.header._replace(lane=lane.index)).replayed(lane.next_seq())
+        for sequence in self.sequences:
+            sequence.leave_step(self.step.num_steps)
+        lane.start(moved, self.sequences, now).trouble = self.trouble
+        return moved
 
 
 class ParkedSteps:
@@ -59,7 +87,7 @@ class ParkedSteps:
         trouble: Trouble,
         not_before_s: float,
     ) -> None:
-        part, members = rows_of(step, sequences, kept)
+        part, members = _rows_of(step, sequences, kept)
         in_pools = part.header._replace(prefill_rank=None, next_model=None)  # which can do it as well
         part = replace(part, header=in_pools)
         self.steps.append(ParkedStep(part, members, self._ranks_of(step), trouble, not_before_s))
@@ -78,3 +106,19 @@ class ParkedSteps:
         self.steps.remove(parked)
         self.num_replays += 1
         return parked.replay_in((own or idle)[0], now)
+
+
+def _rows_of(
+    step: StepDescriptor, sequences: tuple[Sequence, ...], kept: Items[Sequence]
+) -> tuple[StepDescriptor, tuple[Sequence, ...]]:
+    """The part of a step that the sequences in `kept` have."""
+    places = [place for place, sequence in enumerate(sequences) if sequence in kept]
+    rows = tuple(step.rows[place] for place in places)
+    ids = {row.sequence_id for row in rows}
+    part = replace(
+        step,
+        header=step.header._replace(num_tokens=sum(row.num_new_tokens for row in rows)),
+        rows=rows,
+        joining=tuple(new for new in step.joining if new.sequence_id in ids),
+    )
+    return part, tuple(sequences[place] for place in places)
