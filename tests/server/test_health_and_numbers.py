@@ -76,6 +76,21 @@ async def test_draining_is_not_ready_and_refuses(engine: FakeEngine, tmp_path: P
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
 
 
+async def test_prompts_too_long_for_the_context_are_counted_on_every_route(http: httpx2.AsyncClient) -> None:
+    long = [{"role": "user", "content": "a b " * 100_000}]
+    for path, body in (
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 10**6}),
+        ("/v1/completions", {"prompt": "a b " * 100_000}),
+        ("/v1/chat/completions", {"messages": long}),
+        ("/v1/messages", {"messages": long, "max_tokens": 5}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 10**6}),
+        ("/tokenize", {"messages": long}),  # where no length is too long
+    ):
+        await http.post(path, json={"model": "tiny", **body})
+    wanted = 'crosspool:admission_rejections_total{model_name="tiny",reason="context_length_exceeded"} 5.0'
+    assert wanted in (await http.get("/metrics")).text.splitlines()
+
+
 async def test_metrics_have_vllms_suffixes_and_add_up(http: httpx2.AsyncClient, engine: FakeEngine) -> None:
     await http.post("/v1/completions", json={**PROMPT, "n": 2})
     engine.max_queue = 0

@@ -34,7 +34,7 @@ from crosspool.server.context import route_path
 from crosspool.server.direct_routes import DirectRoutes, direct_routes
 from crosspool.server.engine_client import EngineClient
 from crosspool.server.engine_metrics import EngineCollector
-from crosspool.server.errors import APIError, error_response, from_engine, from_validation
+from crosspool.server.errors import APIError, ContextRefusal, error_response, from_engine, from_validation
 from crosspool.server.guards import BodyLimit, HeaderLimit, KeyGuard, RequestContext
 from crosspool.server.lingering import Lingering
 from crosspool.server.metrics import RequestMetrics
@@ -144,6 +144,8 @@ def _middleware(config: ServerConfig) -> Sequence[Middleware]:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, APIError), "registered for APIError"
+    if isinstance(error, ContextRefusal):
+        request.app.state.metrics.refused(request.state.model, error.code)
     return error_response(error, request.scope)
 
 

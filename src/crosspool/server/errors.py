@@ -99,6 +99,13 @@ class APIError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
+class ContextRefusal(APIError):
+    """A prompt and its answer would be longer than the context, which is known before the engine is asked."""
+
+    def __init__(self, message: str, *, param: str) -> None:
+        super().__init__(400, message, code="context_length_exceeded", param=param)
+
+
 def error_response(error: APIError, scope: Scope) -> JSONResponse:
     """The answer to a refused request, in the shape and the words of the API that its path belongs to."""
     path = route_path(scope)

@@ -36,7 +36,7 @@ class RequestMetrics:
         self.generation_tokens = self._histogram("request_generation_tokens", "tokens a request generated", _TOKENS)
         self.rejections = Counter(
             "crosspool:admission_rejections",
-            "requests the engine refused",
+            "requests that could not be taken",
             ("model_name", "reason"),
             registry=self.registry,
         )

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from crosspool.server.catalogue import ModelFrontend
 from crosspool.server.chat import TemplateError
-from crosspool.server.errors import APIError, bad_request, shorten
+from crosspool.server.errors import ContextRefusal, bad_request, shorten
 from crosspool.server.messages import Message
 from crosspool.server.protocol import ChatBody, CompletionBody
 from crosspool.server.sampling import check_ids
@@ -94,13 +94,8 @@ def _require_room(texts: Sequence[str], model: ModelFrontend, limit: int | None,
     return num_characters
 
 
-def _too_long(limit: int | None, param: str, what: str) -> APIError:
-    return APIError(
-        400,
-        f"the context limit is {limit} tokens; {param} has {what}; shorten the prompt",
-        code="context_length_exceeded",
-        param=param,
-    )
+def _too_long(limit: int | None, param: str, what: str) -> ContextRefusal:
+    return ContextRefusal(f"the context limit is {limit} tokens; {param} has {what}; shorten the prompt", param=param)
 
 
 def _shown(message: Message) -> str:

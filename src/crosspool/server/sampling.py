@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from crosspool.core import SamplingParams, TokenConstraint
 from crosspool.engine.request import GenerationRequest
 from crosspool.server.catalogue import ModelFrontend
-from crosspool.server.errors import APIError, bad_request
+from crosspool.server.errors import ContextRefusal, bad_request
 from crosspool.server.protocol import GenerationBody
 
 
@@ -76,11 +76,9 @@ def _max_tokens(body: GenerationBody, prompt_tokens: int, limit: int) -> int:
     if asked is None:
         asked = max(limit - prompt_tokens, body.min_tokens, 1)
     if prompt_tokens + asked > limit:
-        raise APIError(
-            400,
+        raise ContextRefusal(
             f"the context limit is {limit} tokens; the prompt has {prompt_tokens} and {asked} output tokens are asked "
             f"for, {prompt_tokens + asked} together; shorten the prompt or lower max_tokens",
-            code="context_length_exceeded",
             param="max_tokens" if prompt_tokens < limit else body.prompt_field,
         )
     return asked
