@@ -98,6 +98,31 @@ async def test_a_load_that_still_prepares_its_model_holds_up_no_end(
     thread.join(10)
 
 
+async def test_a_model_is_prepared_once_however_often_it_is_asked_for(engine: FakeEngine, tmp_path: Path) -> None:
+    """A second load would read, or download, all of it beside the first."""
+    app, release, asked = app_of(engine, tmp_path), threading.Event(), []
+    prepare = app.state.prepare
+
+    def download(config: ModelConfig) -> PreparedFake:
+        asked.append(config.served_name)
+        release.wait(30)
+        return prepare(config)
+
+    app.state.prepare = download
+    async with connect(app) as http:
+        http.headers.update(ADMIN)
+        first = asyncio.create_task(http.post("/admin/models/new/load", json={"path": "missing", "aliases": ["also"]}))
+        await soon(lambda: asked == ["new"])
+        for name, aliases in (("new", []), ("also", []), ("third", ["new"])):
+            answer = await http.post(f"/admin/models/{name}/load", json={"path": "somewhere", "aliases": aliases})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_loading")
+        release.set()
+        assert (await first).status_code == 400
+        assert asked == ["new"]
+        again = await http.post("/admin/models/new/load", json={"path": "somewhere"})
+        assert again.status_code == 200, "the name is free after a load that failed"
+
+
 async def test_other_models_answer_and_a_second_load_is_refused_while_one_loads(
     admin: httpx2.AsyncClient, engine: FakeEngine
 ) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from threading import Thread
 from typing import Annotated, Any, Protocol
@@ -93,16 +93,19 @@ async def load(name: str, body: LoadBody, request: Request) -> JSONResponse:
     _check_open(state)
     if state.prepare is None:
         raise APIError(400, "this server cannot load models at run time", code="unsupported")
-    _check_names([name, *body.aliases])
-    _check_free([name, *body.aliases], state)
+    names = {name, *body.aliases}
+    _check_names(names)
+    _check_free(names, state)
     config = ModelConfig(
         source=body.path, name=name, **body.model_dump(exclude={"path", "aliases", "wait"}), aliases=tuple(body.aliases)
     )
+    state.preparing |= names
     try:
         prepared = await _prepared(state, config)
     except (CheckpointError, UnsupportedModelError) as error:
         raise bad_request(str(error), param="path", code="cannot_load") from None
-    _check_free([name, *body.aliases], state)  # someone may have taken one meanwhile
+    finally:
+        state.preparing -= names
     state.catalogue.add(prepared.frontend)
     return await _done(state, _load(state, prepared), name, wait=body.wait)
 
@@ -196,15 +199,17 @@ def _check_open(state: State) -> None:
         raise APIError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
 
 
-def _check_names(names: list[str]) -> None:
+def _check_names(names: Iterable[str]) -> None:
     """No request's path can name a model without a name, or with a slash at the end."""
     for name in names:
         if not name or name.endswith("/"):
             raise bad_request(f"the name {name!r} is empty or ends with /; choose another", param="name")
 
 
-def _check_free(names: list[str], state: State) -> None:
-    for name in names:
+def _check_free(names: Iterable[str], state: State) -> None:
+    for name in sorted(names):
+        if name in state.preparing:
+            raise APIError(409, f"a model of the name {name!r} is just being prepared", code="model_loading")
         if name in state.catalogue:
             raise APIError(
                 409, f"the name {name!r} is taken; unload that model first or choose another", code="model_exists"

@@ -103,6 +103,7 @@ def create_app(
     app.state.draining = False
     app.state.awaited = {frontend.name for frontend in catalogue}
     app.state.prepare = prepare
+    app.state.preparing = set()  # names of models whose files are just being found and read
     app.state.admin_tasks = set()
     app.state.metrics = RequestMetrics()
     app.state.metrics.registry.register(EngineCollector(engine))
