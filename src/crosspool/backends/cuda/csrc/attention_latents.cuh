@@ -56,7 +56,14 @@ struct LatentsAttention {
   // All tiles of the block, once queries and newest slot can be made; every split's partial attention for the merge.
   DEVICE void finish(int upcoming) const {
     const LatentsTiles<Room> tiles = this->tiles();
-    prepare_queries();
+    const auto start_last = [&] {  // the tile of the last stage
+      if (STAGES - 1 < share.tiles) tiles.start(share.begin + (STAGES - 1) * TILE, STAGES - 1, upcoming);
+      copy_async_commit();
+      if (STAGES < share.tiles) upcoming = tiles.frame_of_tile(share.begin + STAGES * TILE);
+    };
+    prepare_queries([&] {
+      if (!MERGES) start_last();  // in a batch, whose blocks all ask at once, it would be in the way
+    });
     if constexpr (READY) share.leave_empty(p, head0, heads_here);
     LatentsSums<Room> sums;
     sums.clear();
@@ -67,9 +74,7 @@ struct LatentsAttention {
     LatentsScores<Room> scores;
     Room::publish();
     block_sync();  // the queries are there
-    if (STAGES - 1 < share.tiles) tiles.start(share.begin + (STAGES - 1) * TILE, STAGES - 1, upcoming);
-    copy_async_commit();
-    if (STAGES < share.tiles) upcoming = tiles.frame_of_tile(share.begin + STAGES * TILE);
+    if (MERGES) start_last();
     if (!WIDE && share.tiles > 0) scores.load_queries(room);
 #pragma unroll 1
     for (int i = 0; i < share.tiles; ++i) {
@@ -105,14 +110,17 @@ struct LatentsAttention {
   }
 
  private:
-  DEVICE void prepare_queries() const {
+  // behind_loads: called once what queries are made of is on its way.
+  template <class BehindLoads>
+  DEVICE void prepare_queries(const BehindLoads& behind_loads) const {
     const LatentsQueries<Room> queries{p, room, share.token, head0, heads_here};
     if constexpr (READY) {
       if (share.tiles > 0) queries.copy();
+      behind_loads();
     } else {
       Newest newest{};
       if (share.has_newest) newest.load(p.mla, share.token);
-      if (share.tiles > 0) queries.make();
+      if (share.tiles > 0) queries.make(behind_loads);
       if (share.has_newest) newest.make(p.mla, share.token, room, own_slot);
     }
   }

@@ -22,7 +22,9 @@ struct LatentsQueries {
           load16(p.q + (token * p.heads + head0 + min_int(i / (KD / 8), heads_here - 1)) * KD + i % (KD / 8) * 8);
   }
   // Or their rope parts turned here: a warp's heads go side by side, and loads of all are issued before the first is used.
-  DEVICE void make() const {
+  // behind_loads: called between.
+  template <class BehindLoads>
+  DEVICE void make(const BehindLoads& behind_loads) const {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const LaneTurn<ROPE_LANE> turn(p.mla.rope, token);
     LanePart<ROPE_LANE> parts[HEADS];
@@ -33,8 +35,9 @@ struct LatentsQueries {
       parts[n].load(p.mla.rope_part(token, head0 + h));
 #pragma unroll
       for (int i = 0; i < VD / 256; ++i)
-        latents[n][i] = load16(p.mla.q_latent + (token * p.heads + head0 + h) * VD + (i * 32 + lane) * 8);
+        latents[n][i] = load16_now(p.mla.q_latent + (token * p.heads + head0 + h) * VD + (i * 32 + lane) * 8);
     }
+    behind_loads();
 #pragma unroll
     for (int n = 0; n < HEADS; ++n) {
       const int h = warp + n * WARPS;
