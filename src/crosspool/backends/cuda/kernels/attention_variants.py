@@ -32,13 +32,15 @@ class Variant:
     @property
     def smem_bytes(self) -> int:
         """The template's SMEM."""
-        row = self.key * 2 + 16  # panels of warpgroups take less, and of a single tile come as rows
+        padding = 0 if self.is_wide else 16  # against bank conflicts, which panels do without
+        row = self.key * 2 + padding
         tiles, queries = self.stages * self.tile * row, self.heads * row
         if self.separate:
             return 2 * tiles + queries + self.warps * self.heads * 8
         parts = self.warps // (self.tile // 16)
-        scores = parts * self.heads * (self.tile + 4) * 4 + self.heads * (self.tile * 2 + 16)
-        return tiles + queries + scores + self.heads * 12 + self.key * 2
+        scores = parts * self.heads * (self.tile + 4) * 4 + self.heads * (self.tile * 2 + padding)
+        arrivals = self.stages * 8 if self.is_wide else 0
+        return tiles + queries + scores + self.heads * 12 + self.key * 2 + arrivals
 
     def shared_bytes(self, tokens: int) -> int:
         """Shared memory of a block. In a batch so much that a multiprocessor takes no more than `blocks_per_sm`.
