@@ -1,15 +1,6 @@
 // Skinny matrix products: one block per 16 rows, the warps of a block share k. Weights do not depend on the kernel
 // before, so all that registers and shared memory hold of them is on its way before waiting for it.
-#include "gemv.cuh"
-
-// y = (W (x * norm)) / RMS(x): the scale is a token's own, so it comes last, and no block reads x twice.
-template <int WARPS>
-DEVICE float norm_scale(const GemvParams& p, const float* squares, int column) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int w = 0; w < WARPS; ++w) sum += squares[w * TILE_COLS + column];
-  return reciprocal_root(sum * reciprocal(static_cast<float>(p.k)) + p.norm_eps);
-}
+#include "absorb.cuh"
 
 // HELD: chunks of a warp that wait in shared memory, each thread's own pieces beside each other's. With them, or with a norm
 // before the product, k fits one pass.
@@ -70,7 +61,7 @@ DEVICE void gemv_body(const GemvParams& p) {
       const int i = threadIdx.x + n * THREADS, t = t0 + i / TILE_ROWS, row = row0 + i % TILE_ROWS;
       if (i >= TILE_ROWS * TILE_COLS || t >= p.tokens || row >= p.rows) continue;
       float v = sum_tile<WARPS>(red, i / TILE_ROWS, i % TILE_ROWS);
-      if (NORMS) v *= norm_scale<WARPS>(p, squares, i / TILE_ROWS);
+      if (NORMS) v *= norm_scale<WARPS>(squares, i / TILE_ROWS, p.k, p.norm_eps);
       if (p.bias != nullptr) v += bf16_value(p.bias[row]);
       v += carried[n];
       const i64 to = t * p.y_stride + group * p.y_group_stride + row;
@@ -103,3 +94,12 @@ HELD_GEMV(8, 2, 6, 4)
 HELD_GEMV(8, 2, 14, 1)
 HELD_GEMV(8, 2, 18, 1)
 HELD_GEMV(8, 6, 14, 1)
+
+// A head's queries and their latents: clusters along x; along y heads, then what rows are left. Names say k and NOPE.
+#define ABSORB(name, Shape, min_blocks) \
+  CLUSTER_KERNEL(name, AbsorbParams, Shape::THREADS, min_blocks, Shape::BLOCKS) { absorb<Shape>(p); }
+
+typedef Absorbed<8, 2, 6, 0, 192, true> AbsorbedFromLora;
+typedef Absorbed<4, 3, 8, 8, 128, false> AbsorbedFromHidden;
+ABSORB(absorb_k768_n192, AbsorbedFromLora, 3)
+ABSORB(absorb_k2048_n128, AbsorbedFromHidden, 1)

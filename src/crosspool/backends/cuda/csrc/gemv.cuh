@@ -20,6 +20,15 @@ struct GemvParams {
   float norm_eps;
 };
 
+// y = (W (x * norm)) / RMS(x): the scale is a token's own, so it comes last, and no block reads x twice.
+template <int WARPS>
+DEVICE float norm_scale(const float* squares, int column, int k, float eps) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) sum += squares[w * TILE_COLS + column];
+  return reciprocal_root(sum * reciprocal(static_cast<float>(k)) + eps);
+}
+
 DEVICE void unpack8(uint4 from, float (&to)[8]) {
   to[0] = bf16_low(from.x), to[1] = bf16_high(from.x), to[2] = bf16_low(from.y), to[3] = bf16_high(from.y);
   to[4] = bf16_low(from.z), to[5] = bf16_high(from.z), to[6] = bf16_low(from.w), to[7] = bf16_high(from.w);

@@ -19,6 +19,14 @@ class GemvParams(ctypes.Structure):
     ]
 
 
+class AbsorbParams(ctypes.Structure):
+    _fields_ = [
+        *((name, _P) for name in ("weight", "x", "norm_weight", "key_up", "y", "q_latent")),
+        *((name, _I) for name in ("rows", "heads", "k")),
+        ("norm_eps", _F),
+    ]
+
+
 class NormParams(ctypes.Structure):
     _fields_ = [
         *((name, _P) for name in ("residual_in", "token_ids", "embed")),

@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterator, Sequence
 import torch
 
 from crosspool.backends.cuda.device.launch import Launcher
+from crosspool.backends.cuda.kernels.absorb import absorb, takes_absorb
 from crosspool.backends.cuda.kernels.attention import AttentionScratch, attention_decode
 from crosspool.backends.cuda.kernels.attention_variants import num_splits
 from crosspool.backends.cuda.kernels.combine import takes_up
@@ -162,15 +163,14 @@ class AttentionHalf:
         tokens, heads, lora = len(self.normed), spec.num_heads, spec.kv_lora_rank
         down = self._buffer(1, tokens, attention.down.shape[0])
         first = attention.down.shape[0] - spec.kv_elements_per_token
-        gemv(self._kernels, attention.down, self.normed, down, bias=attention.down_bias)
-        q = down[:, :first]
-        if attention.q_b is not None:
+        q, q_latent = down[:, :first], self._buffer(3, tokens, heads, lora)
+        if attention.q_b is None:
+            self._queries(spec, attention.down, attention.key_up, self.normed, down, q_latent, bias=attention.down_bias)
+        else:
+            gemv(self._kernels, attention.down, self.normed, down, bias=attention.down_bias)
             query = self._buffer(2, tokens, heads * spec.qk_head_dim)
-            gemv(self._kernels, attention.q_b, q, query, norm_weight=attention.q_a_norm, norm_eps=spec.lora_norm_eps)
+            self._queries(spec, attention.q_b, attention.key_up, q, query, q_latent, norm_weight=attention.q_a_norm)
             q = query
-        q_latent = self._buffer(3, tokens, heads, lora)
-        by_head = q.unflatten(1, (heads, spec.qk_head_dim))
-        gemv(self._kernels, attention.key_up, by_head[:, :, : spec.qk_nope_head_dim], q_latent)
         inputs = mla_input(spec, self._ropes[spec.rope], q_latent, q, down[:, first:], kv_a_norm=attention.kv_a_norm)
         attended = self._buffer(5, tokens, heads, spec.v_head_dim)
         if not isinstance(self.home, TokenHome) and takes_up(self._kernels, attention.value_up, tokens):
@@ -180,6 +180,28 @@ class AttentionHalf:
         yield from self._attention(spec, layer, inputs, latent, None)
         gemv(self._kernels, attention.value_up, latent, attended)
         return attended.view(tokens, -1)
+
+    def _queries(
+        self,
+        spec: MLASpec,
+        weight: torch.Tensor,
+        key_up: torch.Tensor,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        q_latent: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        """y = weight x, which begins with the heads' queries; q_latent is what scores latents in their stead."""
+        heads, head, kernels, eps = spec.num_heads, spec.qk_head_dim, self._kernels, spec.lora_norm_eps
+        norms = norm_weight is not None
+        if bias is None and takes_absorb(kernels, weight, key_up, len(x), head=head, norms=norms):
+            absorb(kernels, weight, key_up, x, y, q_latent, norm_weight=norm_weight, norm_eps=eps)
+            return
+        gemv(kernels, weight, x, y, norm_weight=norm_weight, norm_eps=eps, bias=bias)
+        by_head = y[:, : heads * head].unflatten(1, (heads, head))
+        gemv(kernels, key_up, by_head[:, :, : spec.qk_nope_head_dim], q_latent)
 
     def _attention(
         self,
