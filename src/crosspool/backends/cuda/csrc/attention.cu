@@ -96,4 +96,4 @@ KERNEL(attention_combine_groups, CombineParams, COMBINE_THREADS, 3) { combine<GR
 
 // The same, and each head's projection behind it: clusters (4 blocks of 128 latents; heads; tokens).
 CLUSTER_KERNEL(attention_combine_up_128, CombineUpParams, COMBINE_THREADS, 1, UP_BLOCKS) { combine_up<1>(p); }
-CLUSTER_KERNEL(attention_combine_up_256, CombineUpParams, COMBINE_THREADS, 1, UP_BLOCKS) { combine_up<2>(p); }
+CLUSTER_KERNEL(attention_combine_up_256, CombineUpParams, COMBINE_THREADS, 2, UP_BLOCKS) { combine_up<2>(p); }
