@@ -6,7 +6,9 @@ Layers rotate, so weights and cache come from device memory. `behind_a_wait`: a 
 elsewhere before every layer's first norm, and its 25 us are taken off: what is left is the way from a layer's FFN
 output to the rows for the next, with all that does not depend on it loaded meanwhile. That still has the way from one
 kernel to the next that only the stand-in adds (in a step the norm itself waits): `wait_us` is what such a kernel takes
-in a chain of nothing else. --parts: what the chain takes less without each of its kernels, at 4K and batch 1.
+in a chain of nothing else. `yielding`: the norm is a step's own that waits, whose words are there once the stand-in has
+ended; only then may the kernels behind it begin, as they do unless a GPU serves one lane alone (`WaitRule.early`).
+--parts: what the chain takes less without each of its kernels, at 4K and batch 1.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from benchmarks.full_models import CONFIGS, full_spec
 from benchmarks.gpu_timing import copy_tb_per_s, guarded, replay_us, write_failures
 from benchmarks.kv_pool.filled_half import filled_half
 from benchmarks.report import RESULTS, Report
-from crosspool.backends.cuda.channels.transport_params import DelayParams
+from crosspool.backends.cuda.channels.transport_params import DelayParams, Flags, Slots, WaitNormParams
 from crosspool.backends.cuda.device.launch import DeviceKernels
+from crosspool.backends.cuda.kv_rank.attention_half import AttentionHalf
+from crosspool.backends.cuda.steps.lane_memory import LaneMemory, WaitRule
 from crosspool.models.spec import ModelSpec
 from crosspool.models.tensors import model_tensors
 
@@ -49,6 +53,31 @@ def wait(kernels: DeviceKernels) -> None:
     kernels.launch("transport", "delay", grid=(1, 1, 1), threads=32, smem_bytes=0, params=params)
 
 
+class YieldingNorm:
+    """A step's own norm behind a wait (`wait_norm`), for sums that are there."""
+
+    def __init__(self, kernels: DeviceKernels, half: AttentionHalf, sums: torch.Tensor) -> None:
+        self._kernels, self._half, self._sums = kernels, half, sums
+        self._lane = LaneMemory(kernels.device, WaitRule())
+        self._flag = torch.full((1,), 1 << 40, dtype=torch.int64, device=kernels.device)
+
+    def __call__(self, layer: int) -> None:
+        half = self._half
+        params = WaitNormParams(
+            view=self._lane.view(),
+            flags=Flags.at([self._flag.data_ptr()]),
+            slots=Slots(self._sums.data_ptr()),
+            residual=half.residual.data_ptr(),
+            norm_weight=half.norm_after_ffn(layer).data_ptr(),
+            normed=half.normed.data_ptr(),
+            hidden=half.spec.hidden_size,
+            layer=layer,
+            eps=half.spec.norm_eps,
+        )
+        grid = (len(half.residual), 1, 1)
+        self._kernels.launch("transport", "wait_norm", grid=grid, threads=256, smem_bytes=256, params=params)
+
+
 def measure_wait(report: Report, kernels: DeviceKernels) -> None:
     """The stand-in alone: each of a chain ends before the next begins to spin."""
 
@@ -71,22 +100,27 @@ def measure(report: Report, kernels: DeviceKernels, name: str, context: int, bat
             half.attend(layer)
             half.add(layer, [partial])
 
-    def work_apart() -> None:
+    def work_apart(add: Callable[[int], None]) -> None:
         for layer in range(NUM_LAYERS):
             half.attend(layer)
             wait(kernels)
-            half.add(layer, [partial])
+            add(layer)
 
     times = replay_us(work, units=NUM_LAYERS, warm_up_s=0.05)
     floor = attention_bytes(spec, context, batch) / tb_per_s / 1e6
     metric = f"attention_half_us.{name}.{context // 1024}k.b{batch}"
     report.samples(metric, times, limit=floor, note=f"weights and cache at {tb_per_s:.2f} TB/s")
     median = sorted(times)[len(times) // 2]
-    apart = [time - WAIT_US for time in replay_us(work_apart, units=NUM_LAYERS, replays=30, warm_up_s=0.0)]
-    report.samples(f"{metric}.behind_a_wait", apart, note=f"behind a wait of {WAIT_US} us, which is taken off")
-    behind = sorted(apart)[len(apart) // 2]
+    yielding = YieldingNorm(kernels, half, partial)
+    behind: dict[str, float] = {}
+    for way, add in (("", lambda layer: half.add(layer, [partial])), (".yielding", yielding)):
+        replayed = replay_us(lambda add=add: work_apart(add), units=NUM_LAYERS, replays=30, warm_up_s=0.0)  # type: ignore[misc]
+        apart = [time - WAIT_US for time in replayed]
+        report.samples(f"{metric}.behind_a_wait{way}", apart, note=f"behind a wait of {WAIT_US} us, which is taken off")
+        behind[way] = sorted(apart)[len(apart) // 2]
     goal = f" target {TARGETS[name]}" if (context, batch) == (4096, 1) else ""
-    print(f"{metric}: {median:.2f} us, behind a wait {behind:.2f}, floor {floor:.2f}{goal}", flush=True)
+    waits = f"behind a wait {behind['']:.2f}, that yields {behind['.yielding']:.2f}"
+    print(f"{metric}: {median:.2f} us, {waits}, floor {floor:.2f}{goal}", flush=True)
 
 
 @dataclass
