@@ -75,17 +75,20 @@ class MeasuredCost:
         if lone_s:
             context, seconds = lone_s[0]
             self._slower = seconds / self._times(decode_work(1, float(context))).step_s
-        self._prefill_slower: Points = ()
-        self._prefill_slower = tuple(
-            (tokens, seconds / sum(self.times(work).step_s for work in prompt_works(tokens)))
+        self._prefill_slower: Points = tuple(
+            (tokens, seconds / sum(self._by_stages(work).step_s for work in prompt_works(tokens)))
             for tokens, seconds in measured.prefill_s
         )
 
     def times(self, work: StepWork) -> StageTimes:
-        times = self._times(work).slower(self._slower)
+        times = self._by_stages(work)
         if work.num_tokens == work.num_sampled or not self._prefill_slower:
             return times
         return times.slower(_between(self._prefill_slower, work.num_tokens))
+
+    def _by_stages(self, work: StepWork) -> StageTimes:
+        """Before whole prompts that were measured correct it."""
+        return self._times(work).slower(self._slower)
 
     def _times(self, work: StepWork) -> StageTimes:
         bound, measured = self._roofline.times(work), self._measured
