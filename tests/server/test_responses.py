@@ -182,4 +182,5 @@ def test_a20_a_failure_in_mid_stream_is_one_failed_event(client: OpenAI, scripte
     scripted.scripts["tiny"] = Script(words=["hm</think>", "One"], fail_after=3)
     events = list(client.responses.create(model="tiny", input="hi", stream=True))
     assert events[-1].type == "response.failed"
+    assert [item.status for item in events[-1].response.output] == ["completed", "incomplete"]
     assert scripted.running == {}

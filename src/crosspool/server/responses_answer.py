@@ -45,6 +45,12 @@ class ResponseItems:
             self._close(events)
         return events
 
+    def fail(self) -> None:
+        """No more comes, and what was being written stays as it is."""
+        if self._is_open:
+            self._is_open = False
+            self.items[-1]["status"] = "incomplete"
+
     def _write(self, kind: str, text: str, events: list[Json]) -> None:
         if not self._is_open or self.items[-1]["type"] != kind:
             fields: Json = {"role": "assistant"} if kind == "message" else {"summary": []}

@@ -88,6 +88,7 @@ async def _events(
             whole = _response(head, items)
             yield numbered({"type": f"response.{whole['status']}", "response": whole})
         except APIError as error:
+            items.fail()
             yield numbered({"type": "response.failed", "response": _response(head, items, error=error)})
     finally:
         await group.close()
