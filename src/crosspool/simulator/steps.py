@@ -146,16 +146,14 @@ class StepSimulator:
         model, header = self._models[step.header.model], step.header
         route = Route(kv=model.route.kv, weights=model.route.weights, priority=header.priority)
         work = step_work(step)
-        is_prompt = header.phase != "decode"
-        times, delay = model.cost.times(work), model.cost.beside_others(work)
         running = RunningStep(
-            times,
-            route,
-            () if self._has_pools else model.gpus or (route.kv,),
-            delay,
-            model.name,
-            is_prompt,
-            model.sharing,
+            times=model.cost.times(work),
+            route=route,
+            gpus=() if self._has_pools else model.gpus or (route.kv,),
+            delay=model.cost.beside_others(work),
+            model=model.name,
+            is_prompt=header.phase != "decode",
+            sharing=model.sharing,
             lone_s=self._lone_s[model.name],
             allowed_s=self._group.patience.allowed_s(header),
         )
