@@ -130,7 +130,7 @@ class ServerConfig:
     log_format: LogFormat = "auto"
     otlp_traces_endpoint: str | None = None  # where a span of each request is sent, by OTLP over HTTP
     metrics_compat: MetricsCompat | None = None  # other names under which the common metrics are shown too
-    sse_keep_alive_s: float = 10.0  # a comment line at this interval while a stream waits for its first token
+    sse_keep_alive_s: float = 10.0  # a comment line at this interval while a stream waits for a token
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -163,6 +163,20 @@ async def test_waiting_streams_get_comment_lines(
         assert late[-1] == "[DONE]"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_streams_that_wait_within_their_answer_get_comment_lines_too(
+    http_with: Callable[..., httpx2.AsyncClient], engine: FakeEngine, path: str
+) -> None:
+    engine.scripts["tiny"] = Script(words=["One", " two"], delay_s=0.3)
+    asked = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    async with http_with(sse_keep_alive_s=0.05) as http:
+        response = await http.post(path, json={"model": "tiny", "max_tokens": 2, "stream": True, **asked})
+    before, after = response.text.split("One")
+    assert before.count(": waiting") >= 1
+    assert after.count(": waiting") >= 1
+    assert events(response.text)[-1] == "[DONE]"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_aborts_its_request(engine: FakeEngine, tmp_path: Path, stream: bool) -> None:
     """Over a real connection, 20 clients at once, in the first tokens and while nothing has come yet."""

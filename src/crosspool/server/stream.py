@@ -1,8 +1,8 @@
 """Server-sent events, and clients that leave.
 
 A stream is: pieces; with include_usage one piece without choices that holds the totals; `[DONE]`. After a failure: one
-event with the error; `[DONE]`. `[DONE]` comes exactly once on every path. While nothing has been generated yet,
-comment lines at an interval keep proxies from cutting the connection.
+event with the error; `[DONE]`. `[DONE]` comes exactly once on every path. While nothing is generated, at the start or
+while a lost worker comes back, comment lines at an interval keep proxies from cutting the connection.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from crosspool.server.outputs import OutputGroup
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting for the first token\n\n"
+KEEP_ALIVE = b": waiting for a token\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -85,11 +85,11 @@ async def answer_events(
                         choices.insert(0, shape.opening(index))
                     events += [start + _encode(choice) + b"]}\n\n" for choice in choices if choice is not None]
                     lasts[index] = output
-                if not opened:
-                    yield KEEP_ALIVE
-                elif events:
+                if events:
                     yield b"".join(events)
-                batch = await group.next(timeout_s=None if opened else keep_alive_s)
+                elif not batch:
+                    yield KEEP_ALIVE
+                batch = await group.next(timeout_s=keep_alive_s)
             if usage:
                 yield _data({**head, "choices": [], "usage": usage_json(by_prompt(lasts, group.num_choices))})
         except APIError as error:
