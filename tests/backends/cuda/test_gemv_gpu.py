@@ -14,7 +14,9 @@ from tests.backends.cuda.drawn import EXACT, draw  # noqa: E402
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize(("rows", "k"), [(2048, 5120), (2048, 2048), (3648, 2048), (512, 192), (512, 128)])
+@pytest.mark.parametrize(
+    ("rows", "k"), [(2048, 5120), (2048, 2048), (5120, 2048), (3648, 2048), (512, 192), (512, 128)]
+)
 def test_a_tokens_product_has_the_same_bits_in_every_batch(rows, k):
     kernels = DeviceKernels(torch.device("cuda"))
     weight, x = draw(rows, k).cuda(), draw(8, k, seed=1).cuda()

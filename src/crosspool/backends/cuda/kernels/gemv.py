@@ -10,8 +10,9 @@ MAX_TOKENS = 32
 _VARIANTS = ((1, 4), (1, 6), (4, 2), (4, 4), (4, 6), (8, 4), (16, 4), (8, 8), (16, 8), (16, 10))
 _FEW_ROWS = ((2048, (8, 2, 6)), (4096, (8, 2, 14)), (5120, (8, 6, 14)))
 """Shapes with chunks in shared memory, by the longest k they take; above 1,024."""
-_LONE_TOKEN = {(8, 6, 14): (8, 2, 18)}
-"""What takes their place for one token, whose columns leave more shared memory: fewer registers, the same sums."""
+_MANY_ROWS = (8, 4, 4)
+_LONE_TOKEN = {(8, 6, 14): (8, 2, 18), (8, 4, 4): (8, 2, 6)}
+"""What takes a shape's place for one token, whose columns leave more shared memory: fewer registers, the same sums."""
 _RED_FLOATS, _TILE_COLS = 160, 8
 _HELD_BYTES = 2 * 32 * 16
 """Of a warp's chunk: 16 bytes of two rows a lane."""
@@ -26,15 +27,21 @@ def variant(rows: int, k: int, *, norms: bool = False, holds: bool = True, token
     if 1024 < k <= 2048 and rows > 32768 and not norms:
         return 8, 4, 0
     if holds and not norms and k > 1024:
-        if k <= 2048 and rows > 3000:  # many rows: smaller blocks
+        if k <= 2048 and rows > 4500:
+            return _lone_or(_MANY_ROWS, tokens)
+        if k <= 2048 and rows > 3000:  # smaller blocks
             return 4, 8, 8
         for longest, shape in _FEW_ROWS:
             if k <= longest and rows <= 4500:
-                return _LONE_TOKEN.get(shape, shape) if tokens == 1 else shape
+                return _lone_or(shape, tokens)
     for warps, chunks in _VARIANTS:
         if warps * chunks * 32 >= k:
             return warps, chunks, 0
     return 16, 8, 0
+
+
+def _lone_or(shape: tuple[int, int, int], tokens: int) -> tuple[int, int, int]:
+    return _LONE_TOKEN.get(shape, shape) if tokens == 1 else shape
 
 
 def gemv(
