@@ -16,24 +16,30 @@ struct Acts {
 // All activations of a layer to `near`, as soon as they are there; call block_sync afterwards. Where no wait holds layers
 // apart (a pass given up, a profiler), words of the next one may be found: the result is void. So it is where `never_come`
 // tells, which is seldom asked, that some may not.
-template <class NeverCome>
-DEVICE void gather_words(const MoeParams& p, u32 epoch, u16* near, const NeverCome& never_come) {
-  constexpr int AT_ONCE = 6, STEP = MOE_THREADS * 2;
+template <class NeverCome, class Meanwhile>
+DEVICE void gather_words(const MoeParams& p, u32 epoch, u16* near, const NeverCome& never_come,
+                         const Meanwhile& meanwhile) {
+  constexpr int AT_ONCE = 8, STEP = MOE_THREADS * 2;
   constexpr u32 PATIENCE = 1024;  // looks before the one at whether all words are to come
   const u32 after = GridMeeting::epoch_after(epoch);
   const auto is_there = [&](u32 of) { return of == epoch || of == after; };
   const int words = Acts::num_values(p) / 2;
-  for (int i0 = threadIdx.x * 2; i0 < words; i0 += STEP * AT_ONCE) {
+  bool is_first = true;
+  for (int i0 = threadIdx.x * 2; is_first || i0 < words; i0 += STEP * AT_ONCE, is_first = false) {
     uint4 held[AT_ONCE];
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; ++n)  // all loads before the first use
+      held[n] = i0 + n * STEP < words ? load_words(p.act_words + i0 + n * STEP) : uint4{0, epoch, 0, epoch};
+    if (is_first) meanwhile();
     for (u32 looks = 1;; ++looks) {
       bool is_whole = true;
-#pragma unroll
-      for (int n = 0; n < AT_ONCE; ++n)  // all loads before the first use
-        held[n] = i0 + n * STEP < words ? load_words(p.act_words + i0 + n * STEP) : uint4{0, epoch, 0, epoch};
 #pragma unroll
       for (int n = 0; n < AT_ONCE; ++n) is_whole = is_whole && is_there(held[n].y) && is_there(held[n].w);
       if (is_whole || (looks % PATIENCE == 0 && never_come())) break;
       spin();
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; ++n)  // what is there is not looked at again
+        if (!is_there(held[n].y) || !is_there(held[n].w)) held[n] = load_words(p.act_words + i0 + n * STEP);
     }
 #pragma unroll
     for (int n = 0; n < AT_ONCE; ++n)

@@ -117,13 +117,16 @@ struct DownStep {
     low = min_int(row0 + g, hidden - 1), high = min_int(row0 + g + 8, hidden - 1);
     ahead = row0 < hidden ? start() : DownCursor{unique, 0, 0, 0, 0};
   }
-  // Start on a row tile: weights alone, the activations need not be there yet.
-  DEVICE void begin(int row_tile) {
+  // Start on a row tile: weights alone, of all stages or the first few; the activations need not be there yet.
+  DEVICE void begin(int row_tile, int stages = STAGES) {
     choose_tile(row_tile);
     clear_sums();
     stage = load_stage = 0;
+    load_more(stages);
+  }
+  DEVICE void load_more(int stages) {
   #pragma unroll 1
-    for (int n = 0; n < STAGES; ++n) load_weights();
+    for (int n = 0; n < stages; ++n) load_weights();
   }
   // The same where all stages but one are on their way, the first of them in `first_stage`.
   DEVICE void go_on(int first_stage) {

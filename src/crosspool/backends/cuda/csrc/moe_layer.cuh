@@ -25,6 +25,7 @@ DEVICE bool is_few(const FusedParams& p) { return p.moe.near_values > 0 || Token
 template <bool FEW>
 struct FusedLayer {
   static constexpr int STAGES = FEW ? FEW_STAGES : UP_STAGES;
+  static constexpr int LATER_STAGES = 2;  // of down, behind the first look at activations, which would wait for them too
   const FusedParams& p;
   u8* smem;
   u8* work;
@@ -82,12 +83,12 @@ struct FusedLayer {
     if (are_words) meeting.pass_by();
     else meeting.arrive();
     const int row_tiles = ceil_div(m.hidden, TILE_ROWS);
-    if constexpr (FEW) down.begin(blockIdx.x);
+    if constexpr (FEW) down.begin(blockIdx.x, are_words ? STAGES - LATER_STAGES : STAGES);
     else down.go_on(first_stage);
     const bool has_table = FEW && TokenTable::serves(m.tokens);
     if (has_table) table.fill(lists, weights, *unique);
     u16* own = reinterpret_cast<u16*>(near);
-    if (are_words) gather_words(m, epoch, own, [&] { return may_differ(base); });
+    if (are_words) gather_words(m, epoch, own, [&] { return may_differ(base); }, [&] { down.load_more(LATER_STAGES); });
     else meeting.wait();
     if (are_near) {
       if (!are_words) gather(m, own);
