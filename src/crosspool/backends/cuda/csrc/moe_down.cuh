@@ -35,7 +35,6 @@ struct DownStep {
   int warp, g, q, k_lane;
   int row0 = 0, stage = 0, load_stage = 0;  // stage: of the next unit
   DownCursor ahead{};
-  int low = 0, high = 0;  // this lane's two rows
 
   // near: room for COLUMN_BYTES, or for the activations of few tokens.
   DEVICE DownStep(const MoeParams& p, u8* smem, u8* near, const Lists& lists, const float* weights, float* sums, int unique)
@@ -69,12 +68,13 @@ struct DownStep {
   DEVICE void copy_weights(const DownCursor& c, int to) const {
     if (c.unique >= unique || c.n0 > 0) return;
     const bool is_shared = c.unique < 0;
-    const int row = is_shared ? shared_width : width, k0 = c.part * DOWN_K, k = k0 + k_lane;
+    const int row = is_shared ? shared_width : width, k0 = c.part * DOWN_K, k = k0 + DownStream::copy_k();
     const u16* weight = is_shared ? shared_down : routed_down;
-    const i64 first = is_shared ? low : static_cast<i64>(lists.ids[c.unique]) * hidden + low;
-    const u16 *low_row = weight + first * row, *high_row = low_row + (high - low) * row;
-    if (k0 + DOWN_K <= row) stream.copy_whole(to, low_row + k, high_row + k);
-    else stream.copy(to, low_row, high_row, k, row);
+    const i64 first = (is_shared ? 0 : static_cast<i64>(lists.ids[c.unique]) * hidden) + row0 + DownStream::copy_row();
+    const u16* low_row = weight + first * row + k;
+    const u16* high_row = row0 + 8 < hidden ? low_row + 8 * row : low_row;  // of half a tile: anything
+    if (k0 + DOWN_K <= row) stream.copy_whole(to, low_row, high_row, 4 * row);
+    else stream.copy(to, low_row, high_row, 4 * row, k, row);
   }
   // The same of its activations. What lies in a column that does not exist only spoils the sums of that column.
   DEVICE void copy_columns(const DownCursor& c, int to) const {
@@ -114,7 +114,6 @@ struct DownStep {
   // Which rows; where there is no such tile, nothing is copied.
   DEVICE void choose_tile(int row_tile) {
     row0 = row_tile * TILE_ROWS;
-    low = min_int(row0 + g, hidden - 1), high = min_int(row0 + g + 8, hidden - 1);
     ahead = row0 < hidden ? start() : DownCursor{unique, 0, 0, 0, 0};
   }
   // Start on a row tile: weights alone, of all stages or the first few; the activations need not be there yet.
@@ -147,8 +146,8 @@ struct DownStep {
   }
   DEVICE void add_bias(int unique, float& low_sum, float& high_sum) const {
     const u16* expert = bias + static_cast<i64>(lists.ids[unique]) * hidden;
-    low_sum += bf16_value(expert[low]);
-    high_sum += bf16_value(expert[high]);
+    low_sum += bf16_value(expert[row0 + g]);
+    high_sum += bf16_value(expert[min_int(row0 + g + 8, hidden - 1)]);
   }
   // A unit's weights times eight columns, in two chains, which are shorter.
   DEVICE void products(const uint4 (&low_rows)[DOWN_CHUNKS], const uint4 (&high_rows)[DOWN_CHUNKS],

@@ -1,11 +1,10 @@
 // What the two steps of the FFN of few tokens share: a warp's stream of weights through its shared memory, and the lists of
 // chosen experts.
 //
-// One block a multiprocessor. A warp streams weights through its own shared memory: every lane copies exactly the bytes
-// that it will multiply, STAGES - 1 stages ahead, so there is nothing to synchronise and nothing to hold in registers,
-// and the stream does not pause between tiles. NOTE: a block takes more than half of a multiprocessor's shared memory on
-// purpose. Blocks of overlapping kernels start as multiprocessors come free; if two of these fit one, half of the
-// multiprocessors get two and the other half none.
+// One block a multiprocessor. A warp streams weights through its own shared memory, STAGES - 1 stages ahead, so there is
+// nothing to synchronise between warps and nothing to hold in registers, and the stream does not pause between tiles. NOTE: a
+// block takes more than half of a multiprocessor's shared memory on purpose. Blocks of overlapping kernels start as
+// multiprocessors come free; if two of these fit one, half of the multiprocessors get two and the other half none.
 #pragma once
 #include "moe.cuh"
 
@@ -25,37 +24,60 @@ constexpr int OUT_STRIDE = 20;                   // floats a token takes in a wa
 constexpr int STAGE_BYTES = 32768;  // of the block's weights
 constexpr int COLUMN_BYTES = DOWN_STAGES * 16384;  // eight activations of each unit
 
-// A warp's stages: [stage][chunk][row of the pair][lane] of 16 bytes.
+// A warp's stages: [stage][line][low or high rows][row][128 bytes], the halves of odd rows' lines swapped so that reads meet no
+// bank twice. A copy of the warp takes whole lines of four rows: half lines of eight are twice as many requests. So lanes copy
+// for each other. NOTE: a stage is copied anew behind products of what it held, which all lanes of a warp have read by then.
 template <int STAGES, int CHUNKS>
 struct Stream {
-  SharedAddress mine;  // this lane's first 16 bytes
+  SharedAddress to, even, odd;  // where this lane copies its first 16 bytes; what it multiplies of even and odd chunks
 
-  DEVICE explicit Stream(u8* smem)
-      : mine(shared_address(smem + threadIdx.x / 32 * (STAGES * CHUNKS * 1024) + threadIdx.x % 32 * 16)) {}
+  DEVICE explicit Stream(u8* smem) {
+    const SharedAddress first = shared_address(smem + threadIdx.x / 32 * (STAGES * CHUNKS * 1024));
+    const int row = copy_row(), g = threadIdx.x % 32 / 4, q = threadIdx.x % 4;
+    to = first + row * 128 + (threadIdx.x % 8 * 16 ^ row % 2 * 64);
+    even = first + g * 128 + q * 16 + g % 2 * 64;
+    odd = first + g * 128 + q * 16 + (1 - g % 2) * 64;
+  }
+  // What this lane copies: of a row and the fourth behind it, from this element of k on.
+  DEVICE static int copy_row() { return threadIdx.x % 32 / 8; }
+  DEVICE static int copy_k() { return threadIdx.x % 8 * 8; }
   DEVICE void step(int& stage) const { stage = stage + 1 == STAGES ? 0 : stage + 1; }
   // All but the last STAGES - 1 groups of copies are there.
-  DEVICE void wait() const { copy_async_wait<STAGES - 1>(); }
-  // Start copying this lane's part of two rows: chunks at k, k + 32, ...; zeros at and after k_end.
-  DEVICE void copy(int stage, const u16* low_row, const u16* high_row, int k, int k_end) const {
-    const SharedAddress to = mine + stage * CHUNKS * 1024;
+  DEVICE void wait() const {
+    copy_async_wait<STAGES - 1>();
+    warp_sync();
+  }
+  // Start copying this lane's part of low and high rows; `low`, `high`: at `k` of its first ones, to the fourth behind them it
+  // is `fourth` elements; zeros at and after k_end.
+  DEVICE void copy(int stage, const u16* low, const u16* high, int fourth, int k, int k_end) const {
+    const SharedAddress at = to + stage * CHUNKS * 1024;
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-      const bool inside = k + c * 32 < k_end;
-      copy_streamed16(to + c * 1024, inside ? low_row + k + c * 32 : low_row, inside);
-      copy_streamed16(to + c * 1024 + 512, inside ? high_row + k + c * 32 : high_row, inside);
+    for (int line = 0; line < CHUNKS / 2; ++line) {
+      const bool inside = k + line * 64 < k_end;
+      const int by = inside ? line * 64 : -k;
+      copy_streamed16(at + line * 2048, low + by, inside);
+      copy_streamed16(at + line * 2048 + 512, low + fourth + by, inside);
+      copy_streamed16(at + line * 2048 + 1024, high + by, inside);
+      copy_streamed16(at + line * 2048 + 1536, high + fourth + by, inside);
     }
   }
-  // The same where all of it lies inside the rows; `low`, `high`: at this lane's first k.
-  DEVICE void copy_whole(int stage, const u16* low, const u16* high) const {
-    const SharedAddress to = mine + stage * CHUNKS * 1024;
+  // The same where all of it lies inside the rows.
+  DEVICE void copy_whole(int stage, const u16* low, const u16* high, int fourth) const {
+    const SharedAddress at = to + stage * CHUNKS * 1024;
+    const u16 *low_fourth = low + fourth, *high_fourth = high + fourth;
 #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-      copy_streamed16(to + c * 1024, low + c * 32);
-      copy_streamed16(to + c * 1024 + 512, high + c * 32);
+    for (int line = 0; line < CHUNKS / 2; ++line) {
+      copy_streamed16(at + line * 2048, low + line * 64);
+      copy_streamed16(at + line * 2048 + 512, low_fourth + line * 64);
+      copy_streamed16(at + line * 2048 + 1024, high + line * 64);
+      copy_streamed16(at + line * 2048 + 1536, high_fourth + line * 64);
     }
   }
-  DEVICE uint4 low(int stage, int c) const { return load16_shared(mine + (stage * CHUNKS + c) * 1024); }
-  DEVICE uint4 high(int stage, int c) const { return load16_shared(mine + (stage * CHUNKS + c) * 1024 + 512); }
+  // This lane's part of a chunk.
+  DEVICE uint4 low(int stage, int c) const { return load16_shared((c % 2 ? odd : even) + (stage * CHUNKS + c / 2 * 2) * 1024); }
+  DEVICE uint4 high(int stage, int c) const {
+    return load16_shared((c % 2 ? odd : even) + (stage * CHUNKS + c / 2 * 2) * 1024 + 1024);
+  }
 };
 
 // The chosen experts and their pairs, in shared memory; of each pair its token too. Entries past the number of chosen experts

@@ -20,7 +20,7 @@ struct UpPlace {
   int unique, row0;  // unique -1: shared
 };
 struct UpTile {
-  const u16 *gate_row, *up_row;  // this lane's
+  const u16 *gate_row, *up_row;  // the first that this lane copies
 };
 
 // Nothing is streamed behind gate and up.
@@ -66,11 +66,12 @@ struct UpStep {
   }
   DEVICE UpTile tile_at(int item) const {
     const UpPlace place = place_at(item);
+    const int row = place.row0 + UpStream::copy_row();
     if (place.unique < 0) {
-      const i64 row = static_cast<i64>(place.row0 + g) * hidden;
-      return UpTile{shared_gate + row, shared_up + row};
+      const i64 at = static_cast<i64>(row) * hidden;
+      return UpTile{shared_gate + at, shared_up + at};
     }
-    const u16* gate_row = gate_up + (static_cast<i64>(lists.ids[place.unique]) * 2 * width + place.row0 + g) * hidden;
+    const u16* gate_row = gate_up + (static_cast<i64>(lists.ids[place.unique]) * 2 * width + row) * hidden;
     return UpTile{gate_row, gate_row + static_cast<i64>(width) * hidden};
   }
   // next: whose weights go on where these end.
@@ -78,9 +79,9 @@ struct UpStep {
   DEVICE void load(Next& next_step) {
     if (ahead < total) {
       if (ahead_pass == 0) next = tile_at(ahead);
-      const int k = ahead_pass * UP_K + k_lane;
-      if ((ahead_pass + 1) * UP_K <= hidden) stream.copy_whole(load_stage, next.gate_row + k, next.up_row + k);
-      else stream.copy(load_stage, next.gate_row, next.up_row, k, hidden);
+      const int k = ahead_pass * UP_K + warp * UP_CHUNKS * 32 + UpStream::copy_k();
+      if ((ahead_pass + 1) * UP_K <= hidden) stream.copy_whole(load_stage, next.gate_row + k, next.up_row + k, 4 * hidden);
+      else stream.copy(load_stage, next.gate_row + k, next.up_row + k, 4 * hidden, k, hidden);
       if (++ahead_pass == passes) ahead_pass = 0, ahead += step;
     } else {
       next_step.copy_next(load_stage);
