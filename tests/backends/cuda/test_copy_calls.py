@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from crosspool.backends.cuda.device import uploads  # noqa: E402
 from crosspool.backends.cuda.device.driver import CudaError, Driver  # noqa: E402
 from crosspool.backends.cuda.kv_frames import copy_engine  # noqa: E402
 from crosspool.backends.cuda.kv_frames.copy_engine import DeviceCopyEngine  # noqa: E402
@@ -117,3 +118,12 @@ def test_the_library_gets_a_batch_of_copies_in_its_places(tmp_path, monkeypatch,
     seen[9] = 700
     with pytest.raises(CudaError, match=r"kv0: cuMemcpy\w*Async failed: error 700"):
         engine._enqueue(targets, sources, sizes)
+
+
+def test_blocks_of_every_size_from_one_number_up_are_pinned_ahead(monkeypatch):
+    """torch rounds what a step asks for up to a power of two, whose blocks it keeps apart from others."""
+    asked = []
+    monkeypatch.setattr(uploads.torch, "empty", lambda size, **_: asked.append(size))
+    uploads.pin_ahead()
+    one_number = torch.int32.itemsize
+    assert sorted(set(asked)) == [one_number << power for power in range(23)]

@@ -15,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from crosspool.cluster.base import StepFailed  # noqa: E402
+from crosspool.cluster.messages import Step  # noqa: E402
 from crosspool.cluster.start import start_cluster  # noqa: E402
 from crosspool.config import DeploymentConfig, ModelConfig, SchedulingConfig  # noqa: E402
 from crosspool.core import SamplingParams  # noqa: E402
@@ -71,6 +72,24 @@ class Running:
 
         self.cluster.poll = noted
         self.engine = AsyncEngine(Engine(engine_config(config), self.cluster).start())
+
+    def hold_up(self, rank: str) -> None:
+        """From now on the rank hears of steps once the others have waited for it for a while."""
+        steps, held = self.cluster._steps, []
+        send = steps._send
+
+        def sent(to, message):
+            if to == rank and isinstance(message, Step):
+                held.append(message)
+            else:
+                send(to, message)
+            if to == "kv0" and held:  # which leads, so that it is the last one
+                for host in self.cluster._hosts:
+                    host.flush()
+                time.sleep(0.05)
+                send(rank, held.pop())
+
+        steps._send = sent
 
     def kill(self, rank: str) -> None:
         (host,) = [host for host in self.cluster._hosts if rank in host.ranks]
@@ -143,6 +162,29 @@ def test_prompts_of_a_prefill_rank_give_the_tokens_of_the_pools(models, expected
             assert running.failures == [], "a step was replayed"
             assert (running.num_dedicated, running.num_inline) == (11, 1), "all but a chunk of 26 tokens"
             print(running.engine.memory_bytes())
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("late", "room"), [("p0", TWO_PLACES), ("kv0", TWO_PLACES), ("w0", 0)])
+def test_a_first_step_needs_nothing_that_waits_for_a_peers_kernel(models, expected, late, room):
+    """What is used for the first time, as a kernel that its first launch loads, may wait until all others of the device
+    have ended: a step whose peer waits on the same GPU would end at its deadline."""
+
+    async def check():
+        async with deployed(models, ALL_ON_ONE, room) as running:
+            running.hold_up(late)
+            assert await running.answers("held-up") == expected
+            request = GenerationRequest(
+                request_id="long",
+                model=FAMILIES[0],
+                prompt_token_ids=tuple(range(1, 501)) * 3,
+                sampling=SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+            )
+            for model in FAMILIES:
+                long = replace(request, request_id=f"long-{model}", model=model)
+                assert [token async for output in running.engine.generate(long) for token in output.token_ids]
+            assert running.failures == [], "a step was replayed"
 
     asyncio.run(check())
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
 from crosspool.backends.base import LaneLinks, NewLink  # noqa: E402
-from crosspool.backends.cuda.chunks import chunk_plan  # noqa: E402
+from crosspool.backends.cuda.chunks import chunk_plan, chunk_warm_up  # noqa: E402
+from crosspool.backends.cuda.prefill_rank import prefill_models  # noqa: E402
 from crosspool.backends.cuda.prefill_rank.prefill_worker import CudaPrefillWorker  # noqa: E402
 from crosspool.backends.cuda.prefill_rank.swap import InPlace, Swapper, in_memory  # noqa: E402
 from crosspool.backends.cuda.steps.lane_memory import WaitRule  # noqa: E402
@@ -232,3 +237,49 @@ def test_a_chunk_reads_no_weights_that_it_has_not_waited_for(family, tmp_path, m
     (token, arena), (late_token, late_arena) = found
     assert torch.equal(late_arena, arena), "some layer was computed with weights that were still on their way"
     assert late_token == token
+
+
+class Operations(TorchDispatchMode):
+    """Notes torch's kernels while it is entered: by operation and types, as a GPU has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not func.is_view and "empty" not in func.__name__:
+            tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            self.found.add((func.__name__, *[tensor.dtype for tensor in tensors]))
+        return func(*args, **kwargs)
+
+    def beside(self, half):
+        """The half, noted."""
+        while True:
+            with self:
+                try:
+                    wait = next(half)
+                except StopIteration:
+                    return
+            yield wait
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2"])
+def test_a_chunk_runs_no_kernel_of_torch_that_the_load_has_not_run(family, tmp_path, monkeypatch):
+    """On a GPU its first launch would load it, which may wait until the kernel of the home, which waits, has ended."""
+    directory = model(tmp_path / "tiny", family)
+    pair = DedicatedPair(directory)
+    monkeypatch.setattr(chunk_warm_up, "PADDED_ROWS", (16,))
+    monkeypatch.setattr(chunk_warm_up, "SPAN_SIZES", SimpleNamespace(rows=(16,), keys=(64,)))
+    monkeypatch.setattr(chunk_warm_up, "_expand_all", lambda *_: None)
+    monkeypatch.setattr(prefill_models, "capture_spans", lambda *_: {})
+    streams = SimpleNamespace(by_share={False: SimpleNamespace(synchronize=lambda: None)})
+    lanes = SimpleNamespace(prefill_streams=lambda: streams, capture_streams=streams)
+    loaded, worker, own = Operations(), pair.prefill, pair.prefill._models["tiny"]
+    with loaded:
+        prefill_models.warm_up(worker._kernels, worker._site, own.host, own.geometry, lanes)
+    run, seen = worker.run, Operations()
+    monkeypatch.setattr(worker, "run", lambda *step: seen.beside(run(*step)))
+    assert pair.prompt(first_chunk(directory, prompt_of(directory, 40), 40))
+    assert seen.found
+    assert seen.found <= loaded.found

@@ -25,6 +25,9 @@ from crosspool.backends.cuda.loading.weights import AttentionWeights
 from crosspool.kv_pool.geometry import PageGeometry
 from crosspool.models.spec import GQASpec, MLASpec, ModelSpec
 
+SAMPLED = ([0], [0] * 17)
+"""Rows that are picked at a chunk's end: torch has a kernel for up to 16 of them, and one for more."""
+
 
 def warm_up_attention(
     kernels: Launcher,
@@ -34,7 +37,7 @@ def warm_up_attention(
     geometry: PageGeometry,
     streams: Iterable[Any],
 ) -> None:
-    """Every shape of attention in every size, with and without keys far before, and the head."""
+    """Every shape of attention in every size, with and without keys far before, and what becomes of the last rows."""
     shapes = {layer.attention: number for number, layer in reversed(list(enumerate(spec.layers)))}
     cases = [(rows, 0) for rows in reversed(PADDED_ROWS)] + [(SPAN_SIZES.rows[0], SPAN_SIZES.keys[-1])]
     for stream in streams:
@@ -52,7 +55,9 @@ def warm_up_attention(
                 half.embed()
                 for number in shapes.values():
                     half.attend(number, plan.pieces[0])
-            half.logits([0])
+            for tokens in SAMPLED:
+                half.logits(tokens)
+                half.rows(tokens)  # what a prefill rank gives to the home instead
             for shape, number in shapes.items():
                 attention = weights.layers[number].attention
                 if isinstance(shape, MLASpec) and isinstance(attention, MLAWeights):

@@ -15,7 +15,7 @@ from crosspool.units import align_up
 _ALIGNED = 32
 """Elements at whose multiples an array begins: 128 bytes."""
 
-PINNED_SIZES = (*((1 << power, 16) for power in range(9, 17)), *((1 << power, 4) for power in range(17, 25)))
+PINNED_SIZES = (*((1 << power, 16) for power in range(2, 17)), *((1 << power, 4) for power in range(17, 25)))
 """(bytes, blocks) that a rank's process pins at its start and keeps for later; torch rounds sizes to powers of two."""
 
 
