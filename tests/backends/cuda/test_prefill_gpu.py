@@ -168,8 +168,8 @@ def test_prompts_of_a_prefill_rank_give_the_tokens_of_the_pools(models, expected
 
 @pytest.mark.parametrize(("late", "room"), [("p0", TWO_PLACES), ("kv0", TWO_PLACES), ("w0", 0)])
 def test_a_first_step_needs_nothing_that_waits_for_a_peers_kernel(models, expected, late, room):
-    """What is used for the first time, as a kernel that its first launch loads, may wait until all others of the device
-    have ended: a step whose peer waits on the same GPU would end at its deadline."""
+    """A kernel that its first launch loads waits until all others of the device have ended: a step whose peer waits on
+    the same GPU would end at its deadline."""
 
     async def check():
         async with deployed(models, ALL_ON_ONE, room) as running:
