@@ -2,6 +2,8 @@
 // fibers until all have arrived. Blocks run one after another, so kernels whose blocks wait for later blocks hang here.
 // Threads of this process may each run a kernel of another source: its state is its library's own.
 // What a thread copies asynchronously arrives when it waits for it, and not before: a wait for too few copies shows.
+// Of a cluster each block goes on, before the next one does, until none of its threads can: what a block takes of others
+// without a meeting is not there yet, and what it gives to one that has not begun, or has ended, is told.
 #pragma once
 #include <setjmp.h>
 #include <ucontext.h>
@@ -44,6 +46,8 @@ struct Block {
   Barrier barrier;
   std::vector<Warp> warps;
   std::vector<unsigned char> smem;
+  unsigned left = 0;          // threads that have not ended
+  bool has_begun = false;
   bool has_released = false;  // a thread has let the kernels behind begin
 };
 
@@ -53,6 +57,7 @@ static std::vector<Block>* together = nullptr;  // the blocks that run side by s
 static Barrier cluster_barrier;
 static Fiber* current = nullptr;
 static jmp_buf scheduler;
+static unsigned long moves = 0;  // of all threads: begun, past a barrier, ended
 static bool backwards = false;  // blocks run last to first: what depends on their order fails one way or the other
 static Dim block_dim, grid_dim;
 static std::function<void()> body;
@@ -64,10 +69,16 @@ constexpr size_t kStack = 256 * 1024;
 inline void yield() { if (!_setjmp(current->point)) _longjmp(scheduler, 1); }
 inline void arrive(Barrier& barrier, unsigned count) {
   unsigned mine = barrier.generation;
-  if (++barrier.arrived == count) { barrier.arrived = 0; ++barrier.generation; return; }
+  if (++barrier.arrived == count) barrier.arrived = 0, ++barrier.generation;
   while (barrier.generation == mine) yield();
+  ++moves;
 }
-inline void entry() { body(); current->done = true; _longjmp(scheduler, 1); }
+inline void entry() {
+  body();
+  current->done = true;
+  --current->block->left, ++moves;
+  _longjmp(scheduler, 1);
+}
 inline Warp& warp() { return current->block->warps[current->thread.x / 32]; }
 inline unsigned lane() { return current->thread.x % 32; }
 inline unsigned warp_size() { unsigned left = block_dim.x - current->thread.x / 32 * 32; return left < 32 ? left : 32; }
@@ -86,6 +97,22 @@ inline void start(Fiber& fiber, Block& block, unsigned thread) {
   makecontext(&fiber.start, entry, 0);
 }
 
+// Until it yields or has ended.
+inline void resume(Fiber& fiber) {
+  current = &fiber;
+  if (_setjmp(scheduler)) return;
+  if (fiber.started) _longjmp(fiber.point, 1);
+  fiber.started = fiber.block->has_begun = true, ++moves;
+  setcontext(&fiber.start);
+}
+// All threads of a block once, the first of which is given; whether any of them moved.
+inline bool resume_all(Fiber* of_block, unsigned threads) {
+  const unsigned long before = moves;
+  for (unsigned i = 0; i < threads; ++i)
+    if (!of_block[i].done) resume(of_block[i]);
+  return moves != before;
+}
+
 inline void run_blocks(std::vector<Block>& blocks, unsigned threads, unsigned smem_bytes) {
   together = &blocks;
   cluster_barrier = Barrier{};
@@ -94,19 +121,14 @@ inline void run_blocks(std::vector<Block>& blocks, unsigned threads, unsigned sm
   for (unsigned b = 0; b < blocks.size(); ++b) {
     blocks[b].smem.assign(smem_bytes + 2048, 0xff);  // NaN in every floating-point type
     blocks[b].warps.assign((threads + 31) / 32, Warp{});
+    blocks[b].left = threads;
     for (unsigned i = 0; i < threads; ++i) start(fibers[b * threads + i], blocks[b], i);
   }
-  for (volatile bool alive = true; alive;) {
-    alive = false;
-    for (volatile unsigned i = 0; i < count; ++i) {
-      if (fibers[i].done) continue;
-      alive = true;
-      current = &fibers[i];
-      if (!_setjmp(scheduler)) {
-        if (current->started) _longjmp(current->point, 1);
-        current->started = true;
-        setcontext(&current->start);
-      }
+  for (bool is_alive = true; is_alive;) {
+    is_alive = false;
+    for (unsigned b = 0; b < blocks.size(); ++b) {
+      while (resume_all(&fibers[b * threads], threads) && !cooperative) {}
+      is_alive |= blocks[b].left > 0;
     }
   }
   for (const Block& block : blocks)
@@ -192,12 +214,17 @@ inline void cluster_arrive() {
 }
 inline void cluster_wait() {
   while (emulator::cluster_barrier.generation == emulator::current->cluster_turn) emulator::yield();
+  ++emulator::moves;
 }
 inline void store_cluster(u16* shared, int rank, u16 value) {
   const u64 at = reinterpret_cast<u8*>(shared) - dynamic_smem();
   emulator::Block* const mine = emulator::current->block;
   for (emulator::Block& block : *emulator::together) {
     if (static_cast<int>(block.idx.x % emulator::together->size()) != rank) continue;
+    if (!block.has_begun || block.left == 0) {
+      fprintf(stderr, "wrote to a block of the cluster that %s\n", block.has_begun ? "has ended" : "has not begun");
+      abort();
+    }
     emulator::current->block = &block;
     u8* there = dynamic_smem() + at;
     emulator::current->block = mine;
