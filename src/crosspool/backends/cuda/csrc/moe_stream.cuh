@@ -26,7 +26,7 @@ constexpr int COLUMN_BYTES = DOWN_STAGES * 16384;  // eight activations of each 
 
 // A warp's stages: [stage][line][low or high rows][row][128 bytes], the halves of odd rows' lines swapped so that reads meet no
 // bank twice. A copy of the warp takes whole lines of four rows: half lines of eight are twice as many requests. So lanes copy
-// for each other. NOTE: a stage is copied anew behind products of what it held, which all lanes of a warp have read by then.
+// for each other, each time behind a `warp_sync`: what a stage held has been read by all lanes then.
 template <int STAGES, int CHUNKS>
 struct Stream {
   SharedAddress to, even, odd;  // where this lane copies its first 16 bytes; what it multiplies of even and odd chunks
@@ -50,6 +50,7 @@ struct Stream {
   // Start copying this lane's part of low and high rows; `low`, `high`: at `k` of its first ones, to the fourth behind them it
   // is `fourth` elements; zeros at and after k_end.
   DEVICE void copy(int stage, const u16* low, const u16* high, int fourth, int k, int k_end) const {
+    warp_sync();
     const SharedAddress at = to + stage * CHUNKS * 1024;
 #pragma unroll
     for (int line = 0; line < CHUNKS / 2; ++line) {
@@ -63,6 +64,7 @@ struct Stream {
   }
   // The same where all of it lies inside the rows.
   DEVICE void copy_whole(int stage, const u16* low, const u16* high, int fourth) const {
+    warp_sync();
     const SharedAddress at = to + stage * CHUNKS * 1024;
     const u16 *low_fourth = low + fourth, *high_fourth = high + fourth;
 #pragma unroll
