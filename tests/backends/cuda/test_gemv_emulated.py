@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from itertools import product
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from crosspool.backends.cuda.device.compile import SOURCES  # noqa: E402
 from crosspool.backends.cuda.kernels.gemv import gemv, variant  # noqa: E402
 from tests.backends.cuda.decoding import relative_error  # noqa: E402
 from tests.backends.cuda.drawn import EXACT, ROUNDED, draw, nan  # noqa: E402
@@ -54,6 +58,16 @@ def test_chosen_gemvs_hold_a_row_or_take_it_in_passes(rows, k):
         assert not (held and norms)
         assert warps * (chunks + held) * 32 >= k or not (held or norms)
         assert variant(rows, k, norms=norms, holds=False)[2] == 0
+
+
+def test_kernels_are_those_that_some_matrix_takes():
+    rows, k, flags = (16, 3648, 5120, 40000), range(64, 8193, 64), (False, True)
+    chosen = {
+        variant(*of, norms=norms, holds=holds, tokens=tokens)
+        for *of, norms, holds, tokens in product(rows, k, flags, flags, (1, 8))
+    }
+    numbers = re.findall(r"^(?:HELD_)?GEMV\((.*), \d+\)$", (SOURCES / "gemv.cu").read_text(), re.MULTILINE)
+    assert chosen == {(*map(int, each.split(",")), 0)[:3] for each in numbers}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from crosspool.backends.cuda.kernels.params import GemvParams, address
 from crosspool.units import ceil_div
 
 MAX_TOKENS = 32
-_VARIANTS = ((1, 4), (1, 6), (4, 2), (4, 4), (4, 6), (8, 4), (16, 4), (8, 8), (16, 8), (16, 10))
+_VARIANTS = ((1, 4), (1, 6), (4, 2), (4, 4), (4, 6), (8, 4), (16, 4), (16, 8), (16, 10))
 _FEW_ROWS = ((2048, (8, 2, 6)), (4096, (8, 2, 14)), (5120, (8, 6, 14)))
 """Shapes with chunks in shared memory, by the longest k they take; above 1,024."""
 _MANY_ROWS = (8, 4, 4)
