@@ -1,6 +1,6 @@
 """How quick this machine's Python is right now, told beside figures of what hosts take of a core.
 
-A lent machine's cores may be shared, or slower than another day's: the same code then takes longer. What changes with
+A machine's cores may be shared, or slower than another day's: the same code then takes longer. What changes with
 this loop is the machine's, what does not is the code's.
 """
 
